@@ -1,7 +1,8 @@
 """What README.md and docs/ say of the committed records, written and checked here.
 
 ``python -m report.committed`` writes it anew and prints the files that changed; ``zeropp report --check``
-compares.  It is: docs/results.md, docs/claims.md, README's paragraph between its marks, and README's figure.
+compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands between marks
+in README.md, docs/questions.md and docs/paper.md.
 """
 
 from __future__ import annotations
@@ -15,34 +16,37 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive
+from harness.suites.question import Quantity
 from report import claims, page
+from report.answer.findings import PAPER, QUESTIONS
+from report.answer.lead import answer
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.draw import figure_files
 from report.figures.registry import PLOTS
 from report.tables import registry as tables
-from report.tables.table import markdown
+from report.tables.table import Table, markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 REFERENCE: Final = Path("results/reference")
-_README, _RESULTS, _FIGURE = Path("README.md"), Path("docs/results.md"), Path("docs/quickstart.svg")
-_CLAIMS: Final = Path("docs/claims.md")
+DOCS: Final = Path("docs")
+FIGURES: Final = DOCS / "figures"  # one of each suite
+_README: Final = Path("README.md")
 _SUITE: Final = "quickstart"  # whose numbers README has
-_DRAWN: Final = "step_split"  # which of its figures
-_MARKED: Final = re.compile(r"(?<=<!-- of the records -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_TABLES: Final = (
-    "summary",
-    "losses",
-    "sent_error",
-    "parity",
-    "break_even",
-)  # of each suite, those that it has
+_BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
+_FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
+_NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
+_WIDE: Final = 120  # characters of a line
+_TABLES: Final[dict[Quantity, str]] = {
+    "loss": "losses", "memory": "memory", "tokens": "generation"
+}  # fmt: skip
 _HEAD: Final = """\
 # Results
 
-What the committed records say; `zeropp report results/reference` draws the page of each suite from them, with
-all figures and tables.
-This file is written from them too (`python -m report.committed`), and CI compares.
+What the committed records say of each suite: the question, the answer, one figure and one table.
+`zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
+[Notes on the columns](#notes-on-the-columns) are at the end.
+This file is written from the records (`python -m report.committed`), and CI compares.
 """
 _CLAIMS_HEAD: Final = """\
 # Claims
@@ -74,45 +78,101 @@ def wanted(root: Path = ROOT) -> dict[Path, bytes]:
     Raises:
         RecordError: as :func:`wrong`.
     """
-    readme = (root / _README).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as name:
         there = Path(name)
         packed = sorted((root / REFERENCE).glob(f"*{archive.SUFFIX}"))
         found = {
             one.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(one, there))) for one in packed
         }
-        text = _paragraph(found[_SUITE])
-        (plot,) = [plot for plot in PLOTS if plot.name == _DRAWN]
-        figure = figure_files.draw(plot, found[_SUITE], there)
-    files = {
-        _README: _MARKED.sub(lambda _: text, readme).encode(),
-        _RESULTS: _results(found).encode(),
-        _CLAIMS: _claims(found).encode(),
-    }
-    return files | ({} if figure is None else {_FIGURE: figure.svg})
+        figures = {FIGURES / f"{suite}.svg": _figure(derived, there) for suite, derived in found.items()}
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in (_README, *_MARKED)}
+    files = {path: _with_numbers(text, found) for path, text in texts.items()}
+    files |= {DOCS / "results.md": _results(found), DOCS / "claims.md": _claims(found)}
+    return {path: text.encode() for path, text in files.items()} | figures
+
+
+_MARKED: Final = (DOCS / "questions.md", DOCS / "paper.md")
+
+
+def _figure(derived: Derived, folder: Path) -> bytes:
+    """The figure that shows the answer of a suite, as SVG."""
+    shows = answer(derived).figure
+    for plot in sorted(PLOTS, key=lambda plot: plot.name != shows):
+        drawn = figure_files.draw(plot, derived, folder, forms=("svg",))
+        if drawn is not None:
+            return drawn.svg
+    raise AssertionError("records of which no figure can be drawn")
+
+
+def _title(derived: Derived) -> str:
+    """The title of that figure."""
+    shows = answer(derived).figure
+    ordered = sorted(PLOTS, key=lambda plot: plot.name != shows)
+    title: str = next(plot.title for plot in ordered if not plot.data(derived).empty)
+    return title
+
+
+def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
+    """A text with what stands between its marks by the records."""
+
+    def finding(match: re.Match[str]) -> str:
+        suite, of = QUESTIONS[int(match[1])]
+        title = _title(found[suite])
+        figure = f"![{title}](figures/{suite}.svg)"
+        return f"<!-- finding {match[1]} -->\n{_wrapped(markdown(of(found[suite])))}\n{figure}\n<!-- end -->"
+
+    def number(match: re.Match[str]) -> str:
+        suite, of = PAPER[match[1]]
+        return f"<!-- by {match[1]} -->{markdown(of(found[suite]))}<!-- end -->"
+
+    text = _BLOCK.sub(lambda _: f"<!-- of the records -->\n{_paragraph(found[_SUITE])}<!-- end -->", text)
+    return _NUMBER.sub(number, _FINDING.sub(finding, text))
 
 
 def _paragraph(derived: Derived) -> str:
-    """README's sentences: the headline, and what ran when on what."""
+    """README's sentences: the answer, and what ran when."""
     facts = dict(page.facts(derived))
     ran = f"{facts['trials']}, on {facts['ran']}"
-    sentences = [*page.headline(derived), f"These are the records of [one run](docs/results.md): {ran}."]
-    return "".join(f"{line}\n" for sentence in sentences for line in textwrap.wrap(sentence, 120))
+    last = f"These are the records of [one run](docs/results.md#{_SUITE}): {ran}."
+    return "".join(_wrapped(sentence) for sentence in (*answer(derived).sentences, last))
+
+
+def _wrapped(sentence: str) -> str:
+    lines = textwrap.wrap(sentence, _WIDE, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _results(found: Mapping[str, Derived]) -> str:
-    parts = [_HEAD]
+    parts: list[str] = [_HEAD]
+    notes: dict[str, str] = {}
     for suite, derived in found.items():
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name != "suite")
-        shown = tables.some_tables(derived, _TABLES)
+        first, *others = answer(derived).sentences
+        shown = _table(derived)
+        notes |= {shown.title: _note(shown)}
         parts.append(
-            f"\n## {suite}\n\n{' '.join(derived.frames.questions)}\n\n"
-            f"`zeropp run suites/{suite}.toml`\n\n"
-            + "".join(f"{markdown(sentence)}\n" for sentence in page.headline(derived))
-            + "".join(f"\n{table.markdown()}" for table in shown)
-            + f"\n{markdown(facts)}\n"
+            f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
+            + "".join(f"{markdown(sentence)}\n" for sentence in others)
+            + f"\n![{_title(derived)}](figures/{suite}.svg)\n\n{shown.markdown_rows()}\n"
+            f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
+    parts.append("\n## Notes on the columns\n")
+    parts += [f"\n**{title}.** {markdown(note)}\n" for title, note in notes.items()]
     return "".join(parts)
+
+
+def _table(derived: Derived) -> Table:
+    """The table of a suite's answer; else its Summary."""
+    name = _TABLES.get(answer(derived).quantity, "summary")
+    if tables.some_tables(derived, ("peers",)):
+        name = "peers"
+    (shown,) = tables.some_tables(derived, (name,)) or tables.some_tables(derived, ("summary",))
+    return shown
+
+
+def _note(table: Table) -> str:
+    """A table's caption, without what all rows of this one suite share."""
+    return re.sub(r" All: [^.]*\.", "", table.caption)
 
 
 def _claims(found: Mapping[str, Derived]) -> str:
@@ -131,6 +191,7 @@ def _first_difference(there: bytes, wanted_content: bytes) -> str:
 
 def main() -> None:
     """Write the files that differ, and print their names."""
+    (ROOT / FIGURES).mkdir(exist_ok=True)
     for path, content in wanted().items():
         if not (ROOT / path).exists() or (ROOT / path).read_bytes() != content:
             (ROOT / path).write_bytes(content)

@@ -18,7 +18,7 @@ def test_every_item_has_a_verdict() -> None:
     ]
     items = rows[2:]
     assert len(items) >= 20
-    assert all(len(row) == 3 and row[1] in VERDICTS and row[2] for row in items)
+    assert all(len(row) == 4 and row[1] in VERDICTS and row[2] and row[3] for row in items)
     assert all(f"`{verdict}`: " in text for verdict in VERDICTS)
 
 

@@ -1,0 +1,197 @@
+"""One sentence or number by the committed records for each question about the method and item of the paper.
+
+docs/questions.md and docs/paper.md hold them between marks (:mod:`report.committed`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from report.answer import loss, speed
+from report.answer.lead import answer
+from report.answer.parts import g2, g3, ratio, spelled
+from report.data import bytes_and_memory, effects, metrics
+from report.data.contender import NAMES
+from report.data.effects import Effect
+from report.data.metrics import Derived
+from report.data.text import counted, listed
+
+Finding = Callable[[Derived], str]
+
+
+def lead(derived: Derived) -> str:
+    """The first sentence of the suite's page."""
+    return answer(derived).sentences[0]
+
+
+def _effect(derived: Derived, strategy: str) -> Effect:
+    """The preset of a strategy beside the baseline, in the first cell."""
+    return next(one for one in effects.effects(derived) if one.contender == NAMES[strategy])
+
+
+def as_predicted(derived: Derived) -> str:
+    """In how many trials the ledger equals the prediction, and the bytes of each technique."""
+    equal = derived.trials["predicted_equal"].dropna().astype(bool)
+    sent = [
+        f"{one.bytes_ratio:.3f} with {spelled(one.contender)}"
+        for one in effects.effects(derived)
+        if one.bytes_ratio < 1
+    ]
+    return (
+        f"The ledger equals the prediction to the byte in {int(equal.sum())} of "
+        f"{counted(len(equal), 'trial')}; between nodes a step sends, of ZeRO-3's bytes, {listed(sent)}."
+    )
+
+
+def hidden(derived: Derived) -> str:
+    """How much of a step is exposed communication, and how near it is to the shortest possible."""
+    told, near = [], []
+    for strategy in ("zero3", "zeropp"):
+        mine = derived.trials[derived.trials["contender"] == NAMES[strategy]]
+        step = ratio(metrics.step_interval(mine))
+        told.append(f"{g3(mine['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
+        near.append(f"{mine['share'].median():.2f}")
+    return (
+        f"Communication that no computation hides takes {listed(told)}; the shortest step that schedule, "
+        f"link and processors allow is {listed(near)} of theirs."
+    )
+
+
+def chunks(derived: Derived) -> str:
+    """Two hops in four chunks beside whole ones."""
+    names = [str(name) for name in derived.trials["contender"].unique()]
+    cut = next(name for name in names if "int4" in name and "chunks 4" in name)
+    whole = cut.replace(", chunks 4", "")
+    return speed.faster(derived, effects.between(derived, whole, [cut])).first
+
+
+def blocks(derived: Derived) -> str:
+    """The verdicts on losses of one scale a shard, beside blocks."""
+    rows = [
+        row
+        for row in loss.rows_of(derived)
+        if "control" not in row["contender"] and "ZeRO++" in row["contender"]
+    ]
+    seeds = counted(rows[0]["seeds"], "seed")
+    return f"Beside ZeRO-3, in nats, {loss.by_verdict(derived, rows)} (95 % tests of {seeds})."
+
+
+def _volume(derived: Derived) -> str:
+    pairs = _effect(derived, "zeropp").pairs
+    ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
+    return f"{ours:.3f} M against {base:.3f} M"
+
+
+def _speedup(strategy: str) -> Finding:
+    return lambda derived: ratio(_effect(derived, strategy).ratio)
+
+
+def _over_papers(derived: Derived) -> str:
+    pairs = derived.over_papers
+    mine = pairs[pairs["contender"] == NAMES["zeropp"]]
+    return f"{ratio(metrics.speedup(mine))} over flat ZeRO-3, {_speedup('zeropp')(derived)} over the best"
+
+
+def _fastest(derived: Derived) -> str:
+    found = [one for one in effects.effects(derived) if one.contender == NAMES["zeropp"]]
+    told = [
+        f"{ratio(one.ratio)} at {one.pairs['rate_mbit'].iloc[0]:g} Mbit/s" for one in found[:1] + found[-1:]
+    ]
+    return " and ".join(told)
+
+
+def _backward(derived: Derived) -> str:
+    parts = bytes_and_memory.volume(derived.frames, derived.trials)
+    mine = parts[parts["id"].isin(derived.trials[derived.trials["contender"] == NAMES["zeropp"]]["id"])]
+    gathered = mine[mine["part"] == "gather in backward"]["m"]
+    return f"{gathered.median() if len(gathered) else 0.0:.3g} M"
+
+
+def _errors(*names: str) -> Finding:
+    def told(derived: Derived) -> str:
+        found = effects.errors(derived).groupby(level="contender", sort=False).first()
+        shown = {
+            label: next(name for name in found.index if all(part in name for part in label.split()))
+            for label in names
+        }
+        return "vNMSE " + listed([f"{g2(float(found[name]))} ({label})" for label, name in shown.items()])
+
+    return told
+
+
+def _accuracy(derived: Derived) -> str:
+    found = effects.errors(derived).groupby(level="contender").first()
+    values = {name: math.sqrt(float(one)) for name, one in found.items()}
+    shard = next(one for name, one in values.items() if "shard" in str(name))
+    told = {
+        size: next(one for name, one in values.items() if f"int4:{size})" in str(name))
+        for size in (256, 2048)
+    }
+    less = " and ".join(f"{shard / one:.1f} times with blocks of {size}" for size, one in told.items())
+    return f"the error is smaller than with one scale a shard {less} (root of vNMSE, int4)"
+
+
+def _unordered(derived: Derived) -> str:
+    rows = {row["contender"]: row for row in loss.rows_of(derived)}
+    row = next(one for name, one in rows.items() if "unordered" in name)
+    return f"{loss.nats(row)} nats without, {loss.nats(rows[NAMES['qgz']])} with"
+
+
+def _parity(derived: Derived) -> str:
+    rows = metrics.parity(derived.frames, derived.trials)
+    found = [metrics.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
+    low, high = min(found, key=lambda one: one.estimate), max(found, key=lambda one: one.estimate)
+    return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"
+
+
+def _alone_and_together(derived: Derived) -> str:
+    alone = [f"{NAMES[name]} {ratio(_effect(derived, name).ratio)}" for name in ("qwz", "hpz", "qgz")]
+    return f"{', '.join(alone)}; together {ratio(_effect(derived, 'zeropp').ratio)}"
+
+
+def _converges(derived: Derived) -> str:
+    rows = [
+        row
+        for row in loss.rows_of(derived)
+        if "ZeRO++" in row["contender"] and "control" not in row["contender"]
+    ]
+    return "; ".join(
+        f"{spelled(row['contender'])} {loss.nats(row)} nats, {row['verdict']}" for row in rows[:2]
+    )
+
+
+def _decodes(derived: Derived) -> str:
+    return (
+        speed.tokens(derived).first.split(" times", maxsplit=1)[0].rpartition("decoded ")[2]
+        + " times the tokens/s"
+    )
+
+
+QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
+    1: ("block_size", lead), 2: ("hpz_group", lead), 3: ("reordering", lead), 4: ("quickstart", as_predicted),
+    5: ("ablation", hidden), 6: ("algorithms", chunks), 8: ("signs", lead), 9: ("bandwidth", lead),
+    10: ("convergence", blocks),
+}  # fmt: skip
+"""The suite and the finding of each question that records answer."""
+
+PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
+    "volume": ("quickstart", _volume),
+    "throughput": ("quickstart", _over_papers),
+    "bandwidth": ("bandwidth", _fastest),
+    "blocks": ("block_size", _errors("int4:256", "int4:shard")),
+    "backward": ("quickstart", _backward),
+    "rings": ("algorithms", _errors("int4:128 one_hop", "int4:128 ring")),
+    "reordering": ("reordering", _unordered),
+    "chunks": ("algorithms", chunks),
+    "overlap": ("ablation", hidden),
+    "accuracy": ("block_size", _accuracy),
+    "parity": ("bandwidth", _parity),
+    "ablation": ("ablation", _alone_and_together),
+    "convergence": ("convergence", _converges),
+    "generation": ("generation", _decodes),
+    "nodes": ("nodes", lead),
+    "stages": ("stages", lead),
+}
+"""The suite and the number of each item of the paper that records have one for."""
