@@ -228,6 +228,7 @@ def run(
                 suite.role_of,
                 suite.on_failure,
                 SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
+                suite.answer,
             ),
             first,
             folder,
@@ -240,7 +241,7 @@ def run(
         status = INTERRUPTED
         if not outcome.interrupted:
             if report:
-                report_command.build_report(folder)
+                report_command.build_report(folder, lead=True)
             status = SOME_FAILED if outcome.failed else OK
         if nodes is not None:
             nodes.end(status)

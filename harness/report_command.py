@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -157,14 +158,22 @@ def _built(packed: Path, width: float) -> Path:
 
 
 def build_report(
-    folder: Path, columns: Mapping[str, Sequence[str]] | None = None, width: float = _WIDTH
+    folder: Path,
+    columns: Mapping[str, Sequence[str]] | None = None,
+    width: float = _WIDTH,
+    *,
+    lead: bool = False,
 ) -> None:
-    """Build a folder's page, and print its path."""
+    """Build a folder's page, and print its path; with ``lead`` also the answer to the suite's question."""
     interrupts.take_over()
     if not bench_record.holds(folder):
         from report.build import build
 
         print(build(folder, columns=columns, width=width))
+        if lead:
+            from report.answer.lead import of_folder
+
+            print("\n".join(of_folder(folder).sentences), file=sys.stderr)
         return
     from report.bench.page import build as build_bench
 

@@ -17,7 +17,7 @@ from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.expected_time import Expected
 from harness.fitted_table import Column, sizes, text
-from harness.records.confidence_intervals import FEWEST, LEAST_STEPS
+from harness.records.confidence_intervals import FEWEST
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import Summary, summarise
@@ -34,6 +34,7 @@ from harness.suites.labels import (
     told,
 )
 from harness.suites.peers import PEERS
+from harness.suites.question import LEAST_STEPS
 from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
 

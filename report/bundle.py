@@ -17,6 +17,7 @@ from harness.records import archive, run_record
 from harness.records.record import Record, RecordError, read_all
 from harness.records.run_record import Run
 from report import claims, page
+from report.answer.lead import answer
 from report.data.frames import frames_of
 from report.data.metrics import derive
 
@@ -72,7 +73,7 @@ def bundle(folder: Path, into: Path) -> Path:
             suite=suite,
             suffix=archive.SUFFIX,
             question=" ".join(derived.frames.questions),
-            headline="\n".join(page.headline(derived)),
+            headline="\n".join(answer(derived).sentences),
             facts=facts,
         ),
         "CLAIMS.md": f"# Claims of {suite}\n\n{claims.table(derived, suite)}",

@@ -58,9 +58,10 @@ def _of_pairs(what: str, mine: pd.DataFrame) -> list[tuple[str, str, str, str]]:
 
 def _of_losses(derived: Derived) -> list[tuple[str, str, str, str]]:
     rows: list[dict[str, Any]] = learning.losses(derived).to_dict("records")  # type: ignore[assignment]
+    margin = f"{learning.MARGIN:.0%}"
     return [
         (
-            f"{row['contender']}: validation loss is {row['verdict']} to ZeRO-3's by {learning.MARGIN:.0%}",
+            f"{row['contender']}: validation loss is {row['verdict']} to {row['base']}'s by {margin}",
             f"{row['difference'].estimate:+.4f} nats, {counted(row['seeds'], 'seed')}",
             _ends(row["difference"], "+.4f"),
             "Losses",

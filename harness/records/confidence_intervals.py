@@ -18,7 +18,6 @@ import numpy as np
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # values: the range of five holds the median in 0.94 of samples, and is no interval of 0.95
 FEWEST_SWEEPS: Final = 3  # Student's t of two is 13 times their error
-LEAST_STEPS: Final = 100  # of training, before which a validation loss says nothing and is not printed
 ENOUGH_POWER: Final = 0.8  # of a test, without which it claims nothing
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -120,6 +119,18 @@ def paired_ratio_interval(
     found = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
     ends = (math.exp(found.estimate), math.exp(found.low), math.exp(found.high))
     return Interval(*ends, found.n, found.sweeps)
+
+
+def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
+    """Geometric mean of positive values, with the interval of their mean logarithm (:func:`mean_interval`).
+
+    Raises:
+        ValueError: without values, or for one that is not positive.
+    """
+    numbered = dict(enumerate(values))
+    return paired_ratio_interval(
+        numbered, dict.fromkeys(numbered, 1.0), None if sweeps is None else dict(enumerate(sweeps))
+    )
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:

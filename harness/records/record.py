@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harness.records.machine_use import NodeUse
+from harness.suites.question import Said
 from impl.deepspeed.recipe import Finding
 from impl.plan.shard_layout import padding_share
 
@@ -320,6 +321,7 @@ class Record(_Part):
         pool: hash of the facts that must agree before two records are pooled.
         sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         role: what the suite's question compares it as; no part of the trial.
+        answer: the quantity that the suite names as its answer; empty leaves it to the axes.
         units: name, elements, padded elements of each unit.
         earlier: failed attempts of the same run, in order.
         run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
@@ -340,6 +342,7 @@ class Record(_Part):
     order: int
     sweep: int = 0
     role: Literal["", "baseline", "contrast"] = ""
+    answer: Said = ""
     machine: dict[str, Any]
     code: dict[str, Any]
     inputs: dict[str, str] = {}

@@ -60,6 +60,7 @@ from harness.strategies import deepspeed
 from harness.suites.labels import counted
 from harness.suites.on_failure import SKIP, Answer
 from harness.suites.peers import DEEPSPEED
+from harness.suites.question import Said
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.topology import Topology
@@ -95,6 +96,7 @@ class Asked:
         role_of: what the question compares a trial as; written also to records that are there.
         on_failure: what follows a failure, by its kind; the next trial for others.
         text: of the suite's file.
+        said: the quantity that the suite names as its answer.
     """
 
     suite: str
@@ -102,6 +104,7 @@ class Asked:
     role_of: Callable[[Trial], str] = lambda _: ""
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
     text: SuiteText | None = None
+    said: Said = ""
 
     def answer(self, record: Record) -> Answer:
         """What follows the outcome of a trial."""
@@ -184,9 +187,10 @@ def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[T
     sweep.number_trials(batch)
     there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
     for trial in batch.trials:
-        record, role = there[trial.id], sweep.asked.role_of(trial)
-        if record is not None and record.role != role:  # the question has changed, not the trial
-            write(sweep.results, record.model_copy(update={"role": role}))
+        record = there[trial.id]
+        asked = {"role": sweep.asked.role_of(trial), "answer": sweep.asked.said}
+        if record is not None and asked != {"role": record.role, "answer": record.answer}:
+            write(sweep.results, record.model_copy(update=asked))  # the question has changed, not the trial
     failures = [record for record in there.values() if record is not None and not record.answers]
     if sweep.retry_failed:
         there |= {record.id: None for record in failures}
@@ -502,6 +506,7 @@ class _Sweep:
             suite=self.asked.suite,
             question=self.asked.question,
             role=self.asked.role_of(trial),
+            answer=self.asked.said,
             trial=trial.canonical(),
             started=started,
             finished=_now(),

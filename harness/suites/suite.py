@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from harness.errors import Refusal
 from harness.suites.on_failure import Answer
+from harness.suites.question import Said
 from harness.suites.repeats import Repeats, interleaved
 from harness.suites.trial import Trial
 
@@ -26,6 +27,7 @@ class Suite:
         on_failure: what a run does after a failed trial, by kind; :data:`SKIP` for others.
         text: of its file.
         configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
+        answer: the quantity that answers the question; empty leaves it to the axes.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Suite:
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
     text: str = ""
     configurations: Mapping[str, str] = field(default_factory=dict)
+    answer: Said = ""
 
     def role_of(self, trial: Trial) -> str:
         """What the suite's question compares: ``baseline``, ``contrast``, or empty."""

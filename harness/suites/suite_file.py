@@ -34,6 +34,7 @@ from harness.suites.allowed import allowed
 from harness.suites.contradictions import check, check_recipe
 from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
+from harness.suites.question import Said
 from harness.suites.repeats import BASELINE, Repeats, compared
 from harness.suites.roles import roles
 from harness.suites.suite import Suite
@@ -71,6 +72,7 @@ class _File(BaseModel):
     on_failure: Annotated[dict[str, Answer], BeforeValidator(answers)] = {}
     baseline: dict[str, Any] = {}
     contrast: dict[str, Any] = {}
+    answer: Said = ""
     defaults: dict[str, Any] = {}
     matrix: dict[str, Any] = {}
     zip: list[dict[str, Any]] = []
@@ -193,6 +195,7 @@ class _Expansion:
             tuple(_left_out_in_words(left_out)),
             self._roles(cells, trials),
             self.file.on_failure,
+            answer=self.file.answer,
         )
 
     def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:

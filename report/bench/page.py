@@ -184,7 +184,8 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         kicker="Results of a benchmark",
         heading=heading,
         questions=[],
-        headline=headline[:_MOST_FINDINGS],
+        answer=headline[:_MOST_FINDINGS],
+        shows=None,
         emulated=emulation.of_benches(data for _, data in boards),
         facts=_facts(benches),
         warnings=[

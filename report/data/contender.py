@@ -79,7 +79,8 @@ class Comparison:
     """What a suite's question compares: printed names of the baseline and of what it is compared with.
 
     Attributes:
-        asked: whether the suite names them; else they are ZeRO-3 and the preset ZeRO++.
+        asked: whether the suite names them; else the baseline is that of :func:`is_baseline`, and all other
+            contenders are compared with it.
     """
 
     baseline: str
@@ -88,27 +89,38 @@ class Comparison:
 
 
 def comparison(table: pd.DataFrame) -> Comparison:
-    """What is compared by the records of a table with columns ``role`` and ``contender``."""
-    base = table[table["role"] == "baseline"]
-    if base.empty:
-        return Comparison(NAMES[BASELINE], (NAMES[PROPOSED],), asked=False)
-    names = list(base["contender"].unique())
-    against = table[table["role"] == "contrast"]["contender"].unique()
-    return Comparison(listed(names), tuple(str(name) for name in against), asked=True)
+    """What is compared by records: of a table with ``role``, ``cell``, ``order`` and ``contender``."""
+    base = is_baseline(table)
+    asked = bool(table["role"].eq("baseline").any())
+    names = [str(name) for name in table[base]["contender"].unique()]
+    against = table[table["role"].eq("contrast") if asked else ~table["contender"].isin(names)]
+    return Comparison(listed(names), tuple(str(name) for name in against["contender"].unique()), asked)
 
 
-def is_baseline(table: pd.DataFrame, strategy: str = BASELINE) -> pd.Series[bool]:
-    """Which rows are the baseline: those that the suite names, else of ``strategy`` without changes."""
-    if strategy == BASELINE and table["role"].eq("baseline").any():
+def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are the baseline of their cell.
+
+    Those that the suite names; else ZeRO-3 without changes; in a cell without it, the contender that the
+    suite lists first of those there.
+    """
+    if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
+    preset = is_preset(table, BASELINE)
+    listed_at = table.groupby("contender")["order"].transform("min")
+    first = listed_at.eq(listed_at.groupby(table["cell"]).transform("min"))
+    return preset.where(preset.groupby(table["cell"]).transform("any"), first)
+
+
+def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
+    """Which rows are of a strategy without changes."""
     return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
 
 
 def is_contrast(table: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are compared with the baseline first: those that the suite names, else the preset ZeRO++."""
+    """Which rows parity compares with the baseline: those that the suite names, else the preset ZeRO++."""
     if table["role"].eq("baseline").any():
         return table["role"].eq("contrast")
-    return table["contender"].eq(NAMES[PROPOSED])
+    return is_preset(table, PROPOSED)
 
 
 def order_of(strategy: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, median_interval, paired_ratio_interval
+from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
 from report.data.contender import is_baseline
 from report.data.frames import Frames
 
@@ -72,6 +72,7 @@ def speedup(group: pd.DataFrame) -> Interval:
 
 
 def speed(group: pd.DataFrame) -> Interval:
-    """Median over trials of the median tokens per second of each one's generations, with its interval."""
+    """Tokens per second: geometric mean over trials of that of each one's generations, with its interval."""
     by_trial = group.groupby("id", sort=False)
-    return median_interval(list(by_trial["tokens_per_second"].median()), list(by_trial["sweep"].first()))
+    speeds = by_trial["tokens_per_second"].agg(lambda values: np.exp(np.log(values).mean()))
+    return geometric_interval(list(speeds), list(by_trial["sweep"].first()))

@@ -23,6 +23,7 @@ from harness.records import checks
 from harness.records.machine_use import joules
 from harness.records.record import Record, RecordError, read_all
 from harness.records.trace_record import Trace, read_traces
+from harness.suites.question import Said
 from harness.suites.repeats import CONTENDER
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
@@ -82,6 +83,7 @@ class Frames:
 
     suite: str  # its name, or names joined by a comma
     questions: tuple[str, ...]  # of the suites, where records hold them
+    answer: Said  # the quantity that the suite names, if all records name one
     pools: tuple[str, ...]  # hashes of machine and code
     left_out: int  # failures of another pool, without measurements
     interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
@@ -162,6 +164,7 @@ def frames_of(records: list[Record], traces: Sequence[Trace] = (), *, across_poo
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
+        answer=answers.pop() if len(answers := {record.answer for record in records}) == 1 else "",
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
         interrupted=len(records) - len(ended) - len(failed),

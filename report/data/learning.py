@@ -12,34 +12,38 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import (
+    FEWEST,
     Interval,
     mean_interval,
     paired_ratio_interval,
     power,
     verdict,
 )
-from report.data.contender import BASELINE, NAMES
+from harness.suites.question import LEAST_STEPS
+from report.data.contender import is_baseline
 from report.data.frames import groups
-from report.data.metrics import Derived
+from report.data.metrics import Derived, geometric
 
 MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and not count as inferior
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def losses(derived: Derived) -> pd.DataFrame:
-    """One row per contender and cell whose trials ended in a validation late enough to be printed.
+    """One row per contender and cell whose trials ended in a validation.
 
     Returns:
-        ``seeds`` with a loss; ``loss``, their mean; and where ZeRO-3 has losses of the same seeds
+        ``seeds`` with a loss; ``loss``, their mean; and where the baseline of the cell
+        (:func:`report.data.contender.is_baseline`) has losses of the same seeds ``base``, its name,
         ``difference`` (:class:`Interval`: more is worse), ``margin``, ``power``, ``verdict``; ``target``, the
-        loss that is to be reached: ZeRO-3's mean and the margin; ``reached``, the seeds that reach it;
-        ``seconds``, the median over these of the time that it took; ``gain`` (:class:`Interval`): ZeRO-3's
-        seconds over them, known only if all seeds of both reach it.  With ``id`` and ``baseline``, the
-        records behind the row, joined by spaces.
+        loss that is to be reached: the baseline's mean and the margin; ``reached``, the seeds that reach it;
+        ``seconds``, the median over these of the time that it took; ``gain`` (:class:`Interval`): the
+        baseline's seconds over them, known only if all seeds of both reach it.  With ``id`` and ``baseline``,
+        the records behind the row, joined by spaces.
     """
     found = derived.trials.dropna(subset=["validation_loss"])
+    found = found.assign(is_base=is_baseline(derived.trials)[found.index])
     rows = [
-        _row(derived, mine, of_cell[of_cell["contender"] == NAMES[BASELINE]])
+        _row(derived, mine, of_cell[of_cell["is_base"]])
         for _, of_cell in groups(found, ["cell"])
         for _, mine in groups(of_cell, ["contender"])
     ]
@@ -53,6 +57,7 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
     row: dict[str, object] = {
         **{name: first[name] for name in ("where", "cell", "strategy", "contender", "place", "first")},
         "id": " ".join(sorted(mine["id"])),
+        "base": "" if base.empty else base["contender"].iloc[0],
         "baseline": " ".join(sorted(base["id"])),
         "steps": int(first["validation_step"]),
         "seeds": len(ours),
@@ -72,15 +77,24 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
     reached = np.isfinite(seconds["seconds"])
     row["reached"] = int(seconds[reached]["seed"].nunique())
     row["seconds"] = float(seconds[reached]["seconds"].median())
-    if len(both) and first["contender"] != NAMES[BASELINE]:
+    if len(both) and not mine["is_base"].any():
         difference = mean_interval(list(ours[both] - theirs[both]))
         row |= {
             "difference": difference,
             "power": power(difference, margin),
-            "verdict": verdict(difference, margin),
+            "verdict": _verdict(difference, margin, int(first["validation_step"])),
             "gain": _gain(seconds, needed),
         }
     return row
+
+
+def _verdict(difference: Interval, margin: float, steps: int) -> str:
+    """The verdict on a difference of losses, or what there is too little of for one."""
+    if steps < LEAST_STEPS:
+        return f"too short: {steps} steps of {LEAST_STEPS}"
+    if difference.n < FEWEST:
+        return f"too few: {difference.n} seeds of {FEWEST}"
+    return verdict(difference, margin)
 
 
 def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
@@ -124,14 +138,10 @@ def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
     found = []
     for clusters in (["seed"], ["seed", "sweep"]):
         sides = [
-            side[side["seed"].isin(seeds)].groupby(clusters)["seconds"].agg(_geometric)
+            side[side["seed"].isin(seeds)].groupby(clusters)["seconds"].agg(geometric)
             for side in (base, ours)
         ]
         sweeps = None if clusters == ["seed"] else {key: key[1] for key in sides[0].index}
         found.append(paired_ratio_interval(sides[0].to_dict(), sides[1].to_dict(), sweeps))
     unknown = [one for one in found if not one.known]
     return unknown[0] if unknown else max(found, key=lambda one: one.half)
-
-
-def _geometric(values: pd.Series[float]) -> float:
-    return float(np.exp(np.log(values).mean()))

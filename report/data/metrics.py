@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import (
-    LEAST_STEPS,
     Interval,
     crossing,
-    median_interval,
+    geometric_interval,
     paired_ratio_interval,
 )
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
+from harness.suites.question import LEAST_STEPS
 from harness.suites.trial import PolicyChanges, Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
 from report.data.contender import (
@@ -33,6 +33,7 @@ from report.data.contender import (
     comparison,
     is_baseline,
     is_contrast,
+    is_preset,
 )
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
@@ -72,7 +73,7 @@ def trials(frames: Frames) -> pd.DataFrame:
             all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
         tflops: model TFLOP/s of a rank, for presets.
         first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
-            that came before :data:`harness.records.confidence_intervals.LEAST_STEPS`.
+            that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
         validation_step: optimizer steps before that validation, warm-ups included.
     """
     table = frames.trials
@@ -183,27 +184,27 @@ def _first_loss(frames: Frames) -> pd.DataFrame:
 
 
 def _final_loss(frames: Frames) -> pd.DataFrame:
-    """The last validation of trials that trained for at least LEAST_STEPS; those of others say nothing."""
+    """The last validation of trials that repeat it, or trained long; those of others say nothing."""
     last = frames.validations.sort_values("step").groupby("id").tail(1)
-    last = last[last["step"] >= LEAST_STEPS]
+    often = {identity for identity, trial in frames.ran.items() if trial.validate_every}
+    last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
     return last[["id", *names]].rename(columns=names)
 
 
-def pairs(table: pd.DataFrame, baseline: str = BASELINE) -> pd.DataFrame:
+def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     """Pairs of each trial with the baseline's of the same cell, seed and repeat.
 
     Args:
         table: from :func:`trials`.
-        baseline: the strategy whose trials, without changes, are the baseline; what the suite names comes
-            before ZeRO-3, and before no other.
+        is_base: which of its rows are the baseline, one contender in each cell.
 
     Returns:
         Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[is_baseline(table, baseline)]
+    base = table[is_base]
     columns = {"id": "baseline", "contender": "baseline_contender", "step_seconds": "baseline_seconds"}
     columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
     base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
@@ -231,6 +232,11 @@ def _paired(group: pd.DataFrame, above: str, below: str) -> Interval:
     return paired_ratio_interval(*columns)
 
 
+def geometric(values: pd.Series[float]) -> float:
+    """Geometric mean."""
+    return float(np.exp(np.log(values).mean()))
+
+
 def middle(group: pd.DataFrame, column: str) -> float:
     """Geometric mean over sweeps of each one's geometric mean: of paired columns the ratio of two of these
     is :func:`speedup`'s.
@@ -239,12 +245,12 @@ def middle(group: pd.DataFrame, column: str) -> float:
 
 
 def step_interval(group: pd.DataFrame) -> Interval:
-    """Median step of some trials, with its interval.
+    """Geometric mean of the steps of some trials, with its interval: the number that a page prints of them.
 
     Args:
         group: rows of :func:`trials` of one contender in one cell.
     """
-    return median_interval(list(group["step_seconds"]), list(group["sweep"]))
+    return geometric_interval(list(group["step_seconds"]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -423,7 +429,7 @@ class Derived:
     @property
     def compared(self) -> Comparison:
         """What the suite's question compares."""
-        return comparison(self.frames.trials)
+        return comparison(self.finished)
 
     @property
     def finished(self) -> pd.DataFrame:
@@ -445,4 +451,5 @@ def derive(frames: Frames) -> Derived:
     table = trials(frames)
     differing = rates_differ(table)
     table["rates_differ"] = table["cell"].isin(list(differing))
-    return Derived(frames, table, pairs(table), pairs(table, PAPERS_BASELINE), differing, generations(frames))
+    ours, papers = (pairs(table, which) for which in (is_baseline(table), is_preset(table, PAPERS_BASELINE)))
+    return Derived(frames, table, ours, papers, differing, generations(frames))

@@ -15,16 +15,6 @@ FEWEST_IN_WORDS: Final = f"with its 95 % interval from {FEWEST} pairs on"
 _LABEL_CHARACTERS: Final = 48
 
 
-def interval_in_words(found: Interval) -> str:
-    """Which interval it is, with its ends, or why there is none: to follow a number of pairs."""
-    if found.known:
-        of = f" of the means of {found.sweeps} sweeps" if found.sweeps > 1 else ""
-        return f"Student's 95 % interval{of} {found.low:.2f} to {found.high:.2f}"
-    if found.n < FEWEST:
-        return f"too few for an interval, which takes {FEWEST}"
-    return f"of {found.sweeps} sweeps, too few for an interval, which takes {FEWEST_SWEEPS}"
-
-
 def sweeps_in_words(sweeps: Collection[int]) -> str:
     """Caption text on intervals over several sweeps, after a space; empty for one."""
     count = len(set(sweeps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +28,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
     "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
     "png": {"Software": None},
 }
+FORMS: Final = ("svg", "pdf", "png")
 _MARGIN: Final = 0.05  # inches around what is drawn
 _LETTERS: Final = 36  # of a line over or under a panel of a column's width
 _LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second or third fits
@@ -40,6 +41,7 @@ class Drawn:
     plot: Drawing
     data: pd.DataFrame
     svg: bytes
+    width: float = theme.WIDTH  # mm
 
     @property
     def image(self) -> str:
@@ -51,7 +53,9 @@ class Drawn:
         return [(name, footnotes.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
-def draw(plot: Plot, derived: Derived, folder: Path, width: float = theme.WIDTH) -> Drawn | None:
+def draw(
+    plot: Plot, derived: Derived, folder: Path, width: float = theme.WIDTH, forms: Collection[str] = FORMS
+) -> Drawn | None:
     """Draw a figure ``width`` mm wide into ``folder``; None if the records hold nothing to draw."""
     data = plot.data(derived)
     ran = derived.finished.sort_values("place", kind="stable")
@@ -60,7 +64,7 @@ def draw(plot: Plot, derived: Derived, folder: Path, width: float = theme.WIDTH)
     ]
     ran = ran.assign(changed=presets).sort_values("changed", kind="stable")
     variants = theme.numbered(zip(ran["strategy"], ran["contender"], strict=True))
-    return None if data.empty else write(plot, data, folder, variants, width)
+    return None if data.empty else write(plot, data, folder, variants, width=width, forms=forms)
 
 
 def _laid_out(figure: Figure) -> Bbox:
@@ -94,7 +98,9 @@ def write(
     data: pd.DataFrame,
     folder: Path,
     variants: Mapping[str, int] | None = None,
+    *,
     width: float = theme.WIDTH,
+    forms: Collection[str] = FORMS,
 ) -> Drawn:
     """Draw a table with rows, and write it as SVG, PDF, PNG and CSV of its raw values.
 
@@ -104,6 +110,7 @@ def write(
         folder: where the files go.
         variants: the page's contenders, numbered within their strategies.
         width: in mm.
+        forms: which of SVG, PDF and PNG are written.
     """
     rendered = {}
     with theme.style(variants, width):
@@ -112,9 +119,11 @@ def write(
             _for_a_column(figure)
         box = _laid_out(figure)
         for form, metadata in _METADATA.items():
+            if form not in forms:
+                continue
             buffer = io.BytesIO()
             figure.savefig(buffer, format=form, metadata=metadata, bbox_inches=box)
             rendered[form] = buffer.getvalue()
             (folder / f"{plot.name}.{form}").write_bytes(rendered[form])
     data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
-    return Drawn(plot, data, rendered["svg"])
+    return Drawn(plot, data, rendered["svg"], width)

@@ -66,7 +66,7 @@ MARKERS: Final = {
     "hpz+qgz": "p", "exact": "h", "fsdp2": "<", "ddp": ">", "single": "*",
     "fsdp2-prefetch": "<", "fsdp2-kept": "<", "fsdp2-kept-prefetch": "<", "ddp-tuned": ">", "ddp-bf16": ">",
     "deepspeed": "H", "deepspeed-hpz": "H", "recipe": "d",
-    "zero3-flat": "4", "zero0": "1", "zero1": "2", "zero2": "3", "mics": "8",
+    "zero3-flat": "8", "zero0": "P", "zero1": "X", "zero2": "p", "mics": "d",
     "fsdp2+exact": "<", "fsdp2+bf16": "<", "fsdp2+qwz": "<", "fsdp2+qgz": "<", "fsdp2+qwz+qgz": "<",
     "ddp+exact": ">", "ddp+bf16": ">", "ddp+qgz": ">",
 }  # fmt: skip

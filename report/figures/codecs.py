@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 
-from report.data import codec_sweeps
+from report.data import codec_sweeps, metrics
 from report.data.contender import BASELINE, NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -159,7 +159,7 @@ def _sweep_caption(data: pd.DataFrame) -> str:
     drawn = [
         words
         for value, words in (
-            ("step_seconds", "median step seconds"),
+            ("step_seconds", "seconds of a step"),
             ("m", "bytes between nodes per step (ledger, in units of M, see 'Bytes between nodes')"),
             ("validation_loss", "loss of the last validation (its axis does not start at 0)"),
         )
@@ -175,7 +175,7 @@ def _sweep_alt(data: pd.DataFrame) -> str:
     swept = data[data["swept"] != codec_sweeps.REFERENCE]
     told = [
         f"{key[0]} of {NAMES.get(str(key[1]), key[1])} at {int(key[2])} bits, blocks of {key[3]} ({key[4]}): "
-        f"{group['step_seconds'].median():.3g} s, {group['m'].median():.3g} M"
+        f"{metrics.geometric(group['step_seconds']):.3g} s, {group['m'].median():.3g} M"
         for key, group in groups(swept, ["swept", "strategy", "bits", "block", "line", "held"])
     ]
     return f"{'; '.join(told[:12])}."

@@ -90,7 +90,7 @@ def _caption(data: pd.DataFrame) -> str:
 
 def _alt(data: pd.DataFrame) -> str:
     told = [
-        f"{contender} {group['tokens_per_second'].median():.3g} tokens/s, between nodes "
+        f"{contender} {decoding.speed(group).estimate:.3g} tokens/s, between nodes "
         f"{group['first_bytes'].median():.3g} bytes for the first token, "
         f"{group['later_bytes'].median():.3g} for a later one"
         for contender, group in data.groupby("contender", sort=False)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from report.data import communication
-from report.data.contender import BASELINE, NAMES
+from report.data.contender import is_baseline
 from report.data.metrics import Derived
 from report.data.text import listed, number
 from report.draw import chart_parts, theme
@@ -20,7 +20,7 @@ _FEWEST: Final = 4  # contenders of a cell
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _VALUES: Final = {
     "vnmse": "vNMSE of what was sent",
-    "excess": f"loss less {NAMES[BASELINE]}'s, nats",
+    "excess": "loss less the baseline's, nats",
     "step_seconds": "seconds per step",
 }
 
@@ -50,7 +50,7 @@ def _errors(derived: Derived) -> pd.Series[float]:
 
 def _losses_of_baseline(found: pd.DataFrame) -> pd.Series[float]:
     """Of each trial the baseline's loss in its cell and of its seed; NaN where there is none."""
-    base = found[found["contender"] == NAMES[BASELINE]].groupby(["cell", "seed"])["validation_loss"].mean()
+    base = found[is_baseline(found)].groupby(["cell", "seed"])["validation_loss"].mean()
     keys = pd.MultiIndex.from_frame(found[["cell", "seed"]])
     return pd.Series(base.reindex(keys).to_numpy(), index=found.index)
 
@@ -108,7 +108,7 @@ def _panel(ax: Axes, mine: pd.DataFrame, value: str, looks: dict[str, chart_part
 
 def _caption(data: pd.DataFrame) -> str:
     loss = (
-        f" The loss of the last validation, less {NAMES[BASELINE]}'s of the same seed."
+        " The loss of the last validation, less the baseline's of the same seed."
         if data["excess"].notna().any()
         else ""
     )

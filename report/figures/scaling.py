@@ -8,31 +8,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from report.data import metrics, scaling
 from report.data.contender import NAMES
 from report.data.frames import groups
-from report.data.metrics import Derived
 from report.data.text import listed, number
 from report.draw import chart_parts, theme
 from report.draw.figure_definition import Plot, by_contender, common_to, contenders, peers_note
-
-_FEWEST: Final = 3  # numbers of nodes that make a line
-_HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
-_KEPT: Final = [
-    "id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat", "nodes",
-    "ranks_per_node", "tokens_per_rank", "achieved_mbit", "step_seconds", "tokens_per_second", "sent_bytes",
-]  # fmt: skip
-_TITLES: Final = {"weak": "weak: {} tokens a rank", "strong": "strong: {} tokens in all"}
-
-
-def _scaling_data(derived: Derived) -> pd.DataFrame:
-    """Trials that differ only in the number of nodes, with equal batches per rank or in all."""
-    table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
-    parts = []
-    for kind, held in (("weak", "tokens_per_rank"), ("strong", "everyone")):
-        for key, group in groups(table, [*_HELD, held]):
-            if group["nodes"].nunique() >= _FEWEST:
-                parts.append(group[_KEPT].assign(kind=kind, title=_TITLES[kind].format(int(key[-1]))))
-    return pd.concat(parts, ignore_index=True) if parts else table[_KEPT].iloc[:0]
 
 
 def _draw_scaling(data: pd.DataFrame) -> Figure:
@@ -45,7 +26,7 @@ def _draw_scaling(data: pd.DataFrame) -> Figure:
         endings = []
         for _, contender, group in by_contender(mine):
             speeds = group.set_index("nodes")["tokens_per_second"]
-            middle = speeds.groupby(level=0).median()
+            middle = speeds.groupby(level=0).agg(metrics.geometric)
             endings.append(chart_parts.trend(ax, middle, speeds, contender, looks[contender]))
         ax.set_title(title)
         ax.set_xticks(sorted(mine["nodes"].unique()))
@@ -60,9 +41,9 @@ def _draw_scaling(data: pd.DataFrame) -> Figure:
 def _scaling_caption(data: pd.DataFrame) -> str:
     return (
         "Throughput of all ranks by number of nodes: with as many tokens a rank (weak scaling), and with as "
-        "many in all, dealt to more ranks (strong). Lines: medians over repeats; dots: single trials. On one "
-        "machine all nodes share its processors: a further node brings a link of its own and further ranks, "
-        "not further arithmetic, so ideal weak scaling is no straight line through the origin here. "
+        "many in all, dealt to more ranks (strong). Lines: geometric means over repeats; dots: trials. On "
+        "one machine all nodes share its processors: a further node brings a link of its own and further "
+        "ranks, not further arithmetic, so ideal weak scaling is no straight line through the origin here. "
         f"{peers_note(data)}{common_to(data)}"
     )
 
@@ -70,21 +51,10 @@ def _scaling_caption(data: pd.DataFrame) -> str:
 def _scaling_alt(data: pd.DataFrame) -> str:
     told = []
     for (title, contender), group in groups(data, ["title", "contender"]):
-        middle = group.groupby("nodes")["tokens_per_second"].median()
+        middle = group.groupby("nodes")["tokens_per_second"].agg(metrics.geometric)
         points = listed([f"{value:.0f} on {nodes}" for nodes, value in middle.items()])
         told.append(f"{contender}, {title}: {points}")
     return f"Lines of tokens per second over nodes. {'; '.join(told)}."
-
-
-def _largest_data(derived: Derived) -> pd.DataFrame:
-    """Trials with a memory limit: those that trained within it, and those that exceeded it."""
-    ran, failures = derived.frames.ran, derived.frames.failures
-    kept = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
-    refused = failures[failures["kind"] == "memory"][kept].assign(trained=False)
-    found = pd.concat([derived.trials[kept].assign(trained=True), refused], ignore_index=True)
-    limits = np.array([ran[identity].memory_limit or np.nan for identity in found["id"]])
-    found = found.assign(limit_bytes=limits, first=found["place"]).dropna(subset=["limit_bytes"])
-    return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
 
 
 def _draw_largest(data: pd.DataFrame) -> Figure:
@@ -92,21 +62,15 @@ def _draw_largest(data: pd.DataFrame) -> Figure:
     figure, ((ax,),) = chart_parts.panels(1, height=chart_parts.bars_height(len(shown), row=0.36))
     chart_parts.row_names(ax, [contender for _, contender, _ in shown])
     for place, (strategy, contender, group) in enumerate(shown):
-        largest, smallest = _bounds(group)
+        largest, smallest = scaling.largest(group)
         ax.barh(place, largest, 0.62, color=theme.colour(strategy, contender))
         ax.plot(smallest, place, "x", color=theme.INK, ms=6, label="" if place else "next size: not run")
         words = f"{number(3)(largest)} M" + (f", not {number(3)(smallest)} M" if smallest > 0 else "")
         chart_parts.beside(ax, np.fmax(largest, smallest), place, words, points=8)
-    ax.set_xlim(0, np.nanmax([_bounds(group) for _, _, group in shown]) * 1.25)
+    ax.set_xlim(0, np.nanmax([scaling.largest(group) for _, _, group in shown]) * 1.25)
     ax.set_xlabel("largest model that trained, million parameters")
     chart_parts.legend_above(figure, ax, columns=1, side="right")
     return figure
-
-
-def _bounds(group: pd.DataFrame) -> tuple[float, float]:
-    """Million parameters of the largest model that trained (0 if none), and of the next that did not fit."""
-    trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
-    return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()
 
 
 def _largest_caption(data: pd.DataFrame) -> str:
@@ -123,21 +87,21 @@ def _largest_caption(data: pd.DataFrame) -> str:
 
 def _largest_alt(data: pd.DataFrame) -> str:
     told = [
-        "{} {:.3g} M, not {:.3g} M".format(contender, *_bounds(group))
+        "{} {:.3g} M, not {:.3g} M".format(contender, *scaling.largest(group))
         for _, contender, group in by_contender(data)
     ]
     return f"Bars of the largest model that trained: {listed(told)}. {NAMES['zero3']} shards all states."
 
 
 PLOTS: Final = (
-    Plot("scaling", "More nodes", _draw_scaling, _scaling_caption, _scaling_alt, _scaling_data, "nodes"),
+    Plot("scaling", "More nodes", _draw_scaling, _scaling_caption, _scaling_alt, scaling.by_nodes, "nodes"),
     Plot(
         "largest_model",
         "The largest model under a memory limit",
         _draw_largest,
         _largest_caption,
         _largest_alt,
-        _largest_data,
+        scaling.under_limits,
         "stages",
     ),
 )

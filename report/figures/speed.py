@@ -49,13 +49,9 @@ def _lines(ax: Axes, data: pd.DataFrame, value: str) -> list[chart_parts.Ending]
 
 
 def _line(ax: Axes, data: pd.DataFrame, value: str, name: str, look: chart_parts.Look) -> chart_parts.Ending:
-    """Draw a line through the cells' medians of ``value``; of speed-ups their geometric means, as in the
-    Summary.
-    """
+    """Draw a line through the cells' geometric means of ``value``, as in the Summary; medians of shares."""
     cells = data.groupby("cell")
-    middle = cells[value].median()
-    if value == "speedup":
-        middle = cells[value].agg(lambda ratios: np.exp(np.log(ratios).mean()))
+    middle = cells[value].median() if value == "share" else cells[value].agg(metrics.geometric)
     middle = middle.set_axis(cells["achieved_mbit"].median()).sort_index()
     return chart_parts.trend(ax, middle, data.set_index("achieved_mbit")[value], name, look)
 
@@ -99,7 +95,7 @@ def _draw_throughput(data: pd.DataFrame) -> Figure:
 def _throughput_caption(data: pd.DataFrame) -> str:
     return (
         "Tokens per second of all ranks over the rate that the link between nodes achieved (log scale). "
-        f"Markers: median of the repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
+        f"Markers: geometric mean of repeats; small dots: each repeat. {peers_note(data)}{common_to(data)}"
         f"{differing_in_words(data)}"
     )
 
@@ -109,7 +105,7 @@ def _throughput_alt(data: pd.DataFrame) -> str:
     told = []
     for rate in (rates.min(), rates.max()):
         near = data[data["cell"] == data.loc[(rates - rate).abs().idxmin(), "cell"]]
-        values = near.groupby("contender", sort=False)["tokens_per_second"].median()
+        values = near.groupby("contender", sort=False)["tokens_per_second"].agg(metrics.geometric)
         told.append(
             f"near {rate:.3g} Mbit/s " + listed([f"{name} {value:.0f}" for name, value in values.items()])
         )

@@ -100,6 +100,11 @@ def _draw_split(data: pd.DataFrame) -> Figure:
         table = mine.pivot_table(index="contender", columns="part", values="seconds", aggfunc="mean")
         names = [contender for _, contender in contenders(mine)]
         values = table.reindex(index=names, columns=[part for part in theme.PARTS if part in table.columns])
+        steps = {
+            name: metrics.step_interval(group.drop_duplicates("id")).estimate
+            for _, name, group in by_contender(mine)
+        }
+        values = values.mul(pd.Series(steps) / values.sum(axis=1), axis=0)
         chart_parts.stacked_bars(ax, values, theme.PARTS, {})
         for place, total in enumerate(values.sum(axis=1)):
             chart_parts.beside(ax, float(total), place, number()(total))
@@ -113,8 +118,8 @@ def _draw_split(data: pd.DataFrame) -> Figure:
 
 def _split_caption(data: pd.DataFrame) -> str:
     return (
-        "Where a step's time goes, on the slowest rank of each step, mean over timed steps and repeats "
-        "(means, so that parts add up; elsewhere steps are summarised by their median). Pale parts are "
+        "Where a step's time goes, on the slowest rank of each step: the step of the Summary, divided as the "
+        "mean of all timed steps and repeats is. Pale parts are "
         f"exposed communication: time in which the rank only waited. {_unexposed_in_words(data)}"
         f"{peers_note(data)}{common_to(data)}"
     )

@@ -19,9 +19,10 @@ from report.tables.table import Column, Table, placed
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 _CAPTION: Final = (
-    "Medians over repeats and seeds. Over a peer: its step over ours, geometric mean over pairs with its "
-    "interval, of the setting of that peer over which we gain least, which is named; both compute in the "
-    "same type. Carried by: peers send over gloo, so ours over gloo alone stand first, on the same footing; "
+    "Step: geometric mean over repeats and seeds. Over a peer: its step over ours, geometric mean over pairs "
+    "with its interval, of the setting of that peer over which we gain least, which is named; both compute "
+    "in the same type. Carried by: peers send over gloo, so ours over gloo alone stand first, on the same "
+    "footing; "
     "then ours with shared memory inside nodes."
 )
 
@@ -77,7 +78,7 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
             **{name: first[name] for name in ("contender", "carried", "compute")},
             "trials": len(mine),
             "trials_told": footnotes.trials(mine),
-            "step_seconds": mine["step_seconds"].median(),
+            "step_seconds": metrics.step_interval(mine).estimate,
         }
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family) if first["family"] == "" else {}

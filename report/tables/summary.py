@@ -58,7 +58,8 @@ def summary(derived: Derived) -> Table:
         *loss,
     )
     caption = (
-        "Medians over repeats and seeds. Speed-up: geometric mean of the pairs' ratios with its 95 % "
+        "Step: geometric mean over repeats and seeds; other columns: medians. "
+        "Speed-up: geometric mean of the pairs' ratios with its 95 % "
         f"interval, Student's t on their logarithms, from {FEWEST} pairs on; 'Pairs' has their number "
         f"and the range in which they lie.{sweeps_in_words(derived.trials['sweep'])} "
         f"{_PAPERS_IN_WORDS if two else ''}Allowed step/step: the shortest step that schedule, link and "

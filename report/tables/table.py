@@ -18,7 +18,19 @@ import pandas as pd
 from report.data.text import text
 from report.tables import latex
 
-_MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()#+\-.!|~$:@/])")
+_MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
+    r"""
+    [`|$~]                                              # code, cells, formulas, what is struck out
+    | \\(?=[!-/:-@\[-`{-~])                            # what escapes the next character
+    | \*(?=\S) | (?<=\S)\*                             # emphasis: a star that touches a word
+    | (?<![^\W_])_(?=\S) | (?<=\S)_(?![^\W_])          # and a line below that does not join two letters
+    | (?<=[\])])\[ | \[(?=[^\]]*\](?:[(\[:]|$))        # links and what they lead to
+    | ^[#+>*-](?=\s|\#) | (?<=^\d)[.)](?=\s)            # headings, lists, quotations
+    | (?<!\w)@(?=\w) | (?<!\w):(?=[a-z][\w+-]*:)       # names of people and of little pictures
+    | (?<=:)/(?=/) | (?<=www)\.                         # addresses
+    """,
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +95,14 @@ class Table:
 
     def markdown(self) -> str:
         """A GitHub-flavoured pipe table under its title."""
+        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n{self.markdown_rows()}"
+
+    def markdown_rows(self) -> str:
+        """The same without title and caption."""
         head = [markdown(column.title) for column in self.columns]
         rule = ["---:" if column.numeric else ":---" for column in self.columns]
         body = [[markdown(cell) for cell in row] for row in self.rows()]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *body)]
-        return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n" + "\n".join(lines) + "\n"
+        return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *body))
 
     def latex(self) -> str:
         """A bare ``tabular`` in booktabs' rules."""
@@ -100,8 +115,9 @@ class Table:
 
 
 def markdown(value: str) -> str:
-    """Escape text for Markdown, HTML included."""
-    escaped = _MARKDOWN.sub(r"\\\1", text(value).replace("&", "&amp;"))
+    """Escape text for Markdown where Markdown would change it, HTML included; numbers and units stay."""
+    escaped = _MARKDOWN.sub(r"\\\g<0>", text(value))
+    escaped = re.sub(r"&(?=#?\w+;)", "&amp;", escaped)
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 

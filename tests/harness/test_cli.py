@@ -436,7 +436,11 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(("report", results))
         return results / "report.html"
 
-    for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build)):
+    def of_folder(results: Path) -> object:
+        return types.SimpleNamespace(sentences=("Yes, by 2.", "Besides."))
+
+    lead = ("report.answer.lead", of_folder)
+    for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build), lead):
         fake = types.ModuleType(module)
         setattr(fake, function.__name__, function)
         fake.Asked = Asked  # type: ignore[attr-defined]
@@ -445,9 +449,13 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_run(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
-    """A run sweeps, then builds the report and prints nothing but its path on standard output; or neither."""
+    """A run sweeps, builds the report and prints nothing but its path on standard output, and the answer
+    beside its progress; or neither.
+    """
     assert cli.main(["run", suite(folder), "--results", "there"]) == cli.OK
-    assert capsys.readouterr().out == "there/q/report.html\n"
+    said = capsys.readouterr()
+    assert said.out == "there/q/report.html\n"
+    assert said.err.endswith("\nYes, by 2.\nBesides.\n")
     assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
     assert cli.main(["run", suite(folder), "--no-report"]) == cli.OK
     assert capsys.readouterr().out == ""

@@ -15,7 +15,7 @@ from report.draw.figure_files import Drawn
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have their data and their files, with nothing drawn: for tests of what stands around them."""
 
-    def write(plot: Drawing, data: pd.DataFrame, folder: Path, *_: object) -> Drawn:
+    def write(plot: Drawing, data: pd.DataFrame, folder: Path, *_: object, **__: object) -> Drawn:
         svg = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
         for form in ("svg", "pdf", "png"):
             (folder / f"{plot.name}.{form}").write_bytes(svg)

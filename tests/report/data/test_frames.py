@@ -80,7 +80,7 @@ def test_types_that_all_policies_share_leave_a_baseline() -> None:
     frames = frames_of([record_of(trial) for trial in both])
     assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.shared == {"compute": "bf16"}
-    assert list(metrics.pairs(metrics.trials(frames))["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(metrics.derive(frames).pairs["contender"]) == ["ZeRO-3", "ZeRO++"]
     frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
     assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
 

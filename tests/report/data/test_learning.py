@@ -76,12 +76,12 @@ def test_what_trains_worse_is_inferior() -> None:
 
 
 def test_repeats_of_a_seed_are_no_repeats_of_a_loss() -> None:
-    """Two seeds three times each are two losses: no interval, no verdict but that there is no power."""
+    """Two seeds three times each are two losses: no interval, no verdict but that they are too few."""
     row = of(records({"zero3": BASE[:2], "zeropp": BASE[:2]}, repeats=3))
     assert row["seeds"] == row["difference"].n == 2
     assert not row["difference"].known
     assert math.isnan(row["power"])
-    assert row["verdict"] == "no power"
+    assert row["verdict"] == "too few: 2 seeds of 6"
 
 
 def test_seeds_that_scatter_say_nothing() -> None:
@@ -112,15 +112,35 @@ def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
     assert 48 < row["seconds"] < 50  # of 50 seconds: a little before the last validation
 
 
-def test_few_steps_print_no_loss() -> None:
-    """Below 100 steps no table has a validation loss, and none has a verdict."""
+def test_few_steps_have_losses_and_no_verdict() -> None:
+    """Below 100 steps the differences of losses stand in the table, and no verdict on them."""
     derived = derive(frames_of(records({"zero3": BASE, "zeropp": BASE}, steps=96)))
+    row = losses(derived).set_index("contender").loc["ZeRO++"]
+    assert row["verdict"] == "too short: 96 steps of 100"
+    assert row["difference"].estimate == 0
+    assert "too short" in registry.losses(derived).markdown()
+
+
+def test_a_single_validation_of_few_steps_is_no_loss() -> None:
+    """What is validated once, after 96 steps, has no validation loss in any table."""
+    once = [
+        record_of(Trial(strategy=strategy, steps=96, warmup=0, validate_every=0), suite="once")
+        for strategy in ("zero3", "zeropp")
+    ]
+    derived = derive(frames_of(once))
     assert losses(derived).empty
-    assert registry.losses(derived).data.empty
-    summary = registry.summary(derived)
-    assert summary.data["validation_loss"].isna().all()
-    assert "Validation loss" not in {column.title for column in summary.columns}
-    assert "alidation loss" not in summary.caption
+    assert "Validation loss" not in {column.title for column in registry.summary(derived).columns}
+
+
+def test_the_verdict_is_against_the_suites_baseline() -> None:
+    """Without ZeRO-3 the baseline is what the suite names: here DDP, which ZeRO++ trains worse than."""
+    worse = records({"ddp": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE})
+    named = [
+        one.model_copy(update={"role": "baseline" if one.trial["strategy"] == "ddp" else "contrast"})
+        for one in worse
+    ]
+    row = of(named)
+    assert (row["base"], row["verdict"]) == ("DDP", "inferior")
 
 
 def test_without_the_baseline_there_are_losses_and_no_verdicts() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.markers import MarkerStyle
 
 from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
@@ -25,8 +26,8 @@ EVERYWHERE = {"step_split", "volume", "link"}
 EXPECTED = {
     "quickstart": {"speedup", "memory", "sent_error", "error", "pareto"},
     "ablation": {"speedup", "ablation", "memory"},
-    "algorithms": {"memory", "sent_error", "error"},
-    "block_size": {"sent_error", "error", "block_sweep", "pareto"},
+    "algorithms": {"speedup", "memory", "sent_error", "error"},
+    "block_size": {"speedup", "sent_error", "error", "block_sweep", "pareto"},
     "bits": {"speedup", "sent_error", "error", "bits_sweep", "pareto"},
     "hpz_group": {"speedup", "memory"},
     "bandwidth": {"speedup", "throughput", "beside_published", "parity", "break_even_map", "memory"},
@@ -133,10 +134,15 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
-    """No two strategies share a colour, and markers only one library's settings, or a host and its guests."""
+    """No two strategies share a colour; markers are filled, and shared by one library's settings, a host and
+    its guests, and by stages and groups with combinations of techniques, which no suite runs beside them.
+    """
     assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
     assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
-    alone = {name: marker for name, marker in theme.MARKERS.items() if name not in HOSTED}
+    shared = {name: theme.MARKERS[name] for name in ("zero0", "zero1", "zero2", "mics")}
+    assert len({*shared.values(), theme.MARKERS["zero3"]}) == len(shared) + 1
+    assert set(theme.MARKERS.values()) <= set(MarkerStyle.filled_markers)
+    alone = {name: marker for name, marker in theme.MARKERS.items() if name not in {*HOSTED, *shared}}
     settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
     assert len(set(alone.values())) == len(set(settings_of.values()))
     assert len({(settings_of[name], marker) for name, marker in alone.items()}) == len(set(alone.values()))

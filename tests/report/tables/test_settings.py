@@ -92,11 +92,12 @@ def test_many_values_are_cut_and_counted() -> None:
 
 
 def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment(tmp_path: Path) -> None:
-    """Question where records hold it, essentials in the headline, the table before the environment."""
+    """Question where records hold it, essentials before the contents, the table before the environment."""
     write(tmp_path, record_of(GIVEN, change=_ran()))
     page = build(tmp_path).read_text()
-    head, rest = page.split("</header>")
-    for told in ("How fast?", "gpt-tiny (width=64)", "3.25 M", "SGD(lr=0.1)", "books"):
+    head, rest = page.split("<nav")
+    assert "How fast?" in head.split("</header>")[0]
+    for told in ("gpt-tiny (width=64)", "3.25 M", "SGD(lr=0.1)", "books"):
         assert told in head
     assert 0 < rest.index('id="setting"') < rest.index('id="environment"')
     assert SHA in (tmp_path / "tables" / "setting.csv").read_text()

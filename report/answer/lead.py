@@ -1,0 +1,163 @@
+"""The lead of a page: at most five sentences that answer the suite's question, and the figure that shows it.
+
+The first sentence answers by the quantity that the axes ask for (:mod:`harness.suites.question`); the next
+ones add what else was measured of the same contenders; the last says what limits the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from harness.suites.question import Quantity, quantity
+from report.answer import loss, sizes, speed
+from report.answer.parts import OPEN, Found, apart, cell_of, count, g2, ratio, sent, spelled
+from report.data import effects, metrics
+from report.data.effects import Effect
+from report.data.frames import load
+from report.data.metrics import Derived, derive
+from report.data.text import counted, listed
+
+PART: Final = "in part"
+_MOST: Final = 5  # sentences
+_MOST_ERRORS: Final = 4  # in a sentence that is not the answer
+_POLAR: Final = frozenset(
+    (
+        "are",
+        "can",
+        "could",
+        "did",
+        "do",
+        "does",
+        "has",
+        "have",
+        "is",
+        "should",
+        "was",
+        "were",
+        "will",
+        "would",
+    )
+)
+_WORDS: Final = ("A", "All", "Between", "In", "Over", "The", "Within")  # with which first sentences begin
+_FIGURES: Final[dict[Quantity, str]] = {
+    "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
+    "trials": "speedup", "rate": "speedup", "nodes": "scaling", "size": "largest_model",
+    "tokens": "generation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a suite's question.
+
+    Attributes:
+        sentences: the first one answers; the others say what else was found.
+        verdict: yes, no, in part, or cannot be told; empty where nothing is compared.
+        quantity: by which it is answered.
+        figure: name of the figure that shows it.
+    """
+
+    sentences: tuple[str, ...]
+    verdict: str
+    quantity: Quantity
+    figure: str
+
+
+def of_folder(results: Path) -> Answer:
+    """The answer by a results folder; arguments and errors are those of :func:`report.data.frames.load`."""
+    return answer(derive(load(results)))
+
+
+def answer(derived: Derived) -> Answer:
+    """The answer by the records of a folder."""
+    frames = derived.frames
+    asked = quantity([frames.ran[identity] for identity in sorted(frames.ran)], frames.answer)
+    if derived.finished.empty:
+        failed = counted(len(frames.failures), "trial")
+        return Answer(
+            (f"Cannot be told: no trial has finished, and {failed} failed.",), OPEN, asked, _FIGURES[asked]
+        )
+    found = _BY_QUANTITY[asked](derived)
+    caveat = _caveat(derived, found.effects)
+    rest = [text for text in (*found.more, *_others(derived, asked, found.effects)) if text]
+    verdict = _joint(found.verdicts)
+    first = found.first
+    if verdict and _polar(derived) and not first.startswith("Cannot"):
+        first = f"{verdict.capitalize()}{':' if verdict == PART else ','} {_after_comma(first)}"
+    return Answer((first, *rest[: _MOST - 1 - len(caveat)], *caveat), verdict, asked, _FIGURES[asked])
+
+
+def _after_comma(sentence: str) -> str:
+    """The sentence without the capital with which it begins, if that is no name's."""
+    return sentence[0].lower() + sentence[1:] if sentence.split(maxsplit=1)[0] in _WORDS else sentence
+
+
+def _polar(derived: Derived) -> bool:
+    """Whether the question is to be answered by yes or no."""
+    words = [question.split() for question in derived.frames.questions]
+    return bool(words) and all(bool(one) and one[0].lower() in _POLAR for one in words)
+
+
+def _joint(verdicts: Sequence[str]) -> str:
+    """One verdict for several: the same, if all are; ``in part`` for others."""
+    kinds = set(verdicts)
+    return kinds.pop() if len(kinds) == 1 else PART if kinds else ""
+
+
+def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[str]:
+    """What else was measured of what the answer compares: bytes, seconds, loss, error."""
+    if not found:
+        return []
+    names = list(dict.fromkeys(effect.contender for effect in found))
+    called = apart(derived, names)
+    told = [] if asked == "bytes" else [sent(found)]
+    if asked in ("loss", "memory", "trials"):
+        main = found[0]
+        word = "it cannot be told who is faster" if main.verdict == OPEN else f"it is {main.verdict}"
+        told.append(
+            f"By seconds {word}: a step of {spelled(main.contender)} is {ratio(main.ratio)} times as fast as "
+            f"{spelled(main.base)}'s ({count(main)})."
+        )
+    if asked != "loss":
+        told.append(loss.in_short(derived, names))
+    if asked != "error":
+        errors = effects.errors(derived).groupby(level="contender").median()
+        mine = [f"{g2(float(errors[name]))} with {called[name]}" for name in names if name in errors.index]
+        told += (
+            [f"The error of the gradients end to end (vNMSE) is {listed(mine[:_MOST_ERRORS])}."]
+            if mine
+            else []
+        )
+    return told
+
+
+def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
+    """What limits the comparison: trials that others disturbed, and links of different rates."""
+    ran, why = len(derived.finished), []
+    if taken := len(derived.disturbed):
+        why.append(
+            f"others took more than {metrics.OTHERS_WITHIN:.0%} of the processors' time in {taken} of "
+            f"{counted(ran, 'trial')}"
+        )
+    if differing := {cell_of(effect) for effect in found} & derived.differing.keys():
+        why.append(
+            f"in {counted(len(differing), 'setting')} the links of what is compared achieved rates more than "
+            f"{metrics.RATES_AGREE_WITHIN:.0%} apart"
+        )
+    if not why:
+        return []
+    text = "; ".join(why)
+    unreliable = 2 * taken > ran or bool(differing)
+    return [
+        f"The seconds are not to be relied on: {text}." if unreliable else f"{text[0].upper()}{text[1:]}."
+    ]
+
+
+_BY_QUANTITY: Final[dict[Quantity, Callable[[Derived], Found]]] = {
+    "loss": loss.loss, "step": speed.step, "bytes": sizes.bytes_, "error": sizes.error,
+    "memory": sizes.memory, "trials": sizes.trials, "rate": speed.rate, "nodes": speed.nodes,
+    "size": sizes.size, "tokens": speed.tokens,
+}  # fmt: skip

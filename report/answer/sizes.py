@@ -1,0 +1,137 @@
+"""Answers by what is no time: errors, bytes, memory, the size of a model, and trials that finish."""
+
+from __future__ import annotations
+
+import math
+
+from report.answer import speed
+from report.answer.parts import (
+    MOST_NAMED,
+    NO,
+    OPEN,
+    YES,
+    Found,
+    apart,
+    differing,
+    g2,
+    g3,
+    seconds,
+    sent,
+    spelled,
+)
+from report.data import effects, metrics, scaling
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import counted, listed
+
+
+def error(derived: Derived) -> Found:
+    """By error end to end and seconds, of one strategy's codecs or algorithms."""
+    found, table = effects.errors(derived), derived.trials
+    if found.empty:
+        return speed.step(derived)
+    cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
+    here = table[table["cell"] == cell]
+    here = here[here["contender"].isin(found.xs(cell, level="cell").index)]
+    if here.empty:
+        return speed.step(derived)
+    names = apart(derived, list(here["contender"].unique()))
+    errors = {str(name): float(one) for name, one in found.xs(cell, level="cell").items()}
+    rows = sorted(
+        (
+            errors[str(name)],
+            metrics.step_interval(mine).estimate,
+            mine["sent_bytes"].median() / 1e6,
+            names[name],
+        )
+        for (name,), mine in groups(here, ["contender"])
+    )
+    told = [f"{g2(one)} with {name} ({g3(step)} s, {g3(size)} MB a step)" for one, step, size, name in rows]
+    shown = told if len(told) <= MOST_NAMED else [told[0], told[len(told) // 2], told[-1]]
+    fastest = min(rows, key=lambda row: row[1])
+    first = f"The error of the gradients end to end (vNMSE) on {here['where'].iloc[0]} is {listed(shown)}."
+    least = g3(fastest[1])
+    return Found(
+        first,
+        [],
+        [],
+        [f"The fastest step is that with {fastest[3]}, {least} s, at an error of {g2(fastest[0])}."],
+    )
+
+
+def errors_of_variants(derived: Derived) -> list[str]:
+    """Sentences on the errors of each strategy's codecs, of what they are the codecs of."""
+    told = []
+    for names in effects.variants(derived):
+        called = apart(derived, names)
+        for purpose in ("weights", "gradients"):
+            found = effects.errors(derived, purpose).groupby(level="contender").median()
+            mine = {name: float(found[name]) for name in names if name in found.index}
+            fields = {purpose, "feedback", "reduce"} if purpose == "gradients" else {purpose}
+            if not fields & {*differing(derived, names)}:
+                continue
+            ranked = sorted(mine, key=lambda name: mine[name])
+            said = [f"{g2(mine[name])} with {called[name].removeprefix(f'{purpose} ')}" for name in ranked]
+            if len(said) > MOST_NAMED:
+                said = [*said[:3], *said[-3:]]
+            if len(said) > 1:
+                strategy = spelled(names[0]).split(" (")[0]
+                told.append(f"The error of {strategy}'s {purpose} end to end (vNMSE) is {listed(said)}.")
+    return told
+
+
+def memory(derived: Derived) -> Found:
+    """By what the fullest rank holds on its device."""
+    lists = effects.variants(derived) or [[derived.compared.baseline, *derived.compared.contrast]]
+    told, copied = [], []
+    for names in lists:
+        called = apart(derived, names)
+        held = {name: effects.device_mib(derived, name) for name in names}
+        base = held[names[0]]
+        parts = [
+            f"{held[name]:.1f} ({held[name] / base:.2f} of it) with {called[name]}" for name in names[1:]
+        ]
+        strategy = spelled(names[0]).split(" (")[0] if len(lists) > 1 or len(names) > 1 else ""
+        told.append(
+            f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed(parts[:MOST_NAMED])}"
+        )
+        copies = {name: effects.copied_mib(derived, name) for name in names}
+        said = [f"{size:.1f} MiB with {called[name]}" for name, size in copies.items() if size > 0]
+        copied += [f"With {strategy}, a step copies {listed(said)} between host and device."] if said else []
+    last = lists[-1]
+    beside = effects.between(derived, last[0], last[-1:])
+    return Found(f"The fullest rank holds {'; '.join(told)}.", [], beside, copied)
+
+
+def size(derived: Derived) -> Found:
+    """By the largest model under a limit of memory."""
+    rows = scaling.under_limits(derived)
+    if rows.empty:
+        ran = counted(len(derived.finished), "trial")
+        return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
+    limits = listed([f"{limit / 2**20:g} MiB" for limit in sorted(rows["limit_bytes"].unique())])
+    told = []
+    for (name,), mine in groups(rows.sort_values("place", kind="stable"), ["contender"]):
+        largest, smallest = scaling.largest(mine)
+        beyond = f" (not {g3(smallest)} M)" if smallest > 0 else ""
+        told.append(f"{spelled(name)} {g3(largest)} M{beyond}")
+    told[0] = told[0].replace(" ", " trains ", 1) if "trains" not in told[0] else told[0]
+    return Found(f"Within {limits} a rank, in parameters, {listed(told)}.")
+
+
+def trials(derived: Derived) -> Found:
+    """By the trials that finished."""
+    ran, failed = len(derived.finished), len(derived.frames.failures)
+    if failed:
+        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
+    return Found(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))
+
+
+def bytes_(derived: Derived) -> Found:
+    """By the bytes between nodes."""
+    found = speed.ordered(derived, effects.effects(derived))
+    known = [effect for effect in found if not math.isnan(effect.bytes_ratio)]
+    if not known:
+        return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
+    verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
+    return Found(sent(known), verdicts, known, [seconds(known[0])])

@@ -1,0 +1,305 @@
+"""Answers by seconds: of a step beside a baseline, by the rate of the link, by nodes, and of decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.records.confidence_intervals import FEWEST
+from harness.suites.peers import family_of
+from report.answer.parts import (
+    MOST_NAMED,
+    NO,
+    OPEN,
+    YES,
+    Found,
+    apart,
+    cell_of,
+    count,
+    g3,
+    intervals,
+    named_first,
+    ratio,
+    seconds,
+    spelled,
+    titles,
+    would_tell,
+)
+from report.data import decoding, effects, metrics, scaling
+from report.data.contender import NAMES, PROPOSED
+from report.data.effects import Effect
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import counted, listed
+from report.tables import peers
+
+_VERDICTS = {"faster": YES, "slower": NO, "cannot be told": OPEN}
+
+
+def step(derived: Derived) -> Found:
+    """By the seconds of a step."""
+    if derived.compared.asked:
+        return faster(derived, ordered(derived, effects.effects(derived)))
+    if beside := _beside_peers(derived):
+        return beside
+    if lists := effects.variants(derived):
+        return _of_variants(derived, lists)
+    return faster(derived, ordered(derived, effects.effects(derived)))
+
+
+def ordered(derived: Derived, found: Sequence[Effect]) -> list[Effect]:
+    """Effects of the contenders that the question names first."""
+    names = named_first(derived, list(dict.fromkeys(effect.contender for effect in found)))
+    return sorted(found, key=lambda effect: names.index(effect.contender))
+
+
+def faster(derived: Derived, found: Sequence[Effect]) -> Found:
+    """Who is faster than the baseline, by how much, and of whom it cannot be told.
+
+    Two contenders of one strategy are told apart by the fields in which they differ.
+    """
+    if not found:
+        return alone(derived)
+    if len(found) > MOST_NAMED:  # in many settings: the first contender, where it gains least and most
+        mine = sorted(
+            (one for one in found if one.contender == found[0].contender), key=lambda one: one.ratio.estimate
+        )
+        found = [mine[0], mine[-1]] if len(mine) > 1 else found[:MOST_NAMED]
+    main = found[0]
+    base, several = spelled(main.base), len({effect.contender for effect in found}) > 1
+    where = titles(found)
+    names = apart(derived, list(dict.fromkeys(effect.contender for effect in found))) if several else {}
+
+    def called(effect: Effect) -> str:
+        title = where[cell_of(effect)]
+        place = f"on {title}" if title else ""
+        return " ".join(
+            part for part in (f"with {names[effect.contender]}" if several else "", place) if part
+        )
+
+    def said(mine: Sequence[Effect]) -> str:
+        return listed([f"{ratio(one.ratio)} {called(one)}".strip() for one in mine])
+
+    told = [effect for effect in found if effect.verdict != OPEN]
+    unclear = [effect for effect in found if effect.verdict == OPEN]
+    verdicts = [_VERDICTS[effect.verdict] for effect in found]
+    subject = f"over {base}, a step" if several else f"a step of {spelled(main.contender)}"
+    over = "" if several else f" as {base}'s"
+    pair = apart(derived, [main.contender, main.base])
+    if not several and pair[main.base] != base:
+        strategy = spelled(main.contender).split(" (")[0]
+        subject = f"a step of {strategy} with {pair[main.contender]}"
+        over = f" as with {pair[main.base]}"
+
+    def claim(mine: Sequence[Effect]) -> str:
+        text = said(mine)
+        first = f"{ratio(mine[0].ratio)}"
+        return f"{subject} is {text.replace(first, f'{first} times as fast{over}', 1)}"
+
+    if not told:
+        why = would_tell(found) if main.ratio.known else f"{count(main)}, where an interval takes {FEWEST}"
+        return Found(f"Cannot be told ({why}): {claim(found)}.", verdicts, found, [seconds(main)])
+    text = f"{claim(told)} ({intervals(main)})"
+    if unclear:
+        text += f"; no difference can be told: {said(unclear)} ({would_tell(unclear)})"
+    return Found(f"{text[0].upper()}{text[1:]}.", verdicts, found, [seconds(main)])
+
+
+def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
+    """Strategies with several codecs or groups: of two the second beside the first, of more the fastest."""
+    found: list[Found] = []
+    for names in lists:
+        if len(names) == 2:
+            mine = effects.between(derived, names[0], names[1:])
+            found += [faster(derived, mine)] if mine else []
+            continue
+        steps = derived.trials.groupby("contender")["step_seconds"].agg(metrics.geometric)
+        best = min(names, key=lambda name: float(steps[name]))
+        mine = effects.between(derived, best, [name for name in names if name != best])
+        found += [_fastest(derived, mine, names)] if mine else []
+    if not found:
+        return alone(derived)
+    last = found[-1]  # the one with the most techniques
+    return Found(last.first, last.verdicts, last.effects, [*last.more, *(one.first for one in found[:-1])])
+
+
+def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Found:
+    """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
+    called = apart(derived, names)
+    strategy = spelled(found[0].base).split(" (")[0]
+    base = called[found[0].base]
+
+    def times(effect: Effect) -> str:
+        one = effect.ratio
+        between = f" ({1 / one.high:.2f} to {1 / one.low:.2f})" if one.known else ""
+        return f"{1 / one.estimate:.2f}{between} with {called[effect.contender]}"
+
+    slower = [times(effect) for effect in found if effect.verdict == "slower"]
+    same = [times(effect) for effect in found if effect.verdict != "slower"]
+    took = g3(metrics.middle(found[0].pairs, "baseline_seconds"))
+    text = f"{strategy} is fastest with {base}, at {took} s a step"
+    text += f"; it takes longer by a factor of {listed(slower)}" if slower else ""
+    text += f"; it cannot be told from {listed(same)}" if same else ""
+    held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
+    more = [f"The engine holds {listed(held)} on the fullest rank."]
+    return Found(f"{text} ({intervals(found[0])}).", [], found, more)
+
+
+def alone(derived: Derived) -> Found:
+    """Without a pair: the steps of those that ran."""
+    table = derived.trials
+    if table.empty:
+        return Found(
+            f"Cannot be told: {counted(len(derived.finished), 'trial')} finished, and no two are compared.",
+            [OPEN],
+        )
+    cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
+    here = table[table["cell"] == cell]
+    steps = [
+        f"{g3(metrics.step_interval(mine).estimate)} s with {spelled(name)}"
+        for (name,), mine in groups(here, ["contender"])
+    ]
+    why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
+    took = listed(steps[:MOST_NAMED])
+    return Found(f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {took}.", [OPEN])
+
+
+def _beside_peers(derived: Derived) -> Found | None:
+    """Ours beside the fastest setting of each family of peers, where several families ran."""
+    families = [
+        name for name in peers.FAMILIES if name in {family_of(one) for one in derived.trials["strategy"]}
+    ]
+    data = peers.peers(derived).data if len(families) > 1 else None
+    if data is None or data.empty:
+        return None
+    told = {}
+    for row in data.to_dict("records"):
+        over = [
+            f"{row[f'over_{name}']:.2f}{_over_ends(row, name)} times as fast as "
+            f"{_setting(row[f'best_{name}'])}"
+            for name in families
+            if row.get(f"over_{name}") == row.get(f"over_{name}") and row.get(f"best_{name}")
+        ]
+        if over:
+            told[row["contender"], row["carried"]] = listed(over)
+    main = next((key for key in told if key[0] == NAMES[PROPOSED]), next(iter(told), None))
+    if main is None:
+        return None
+    pairs = int(derived.trials.groupby("contender").size().min())
+    few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
+    first = f"{main[0]}, carried by {main[1]}, is {told[main]}, the fastest setting of each library{few}."
+    more = [
+        f"{name}, carried by {carried}, is {text}."
+        for (name, carried), text in told.items()
+        if name != main[0]
+    ]
+    return Found(first, [], [], more[:2])
+
+
+def _over_ends(row: dict[object, object], name: str) -> str:
+    low, high = row[f"over_{name}_low"], row[f"over_{name}_high"]
+    return f" ({low:.2f} to {high:.2f})" if low == low else ""  # noqa: PLR0124  # NaN
+
+
+def _setting(name: str) -> str:
+    """``FSDP2 (kept, prefetch)``."""
+    family, _, settings = name.partition(", ")
+    return f"{family} ({settings})" if settings else family
+
+
+def rate(derived: Derived) -> Found:
+    """By the rate from which on the baseline is as fast."""
+    found = ordered(derived, effects.effects(derived))
+    if not found:
+        return alone(derived)
+    name, base = found[0].contender, spelled(found[0].base)
+    sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    rows = metrics.break_even(derived.pairs)
+    crossed, kept, slow, verdicts = [], [], [], []
+    for row in rows[rows["contender"] == name].to_dict("records"):
+        here = [
+            one
+            for one in found
+            if one.contender == name
+            and [one.pairs[key].iloc[0] for key in sizes] == [row[key] for key in sizes]
+        ]
+        here.sort(key=lambda one: one.pairs["achieved_mbit"].median())
+        size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
+        verdicts += [_VERDICTS[one.verdict] for one in here]
+        if not math.isnan(row["break_even_mbit"]):
+            low, high = row["break_even_low_mbit"], row["break_even_high_mbit"]
+            between = "" if math.isnan(low) else f" ({_mbit(low)} to {_mbit(high)})"
+            crossed.append(f"{g3(row['break_even_mbit'])}{between} Mbit/s {size}")
+        else:
+            kept.append(f"{ratio(here[-1].ratio)} {size} at {_rate_of(here[-1])}")
+        slow.append(f"{ratio(here[0].ratio)} {size} at {_rate_of(here[0])}")
+    if not slow:
+        return faster(derived, found)
+    text = f"{name} is as fast as {base} at {listed(crossed)}" if crossed else ""
+    if kept:
+        least = f"no break-even was found up to the highest rate, where a step of {name} is {listed(kept)}"
+        least = least.replace(" on ", f" times as fast as {base}'s on ", 1)
+        text += f"; else {least}" if text else f"{least[0].upper()}{least[1:]}"
+    more = [f"At the lowest rates it is {listed(slow)} ({intervals(found[0])})."]
+    return Found(f"{text}.", verdicts, found[:1], more)
+
+
+def _mbit(value: float) -> str:
+    return "beyond what was measured" if math.isinf(value) else g3(value)
+
+
+def _rate_of(effect: Effect) -> str:
+    return f"{effect.pairs['rate_mbit'].iloc[0]:g} Mbit/s"
+
+
+def nodes(derived: Derived) -> Found:
+    """By the throughput of more nodes."""
+    rows = scaling.by_nodes(derived)
+    if rows.empty:
+        return step(derived)
+    parts = []
+    for (kind,), of_kind in groups(rows, ["kind"]):
+        told = []
+        for (name,), mine in groups(of_kind, ["contender"]):
+            middle = mine.groupby("nodes")["tokens_per_second"].agg(metrics.geometric)
+            told.append(f"{middle.iloc[-1] / middle.iloc[0]:.2f} with {spelled(name)}")
+        batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
+        low, high = of_kind["nodes"].min(), of_kind["nodes"].max()
+        parts.append(f"{listed(told)} from {low} to {high} nodes at {batch}")
+    least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
+    few = (
+        f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
+        if least < FEWEST
+        else ""
+    )
+    first = f"Tokens per second of all ranks change by a factor of {'; of '.join(parts)}{few}."
+    return Found(first, [], ordered(derived, effects.effects(derived))[:1])
+
+
+def tokens(derived: Derived) -> Found:
+    """By decoded tokens per second."""
+    table = derived.generations
+    rows = table[table["baseline"].notna() & (table["id"] != table["baseline"])]
+    if rows.empty:
+        ran = counted(table["id"].nunique(), "trial")
+        return Found(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
+    base = spelled(derived.compared.baseline)
+    mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
+    names = named_first(derived, list(mine))
+    speeds = {name: decoding.speedup(mine[name]) for name in names}
+    told = [f"{ratio(speeds[name])} with {spelled(name)}" for name in names[:MOST_NAMED]]
+    first, best = names[0], speeds[names[0]]
+    told[0] = told[0].replace(" with", " times as fast with", 1)
+    ours, theirs = (metrics.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
+    verdicts = [
+        OPEN if not one.known or one.contains(1) else YES if one.estimate > 1 else NO
+        for one in speeds.values()
+    ]
+    speed = (
+        f"{spelled(first)} decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)} "
+        f"(geometric means of {counted(best.n, 'pair')})."
+    )
+    later = mine[first]["later_bytes"].max()
+    more = [speed, f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
+    few = "" if best.known else f" ({counted(best.n, 'pair')}, where an interval takes {FEWEST})"
+    return Found(f"Over {base}, tokens are decoded {listed(told)}{few}.", verdicts, [], more)

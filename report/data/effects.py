@@ -1,0 +1,137 @@
+"""What each contender of a suite changes beside what it is compared with: the numbers of the answer.
+
+The seconds of a step and the bytes between nodes by pairs, errors end to end, and what ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import pandas as pd
+
+from harness.records.confidence_intervals import FEWEST, Interval, quantile
+from harness.records.memory_parts import on_device
+from report.data import communication, metrics
+from report.data.contender import NAMES
+from report.data.frames import groups
+from report.data.metrics import Derived
+
+MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One contender beside its baseline in one cell.
+
+    Attributes:
+        where: the cell's description.
+        pairs: its rows of :func:`report.data.metrics.pairs`.
+        ratio: the baseline's seconds of a step over the contender's: above 1 the contender is faster.
+    """
+
+    contender: str
+    base: str
+    where: str
+    pairs: pd.DataFrame
+    ratio: Interval
+
+    @property
+    def verdict(self) -> str:
+        """``faster``, ``slower``, or ``cannot be told``."""
+        if not self.ratio.known or self.ratio.contains(1.0):
+            return "cannot be told"
+        return "faster" if self.ratio.estimate > 1 else "slower"
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes between nodes over the baseline's, by the ledger, else by the interfaces; NaN of neither."""
+        ledger = float(self.pairs["bytes_ratio"].median())
+        return float(self.pairs["interface_ratio"].median()) if math.isnan(ledger) else ledger
+
+
+def effects(derived: Derived) -> list[Effect]:
+    """Every contrast of every cell, in page order."""
+    compared = derived.compared
+    rows = derived.pairs[derived.pairs["contender"] != derived.pairs["baseline_contender"]]
+    rows = rows[rows["contender"].isin(compared.contrast)]
+    return [_effect(mine) for _, mine in groups(rows, ["cell", "contender"])]
+
+
+def variants(derived: Derived) -> list[list[str]]:
+    """Contenders of one strategy that differ in its policy, a list for each strategy that has several.
+
+    First the one with the least changes: the preset, where it is among them.
+    """
+    found = derived.trials.drop_duplicates("contender")
+    found = found[[derived.frames.ran[identity].control is None for identity in found["id"]]]
+    lists = [
+        sorted(mine.sort_values("first")["contender"], key=lambda name: name != NAMES.get(strategy))
+        for (strategy,), mine in groups(found.sort_values("place", kind="stable"), ["strategy"])
+    ]
+    return [names for names in lists if len(names) > 1]
+
+
+def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
+    """The same for contenders beside one that is not the table's baseline."""
+    table = derived.trials
+    rows = metrics.pairs(table, table["contender"].eq(base))
+    return [
+        _effect(mine) for _, mine in groups(rows[rows["contender"].isin(list(others))], ["cell", "contender"])
+    ]
+
+
+def _effect(mine: pd.DataFrame) -> Effect:
+    first = mine.iloc[0]
+    name, base, where = (str(first[key]) for key in ("contender", "baseline_contender", "where"))
+    return Effect(name, base, where, mine, metrics.speedup(mine))
+
+
+def pairs_needed(effect: Effect) -> int:
+    """How many pairs would tell the two apart, if their ratio and its spread stay; beyond MOST_PAIRS that.
+
+    The least n for which Student's t of n - 1 times the spread of the logarithms / sqrt(n) is below the
+    logarithm of the ratio.
+    """
+    found = effect.ratio
+    if not found.known:
+        return FEWEST
+    count = found.n if found.sweeps == 1 else found.sweeps
+    far = abs(math.log(found.estimate))
+    spread = math.log(found.high / found.estimate) / quantile(count - 1) * math.sqrt(count)
+    return next(
+        (n for n in range(FEWEST, MOST_PAIRS) if quantile(n - 1) * spread / math.sqrt(n) < far), MOST_PAIRS
+    )
+
+
+def errors(derived: Derived, purpose: str = "gradients") -> pd.Series[float]:
+    """Error end to end (vNMSE) by cell and contender: the median over measured steps and trials."""
+    found = communication.end_to_end(communication.errors(derived.frames, derived.trials), purpose)
+    return found.groupby(["cell", "contender"], sort=False)["vnmse"].median()
+
+
+def device_mib(derived: Derived, contender: str) -> float:
+    """MiB that the engine holds on the device of the fullest rank, the median over trials."""
+    held = _engine(derived, contender)
+    kept = held[held["part"].isin(on_device(dict.fromkeys(held["part"], 0)))]
+    return float(kept.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)
+
+
+def copied_mib(derived: Derived, contender: str) -> float:
+    """MiB that the rank that copies most copies between host and device in a step."""
+    held = _engine(derived, contender, "copied")
+    return float(held.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)
+
+
+def _engine(derived: Derived, contender: str, source: str = "engine") -> pd.DataFrame:
+    memory, ran = derived.frames.memory, derived.finished
+    ids = ran[ran["contender"] == contender]["id"]
+    return memory[memory["id"].isin(ids) & (memory["source"] == source)]
+
+
+def spelled(name: str) -> str:
+    """A contender's name for a sentence: the codecs of weights and gradients are written out."""
+    return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))

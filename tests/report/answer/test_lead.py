@@ -1,0 +1,343 @@
+"""The first sentence of a page answers its suite's question, by records whose outcomes are known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.records.record import CommunicationError, Failure, Record, Validation
+from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
+from report.answer.lead import Answer, answer
+from report.data.frames import frames_of
+from report.data.metrics import derive
+from tests.report.records import changed_steps, record_of, taken_by_others
+
+NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
+LOSS_NOISE = (0.001, -0.002, 0.001, 0.0, 0.002, -0.001)
+
+
+def at(record: Record, seconds: float) -> Record:
+    """The record with all its steps so long."""
+    return changed_steps(record, lambda _: {"total": seconds})
+
+
+def asked(records: Sequence[Record], question: str, **more: Any) -> Answer:
+    """The answer to a question by records."""
+    told = [
+        one.model_copy(update={"question": question, "order": place, **more})
+        for place, one in enumerate(records)
+    ]
+    return answer(derive(frames_of(told)))
+
+
+def paired(seconds: Mapping[tuple[str, str], float], repeats: int = 6, **fields: Any) -> list[Record]:
+    """Trials of (strategy, weights' codec), with steps of these seconds times a noise of the repeat."""
+    found = []
+    for repeat, ((strategy, weights), took) in product(range(repeats), seconds.items()):
+        policy = PolicyChanges(weights=weights or None)
+        trial = Trial(
+            strategy=strategy, policy=policy, repeat=repeat, cluster=Cluster(rate="50 Mbit/s"), **fields
+        )
+        noise = NOISE[(repeat + len(found)) % len(NOISE)]
+        found.append(at(record_of(trial), took * noise))
+    return found
+
+
+def numbers(sentence: str) -> list[float]:
+    """The decimal numbers of a sentence."""
+    return [float(one) for one in re.findall(r"[+-]?\d+\.\d+", sentence)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "start"),
+    [(0.8, "yes", "Yes, a step of ZeRO++ with weights int6:2048 is 1.25 ("),
+     (1.25, "no", "No, a step of ZeRO++ with weights int6:2048 is 0.80 ("),
+     (1.0, "cannot be told", "Cannot be told (")],
+)  # fmt: skip
+def test_codecs_of_one_strategy_are_compared_with_each_other(
+    seconds: float, verdict: str, start: str
+) -> None:
+    """Asked whether 6-bit weights pay, the answer is of 6 against 8 bits, also where ZeRO-3 and DDP ran."""
+    steps = {
+        ("zero3", ""): 2.0,
+        ("ddp", ""): 3.0,
+        ("zeropp", "int8:2048"): 1.0,
+        ("zeropp", "int6:2048"): seconds,
+    }
+    found = asked(paired(steps), "Do 6-bit weights pay on three nodes?")
+    assert (found.quantity, found.verdict, found.figure) == ("step", verdict, "speedup")
+    assert found.sentences[0].startswith(start)
+    assert "as with weights int8:2048" in found.sentences[0]
+    assert "pairs would tell" in found.sentences[0] or verdict != "cannot be told"
+
+
+def test_few_pairs_tell_nothing_and_how_many_would_is_said() -> None:
+    """Of two pairs there is no interval: the ratio stands there, and that six pairs would give one."""
+    found = asked(paired({("zero3", ""): 2.0, ("zeropp", ""): 1.0}, repeats=2), "Is ZeRO++ faster?")
+    assert found.verdict == "cannot be told"
+    assert found.sentences[0].startswith(
+        "Cannot be told (2 pairs, where an interval takes 6): a step of ZeRO++ is 1.99"
+    )
+
+
+def test_strategies_are_compared_with_the_best_baseline() -> None:
+    """Every technique's ratio and interval stand in one sentence, first of what the question names."""
+    steps = {("zero3", ""): 2.0, ("qwz", ""): 1.6, ("hpz", ""): 1.8, ("zeropp", ""): 1.0}
+    found = asked(paired(steps), "What does each technique of ZeRO++ bring over ZeRO-3?")
+    first = found.sentences[0]
+    assert re.match(
+        r"Over ZeRO-3, a step is 2\.0\d \(1\.9\d to 2\.0\d\) times as fast with ZeRO\+\+, ", first
+    )
+    assert "with qwZ" in first
+    assert "with hpZ (95 % intervals of 6 pairs)." in first
+    ratio, _, _, *_ = numbers(first)
+    took, base = map(
+        float, re.search(r"takes ([0-9.]+) s where ZeRO-3's takes ([0-9.]+) s", found.sentences[1]).groups()
+    )
+    assert ratio == pytest.approx(base / took, rel=0.01)
+    assert any(one.startswith("Between nodes ZeRO++ sends 0.") for one in found.sentences)
+    assert len(found.sentences) <= 5
+
+
+def test_without_zero3_the_first_contender_is_the_baseline() -> None:
+    """Three codecs and no ZeRO-3: all are compared with the one that the suite lists first."""
+    steps = {("zeropp", "int8:64"): 1.0, ("qwz", "int8:64"): 2.0}
+    found = asked(paired(steps), "Which is faster?")
+    assert found.sentences[0].startswith("A step of qwZ (weights int8:64) is 0.50 (")
+    assert "as ZeRO++ (weights int8:64)'s" in found.sentences[0]
+
+
+def test_a_group_is_named_by_the_fastest() -> None:
+    """Of several hpZ groups the fastest is named, who is slower and by how much, and what ranks hold."""
+    found = []
+    for repeat, (group, took) in product(range(6), {0: 1.3, 2: 1.0, 4: 1.2}.items()):
+        cluster = Cluster(nodes=4, rate="50 Mbit/s")
+        trial = Trial(
+            strategy="zeropp", policy=PolicyChanges(secondary=group), repeat=repeat, cluster=cluster
+        )
+        found.append(at(record_of(trial), took * NOISE[(repeat + group) % 6]))
+    told = asked(found, "How large should an hpZ group be?")
+    first, memory, *_ = told.sentences
+    assert first.startswith(
+        "ZeRO++ is fastest with groups of 2, at 1.00 s a step; it takes longer by a factor of 1.3"
+    )
+    assert "with no hpZ copy" in first
+    assert re.search(r"1\.20 \(1\.1\d to 1\.2\d\) with groups of 4", first)
+    assert memory.startswith("The engine holds ")
+
+
+def test_blocks_are_answered_by_their_errors() -> None:
+    """Codecs that differ in their blocks alone are named by them, with error, seconds and bytes of each."""
+    found = []
+    for block in (64, 256, 2048):
+        changes = PolicyChanges(weights=f"int8:{block}", gradients=f"int4:{block}", align=2048)
+        cluster = Cluster(rate="50 Mbit/s")
+        found.append(
+            record_of(Trial(strategy="zeropp", policy=changes, measure_quantisation=True, cluster=cluster))
+        )
+    told = asked(found, "How small must blocks be?")
+    assert (told.quantity, told.figure) == ("error", "sent_error")
+    first = told.sentences[0]
+    places = [first.index(f"with blocks of {block} (") for block in (64, 256, 2048)]
+    assert places == sorted(places)
+    errors = [float(one) for one in re.findall(r"(\d\.\d+) with blocks", first)]
+    assert errors == sorted(errors)
+
+
+def test_a_break_even_is_stated_with_its_interval() -> None:
+    """Where ZeRO++ gains at one rate and loses at the next, the rate between is the answer."""
+    found = []
+    for repeat, (rate, ratio), strategy in product(
+        range(6), ((50.0, 2.0), (200.0, 0.5)), ("zero3", "zeropp")
+    ):
+        trial = Trial(strategy=strategy, repeat=repeat, cluster=Cluster(rate=f"{rate:g} Mbit/s"))
+        took = 1.0 if strategy == "zero3" else 1.0 / ratio
+        found.append(at(record_of(trial), took * NOISE[(repeat + len(strategy)) % 6]))
+    told = asked(found, "From which rate on does ZeRO++ no longer pay?")
+    assert told.quantity == "rate"
+    first = told.sentences[0]
+    assert first.startswith("ZeRO++ is as fast as ZeRO-3 at ")
+    place, low, high = (
+        numbers(first.replace(" Mbit/s", ".0 Mbit/s")) if first.count(".") < 4 else numbers(first)[:3]
+    )
+    assert 80 < place < 115
+    assert low < place < high
+
+
+def trained(ends: Mapping[str, Sequence[float]], steps: int = 120, **fields: Any) -> list[Record]:
+    """Trials of gradients' codecs, a seed for each of their losses at the end; codec "" is ZeRO-3."""
+    found = []
+    for codec, losses in ends.items():
+        for seed, end in enumerate(losses):
+
+            def falling(one: dict[str, Any], end: float = end) -> None:
+                one["validations"] = [
+                    Validation(
+                        step=part * steps // 3, loss=end + 3 - part, train_seconds=part, inter_bytes=part
+                    )
+                    for part in (1, 2, 3)
+                ]
+
+            policy = PolicyChanges(gradients=codec) if codec else PolicyChanges()
+            trial = Trial(
+                strategy="qgz" if codec else "zero3", policy=policy, seed=seed, steps=steps, warmup=0,
+                validate_every=steps // 3, cluster=Cluster(rate="50 Mbit/s"), **fields,
+            )  # fmt: skip
+            found.append(record_of(trial, change=falling))
+    return found
+
+
+BASE = np.array([2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
+
+
+def test_codecs_bits_are_answered_by_losses() -> None:
+    """Who is not inferior, who is, with differences in nats, and which of the good ones sends least."""
+    noise = np.array(LOSS_NOISE)
+    ends = {"": BASE, "int8:64": BASE + noise, "int4:64": BASE + 0.004 + noise, "int2:64": BASE + 0.5 + noise}
+    found = asked(trained(ends), "In how few bits can gradients travel?")
+    assert (found.quantity, found.figure) == ("loss", "final_loss")
+    first = found.sentences[0]
+    assert first.startswith("In loss beside ZeRO-3 (margin 1% of its loss, 0.0200 nats; 6 seeds")
+    assert "not inferior: int8:64 +0.0002 and int4:64 +0.0042; inferior: int2:64 +0.5002." in first
+    assert found.sentences[1] == "Of those not inferior, qgZ (gradients int4:64) sends least."
+
+
+@pytest.mark.parametrize(("worse", "verdict"), [(0.004, "Yes, "), (0.3, "No, ")])
+def test_a_verdict_on_losses_is_against_the_suites_baseline(worse: float, verdict: str) -> None:
+    """No ZeRO-3 ran: the verdict is against the named baseline, with difference, interval and margin."""
+    noise = np.array(LOSS_NOISE)
+    records = trained({"int8:2048": BASE, "int4:128": BASE + worse + noise})
+    roles = [
+        one.model_copy(update={"role": "contrast" if "int4" in str(one.trial["policy"]) else "baseline"})
+        for one in records
+    ]
+    found = asked(
+        roles, "Is int4 with block 128 as good as int8 with block 2048: by loss, by bytes, by seconds?"
+    )
+    first = found.sentences[0]
+    assert first.startswith(
+        f"{verdict}qgZ (gradients int4:128) trains {'as well as' if worse < 0.1 else 'worse than'} "
+    )
+    difference, low, high, margin, *_ = numbers(first.partition("differs by")[2])
+    assert low < difference < high
+    assert (difference, margin) == (pytest.approx(worse, abs=1e-3), pytest.approx(0.02))
+    assert any("of qgZ (gradients int8:2048)'s bytes" in one for one in found.sentences)
+    assert any(one.startswith("By seconds ") for one in found.sentences)
+
+
+def test_short_runs_show_their_losses_without_a_verdict() -> None:
+    """After 60 steps the differences stand there, and that a verdict takes 100."""
+    found = asked(trained({"": BASE, "int4:64": BASE + 0.004}, steps=60), "Does int4 train as well?")
+    assert found.verdict == "cannot be told"
+    assert found.sentences[0].startswith(
+        "Cannot be told by loss (60 steps, where a verdict takes 100): less ZeRO-3's"
+    )
+    assert "+0.0040" in found.sentences[0]
+
+
+def test_offload_is_answered_by_memory() -> None:
+    """What the fullest rank holds on its device, with nothing and with all of the optimizer on the host."""
+    found = []
+    for share in (0.0, 1.0):
+        changes = PolicyChanges(offload_optimizer=share)
+        found.append(record_of(Trial(strategy="zero3", policy=changes, cluster=Cluster(rate="50 Mbit/s"))))
+    told = asked(found, "What does offloading free?")
+    assert (told.quantity, told.figure) == ("memory", "memory")
+    before, after, ratio = numbers(told.sentences[0])[:3]
+    assert ratio == pytest.approx(after / before, abs=0.01)
+    assert after < before
+    assert "with optimizer on the host" in told.sentences[0]
+
+
+def test_a_memory_limit_is_answered_by_the_largest_model() -> None:
+    """The largest model that trained, and the next that did not."""
+    found = []
+    for strategy, layers, fits in (
+        ("zero0", 2, True),
+        ("zero0", 3, False),
+        ("zero3", 3, True),
+        ("zero3", 4, False),
+    ):
+        model = Model(name="gpt-small", arguments={"layers": layers})
+        trial = Trial(
+            strategy=strategy, model=model, memory_limit="64 MiB", cluster=Cluster(nodes=1, ranks_per_node=4)
+        )
+        failure = None if fits else Failure(kind="memory", message="too large", log=None)
+
+        def sized(one: dict[str, Any], layers: int = layers) -> None:
+            one["parameters"] = layers * 1_000_000
+
+        found.append(record_of(trial, failure=failure, change=sized))
+    told = asked(found, "How large a model trains?")
+    assert told.sentences[0] == (
+        "Within 64 MiB a rank, in parameters, ZeRO-0 trains 2.00 M (not 3.00 M) and "
+        "ZeRO-3 3.00 M (not 4.00 M)."
+    )
+
+
+def test_a_suite_may_name_its_quantity() -> None:
+    """``answer`` comes before what the axes say."""
+    records = paired({("zero3", ""): 2.0, ("zeropp", ""): 1.0})
+    assert asked(records, "How much?").quantity == "step"
+    told = asked(records, "Does it send less?", answer="bytes")
+    assert (told.quantity, told.verdict, told.figure) == ("bytes", "yes", "volume")
+    assert told.sentences[0].startswith("Yes, between nodes ZeRO++ sends 0.")
+    assert (
+        asked(records, "Does everything run?", answer="trials").sentences[0] == "Yes, all 12 trials finished."
+    )
+
+
+def test_disturbed_trials_scale_the_caveat() -> None:
+    """So many of so many; from half of them on seconds are not to be relied on; none, no sentence."""
+    records = paired({("zero3", ""): 2.0, ("zeropp", ""): 1.0})
+
+    def last(count: int) -> str:
+        some = [taken_by_others(one, 0.5) if place < count else one for place, one in enumerate(records)]
+        return asked(some, "How much?").sentences[-1]
+
+    assert last(3) == "Others took more than 5% of the processors' time in 3 of 12 trials."
+    assert last(10).startswith("The seconds are not to be relied on: others took more than 5% ")
+    assert "10 of 12 trials" in last(10)
+    assert "processors' time" not in last(0)
+
+
+def test_links_of_other_rates_are_a_caveat() -> None:
+    """Where a contender's link was slower than its baseline's, the lead says so."""
+
+    def slower(record: Record) -> Record:
+        assert record.link is not None
+        return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [20.0]})})
+
+    records = paired({("zero3", ""): 2.0, ("zeropp", ""): 1.0})
+    told = asked([slower(one) if one.trial["strategy"] == "zeropp" else one for one in records], "How much?")
+    assert "achieved rates more than 10% apart" in told.sentences[-1]
+
+
+def test_nothing_that_ran_is_no_answer() -> None:
+    """A folder of failures says that it cannot be told, and how many failed."""
+    failure = Failure(kind="crashed", message="lost", log=None)
+    told = asked([record_of(Trial(strategy="zeropp"), failure=failure)], "Is it faster?")
+    assert told.sentences == ("Cannot be told: no trial has finished, and 1 trial failed.",)
+
+
+def test_errors_stand_beside_seconds_and_bytes() -> None:
+    """Where errors were measured beside strategies, a sentence has them."""
+
+    def erring(one: dict[str, Any]) -> None:
+        one["communication_errors"] = [
+            CommunicationError(
+                step=0, purpose="gradients", unit="", squared_error=0.25, squared_value=1.0, cosine=0.5
+            )
+        ]
+
+    records = []
+    for repeat, (strategy, took) in product(range(6), (("zero3", 2.0), ("zeropp", 1.0))):
+        trial = Trial(strategy=strategy, repeat=repeat, cluster=Cluster(rate="50 Mbit/s"))
+        records.append(at(record_of(trial, change=erring), took))
+    told = asked(records, "How much?")
+    assert "The error of the gradients end to end (vNMSE) is 0.25 with ZeRO++." in told.sentences
