@@ -20,6 +20,8 @@ def load(where: str | Path) -> pd.DataFrame:
     ``repeat``, ``sweep``, then what was measured: ``step_seconds``, ``exposed_seconds``,
     ``tokens_per_second``, ``sent_bytes``, ``validation_loss``, ...; times in s, sizes in B, per optimizer
     step.  Any other field of a trial stands in the column ``trial``, its canonical form as a dictionary.
+    ``losses`` is the trial's loss curve: a list of its validations, each a dictionary of ``step``, ``loss``,
+    ``train_seconds`` and ``inter_bytes``; ``pandas.DataFrame`` makes a table of it.
 
     Args:
         where: a suite's results folder; an archive of one (``.tar.xz``); or a folder of either.
@@ -53,4 +55,9 @@ def _of_archive(path: Path) -> pd.DataFrame:
 def _of_folder(path: Path) -> pd.DataFrame:
     found = frames.load(path)
     table = metrics.trials(found)
-    return table.assign(trial=table["id"].map(lambda identity: found.ran[identity].canonical()))
+    curves = {str(identity): mine for identity, mine in found.validations.groupby("id")}
+    points = {name: mine.drop(columns="id").to_dict("records") for name, mine in curves.items()}
+    return table.assign(
+        trial=[found.ran[identity].canonical() for identity in table["id"]],
+        losses=[points.get(identity, []) for identity in table["id"]],
+    )

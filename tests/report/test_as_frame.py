@@ -27,11 +27,21 @@ def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(packed, report.load(tmp_path))
     assert packed["id"].is_unique
     assert (packed["step_seconds"] > 0).all()
-    assert all(one["cluster"]["rate"] == 50.0 for one in packed["trial"])
+    assert all(one["cluster"]["rate"] == 100.0 for one in packed["trial"])
     whole = report.load(REFERENCE)
     suites = {path.name.removesuffix(".tar.xz") for path in REFERENCE.glob("*.tar.xz")}
     assert set(whole["suite"]) == suites - {"generation"}  # whose trials decode
     assert len(whole[whole["suite"] == "quickstart"]) == len(packed)
+
+
+def test_a_trials_loss_curve_is_a_table() -> None:
+    """All validations of a trial, the last of which is its validation loss; none where nothing was validated."""
+    trained = report.load(REFERENCE / "convergence.tar.xz")
+    for one in trained.to_dict("records"):
+        curve = pd.DataFrame(one["losses"])
+        assert list(curve["step"]) == list(range(25, 201, 25))
+        assert curve["loss"].iloc[-1] == one["validation_loss"]
+    assert all(curve == [] for curve in report.load(REFERENCE / "quickstart.tar.xz")["losses"])
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
