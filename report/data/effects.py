@@ -6,7 +6,6 @@ The seconds of a step and the bytes between nodes by pairs, errors end to end, a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -130,8 +129,3 @@ def _engine(derived: Derived, contender: str, source: str = "engine") -> pd.Data
     memory, ran = derived.frames.memory, derived.finished
     ids = ran[ran["contender"] == contender]["id"]
     return memory[memory["id"].isin(ids) & (memory["source"] == source)]
-
-
-def spelled(name: str) -> str:
-    """A contender's name for a sentence: the codecs of weights and gradients are written out."""
-    return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
