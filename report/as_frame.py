@@ -58,6 +58,6 @@ def _of_folder(path: Path) -> pd.DataFrame:
     curves = {str(identity): mine for identity, mine in found.validations.groupby("id")}
     points = {name: mine.drop(columns="id").to_dict("records") for name, mine in curves.items()}
     return table.assign(
-        trial=[found.ran[identity].canonical() for identity in table["id"]],
-        losses=[points.get(identity, []) for identity in table["id"]],
+        trial=table["id"].map(lambda identity: found.ran[identity].canonical()),
+        losses=table["id"].map(lambda identity: points.get(identity, [])),
     )

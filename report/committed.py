@@ -18,7 +18,7 @@ from typing import Final
 from harness.records import archive
 from harness.suites.question import Quantity
 from report import claims, page
-from report.answer.findings import PAPER, QUESTIONS
+from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -117,9 +117,8 @@ def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
 
     def finding(match: re.Match[str]) -> str:
         suite, of = QUESTIONS[int(match[1])]
-        title = _title(found[suite])
-        figure = f"![{title}](figures/{suite}.svg)"
-        return f"<!-- finding {match[1]} -->\n{_wrapped(markdown(of(found[suite])))}\n{figure}\n<!-- end -->"
+        shows = f"\n![{_title(found[suite])}](figures/{suite}.svg)\n" if of in DRAWN else ""
+        return f"<!-- finding {match[1]} -->\n{_wrapped(markdown(of(found[suite])))}{shows}<!-- end -->"
 
     def number(match: re.Match[str]) -> str:
         suite, of = PAPER[match[1]]
@@ -153,7 +152,8 @@ def _results(found: Mapping[str, Derived]) -> str:
         parts.append(
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
-            + f"\n![{_title(derived)}](figures/{suite}.svg)\n\n{shown.markdown_rows()}\n"
+            + f"\n![{_title(derived)}](figures/{suite}.svg)\n"
+            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}\n"
             f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
     parts.append("\n## Notes on the columns\n")
@@ -163,8 +163,9 @@ def _results(found: Mapping[str, Derived]) -> str:
 
 def _table(derived: Derived) -> Table:
     """The table of a suite's answer; else its Summary."""
-    name = _TABLES.get(answer(derived).quantity, "summary")
-    if tables.some_tables(derived, ("peers",)):
+    asked = answer(derived).quantity
+    name = _TABLES.get(asked, "summary")
+    if asked == "step" and tables.some_tables(derived, ("peers",)):
         name = "peers"
     (shown,) = tables.some_tables(derived, (name,)) or tables.some_tables(derived, ("summary",))
     return shown

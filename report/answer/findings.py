@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import pandas as pd
+
 from report.answer import loss, speed
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
@@ -54,8 +56,8 @@ def hidden(derived: Derived) -> str:
         told.append(f"{g3(mine['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
         near.append(f"{mine['share'].median():.2f}")
     return (
-        f"Communication that no computation hides takes {listed(told)}; the shortest step that schedule, "
-        f"link and processors allow is {listed(near)} of theirs."
+        f"Communication that no computation hides takes {listed(told)}; the shortest steps that schedule, "
+        f"link and processors allow are {listed(near)} of these steps."
     )
 
 
@@ -75,7 +77,7 @@ def blocks(derived: Derived) -> str:
         if "control" not in row["contender"] and "ZeRO++" in row["contender"]
     ]
     seeds = counted(rows[0]["seeds"], "seed")
-    return f"Beside ZeRO-3, in nats, {loss.by_verdict(derived, rows)} (95 % tests of {seeds})."
+    return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
 
 
 def _volume(derived: Derived) -> str:
@@ -95,11 +97,15 @@ def _over_papers(derived: Derived) -> str:
 
 
 def _fastest(derived: Derived) -> str:
+    size = ["nodes", "ranks_per_node", "tokens_per_rank"]
     found = [one for one in effects.effects(derived) if one.contender == NAMES["zeropp"]]
-    told = [
-        f"{ratio(one.ratio)} at {one.pairs['rate_mbit'].iloc[0]:g} Mbit/s" for one in found[:1] + found[-1:]
-    ]
-    return " and ".join(told)
+    first = found[0].pairs[size].iloc[0]
+    alike = [one for one in found if one.pairs[size].iloc[0].equals(first)]
+    alike.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
+    told = " and ".join(f"{ratio(one.ratio)} at {speed.rate_of(one)}" for one in (alike[0], alike[-1]))
+    return (
+        f"{told} ({first['nodes']}x{first['ranks_per_node']} ranks, {first['tokens_per_rank']} tokens a rank)"
+    )
 
 
 def _backward(derived: Derived) -> str:
@@ -147,8 +153,15 @@ def _parity(derived: Derived) -> str:
 
 
 def _alone_and_together(derived: Derived) -> str:
-    alone = [f"{NAMES[name]} {ratio(_effect(derived, name).ratio)}" for name in ("qwz", "hpz", "qgz")]
-    return f"{', '.join(alone)}; together {ratio(_effect(derived, 'zeropp').ratio)}"
+    def told(pairs: pd.DataFrame) -> str:
+        found = {
+            name: ratio(metrics.speedup(pairs[pairs["contender"] == NAMES[name]]))
+            for name in ("qwz", "hpz", "qgz", "zeropp")
+        }
+        alone = ", ".join(f"{NAMES[name]} {value}" for name, value in found.items() if name != "zeropp")
+        return f"{alone}, together {found['zeropp']}"
+
+    return f"over flat ZeRO-3 {told(derived.over_papers)}; over the best {told(derived.pairs)}"
 
 
 def _converges(derived: Derived) -> str:
@@ -175,6 +188,9 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     10: ("convergence", blocks),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
+
+DRAWN: Final = (lead, blocks)
+"""The findings that their suite's figure shows."""
 
 PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "volume": ("quickstart", _volume),

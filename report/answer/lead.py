@@ -6,6 +6,7 @@ ones add what else was measured of the same contenders; the last says what limit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,20 @@ from typing import Final
 
 from harness.suites.question import Quantity, quantity
 from report.answer import loss, sizes, speed
-from report.answer.parts import OPEN, Found, apart, cell_of, count, g2, ratio, sent, spelled
+from report.answer.parts import (
+    MOST_NAMED,
+    OPEN,
+    Found,
+    apart,
+    cell_of,
+    count,
+    g2,
+    is_named,
+    named_first,
+    ratio,
+    sent,
+    spelled,
+)
 from report.data import effects, metrics
 from report.data.effects import Effect
 from report.data.frames import load
@@ -22,7 +36,6 @@ from report.data.text import counted, listed
 
 PART: Final = "in part"
 _MOST: Final = 5  # sentences
-_MOST_ERRORS: Final = 4  # in a sentence that is not the answer
 _POLAR: Final = frozenset(
     (
         "are",
@@ -41,7 +54,10 @@ _POLAR: Final = frozenset(
         "would",
     )
 )
-_WORDS: Final = ("A", "All", "Between", "In", "Over", "The", "Within")  # with which first sentences begin
+_WORSE: Final = frozenset(
+    ("slower", "worse", "longer", "lose", "loses", "cost", "costs", "hurt", "hurts", "fail", "fails", "more")
+)
+_WORDS: Final = ("A", "All", "Between", "By", "In", "No", "The")  # with which first sentences begin
 _FIGURES: Final[dict[Quantity, str]] = {
     "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
     "trials": "speedup", "rate": "speedup", "nodes": "scaling", "size": "largest_model",
@@ -86,7 +102,7 @@ def answer(derived: Derived) -> Answer:
     verdict = _joint(found.verdicts)
     first = found.first
     if verdict and _polar(derived) and not first.startswith("Cannot"):
-        first = f"{verdict.capitalize()}{':' if verdict == PART else ','} {_after_comma(first)}"
+        first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {_after_comma(first)}"
     return Answer((first, *rest[: _MOST - 1 - len(caveat)], *caveat), verdict, asked, _FIGURES[asked])
 
 
@@ -96,9 +112,14 @@ def _after_comma(sentence: str) -> str:
 
 
 def _polar(derived: Derived) -> bool:
-    """Whether the question is to be answered by yes or no."""
-    words = [question.split() for question in derived.frames.questions]
-    return bool(words) and all(bool(one) and one[0].lower() in _POLAR for one in words)
+    """Whether yes or no answers the question, and yes means that the contrast is better."""
+    words = [re.findall(r"[a-z]+", question.lower()) for question in derived.frames.questions]
+    if not words or not all(one and one[0] in _POLAR for one in words):
+        return False
+    compared = derived.compared
+    first = named_first(derived, [compared.baseline, *compared.contrast])[0]
+    turned = first == compared.baseline and is_named(derived, first)
+    return not turned and not any(_WORSE & {*one} for one in words)
 
 
 def _joint(verdicts: Sequence[str]) -> str:
@@ -127,9 +148,7 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
         errors = effects.errors(derived).groupby(level="contender").median()
         mine = [f"{g2(float(errors[name]))} with {called[name]}" for name in names if name in errors.index]
         told += (
-            [f"The error of the gradients end to end (vNMSE) is {listed(mine[:_MOST_ERRORS])}."]
-            if mine
-            else []
+            [f"The error of the gradients end to end (vNMSE) is {listed(mine[:MOST_NAMED])}."] if mine else []
         )
     return told
 

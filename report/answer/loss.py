@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
+
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.question import LEAST_STEPS
 from report.answer import speed
@@ -26,14 +28,16 @@ from report.answer.sizes import errors_of_variants
 from report.data import effects, learning
 from report.data.metrics import Derived
 from report.data.text import counted, listed
+from report.draw.figure_definition import titles_of
 
 Row = dict[str, Any]
 _VERDICTS = {"not inferior": YES, "inferior": NO}
 _WORDS = {
-    "not inferior": "not inferior",
-    "inferior": "inferior",
-    "cannot tell": "it cannot be told of",
-    "no power": "it cannot be told, for the spread between seeds, of",
+    "not inferior": "not inferior: ",
+    "inferior": "inferior: ",
+    "cannot tell": "it cannot be told of ",
+    "no power": "it cannot be told, for the spread between seeds, of ",
+    "too": "too few seeds for a verdict: ",
 }
 
 
@@ -50,25 +54,43 @@ def loss(derived: Derived) -> Found:
     rows = rows_of(derived)
     if not rows:
         return speed.step(derived)
-    if rows[0]["verdict"].startswith("too"):
+    if (lost := _lost(derived, rows[0])) is not None:
+        return lost
+    if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
-    if len(rows) > 1 and not is_named(derived, rows[0]["contender"]):
+    rows.sort(key=lambda row: row["verdict"].startswith("too"))
+    several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
+    if len(rows) > 1 and (several or not is_named(derived, rows[0]["contender"])):
         return _of_all(derived, rows)
     return _of_one(derived, rows)
+
+
+def _lost(derived: Derived, row: Row) -> Found | None:
+    """Seeds of the main contender that ended without a loss: the others say nothing of it; None for none."""
+    failed = derived.frames.failures
+    failed = failed[(failed["contender"] == row["contender"]) & (failed["cell"] == row["cell"])]
+    if not (gone := failed["seed"].nunique()):
+        return None
+    name = spelled(row["contender"])
+    text = f"Cannot be told by loss: {gone} of {gone + row['seeds']} seeds of {name} ended without one"
+    return Found(
+        f"{text}; of the others it differs by {nats(row)} nats.", [OPEN], effects.effects(derived)[:1]
+    )
 
 
 def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
     """One contender beside the baseline, and the verdicts on others."""
     main = rows[0]
     name, base = spelled(main["contender"]), spelled(main["base"])
-    claim = {"not inferior": "trains as well as", "inferior": "trains worse than"}.get(main["verdict"])
-    if claim is None:
-        text = f"Cannot be told whether {name} trains as well as {base}: its validation loss"
-    else:
-        text = f"{name} {claim} {base}: its validation loss"
-    text += f" differs by {nats(main)} nats ({_test(main)})."
+    within = f"{learning.MARGIN:.0%}"
+    claims = {
+        "not inferior": f"{name} trains as well as {base} to within {within}",
+        "inferior": f"{name} trains worse than {base} by more than {within}",
+    }
+    claim = claims.get(main["verdict"], f"Cannot be told whether {name} trains as well as {base}")
+    text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(main)})."
     others = by_verdict(derived, rows[1:])
-    more = [f"In loss, by differences in nats, {others}."] if others else []
+    more = [f"By validation loss minus {base}'s, in nats, {others}."] if others else []
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
     return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], kept, more)
 
@@ -83,15 +105,14 @@ def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
     if least is not None and len(good) > 1:
         more = [f"Of those not inferior, {spelled(least.contender)} sends least."]
     base = spelled(rows[0]["base"])
-    first = f"In loss beside {base} ({_test(rows[0])}; differences in nats), {by_verdict(derived, rows)}."
+    first = f"By validation loss minus {base}'s in nats ({_test(rows[0])}), {by_verdict(derived, rows)}."
     kept = [least] if least is not None else found[:1]
     return Found(first, [_VERDICTS.get(row["verdict"], OPEN) for row in rows], kept, more)
 
 
 def _test(row: Row) -> str:
-    return (
-        f"margin {learning.MARGIN:.0%} of its loss, {g3(row['margin'])} nats; {counted(row['seeds'], 'seed')}"
-    )
+    seeds = counted(row["difference"].n, "seed")
+    return f"margin {g3(row['margin'])} nats, {learning.MARGIN:.0%} of its loss; {seeds}"
 
 
 def nats(row: Row) -> str:
@@ -99,22 +120,32 @@ def nats(row: Row) -> str:
     return f"{row['difference'].estimate:+.4f}{ends(row['difference'], '+.4f')}"
 
 
+def _kind(row: Row) -> str:
+    """The verdict, of which there is one for all that there is too little of."""
+    return "too" if row["verdict"].startswith("too") else str(row["verdict"])
+
+
 def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
     """``not inferior: A +0.01 and B -0.02; inferior: C +1.00``."""
     names = apart(derived, [row["contender"] for row in rows]) if rows else {}
     told = []
+    cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
+    places = titles_of(cells) if len(cells) > 1 else {}
     for verdict, word in _WORDS.items():
-        mine = [row for row in rows if row["verdict"] == verdict]
-        said = [f"{names[row['contender']]} {row['difference'].estimate:+.4f}" for row in mine]
-        if said:
-            told.append(f"{word}: {listed(said)}" if verdict in _VERDICTS else f"{word} {listed(said)}")
+        mine = [row for row in rows if _kind(row) == verdict]
+        said = [
+            f"{names[row['contender']]}{' on ' + places[row['cell']] if places else ''} "
+            f"{row['difference'].estimate:+.4f}"
+            for row in mine
+        ]
+        told += [f"{word}{listed(said)}"] if said else []
     return "; ".join(told)
 
 
 def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
     """Losses of too few seeds or steps: how far they are apart, and by error where that is measured."""
     main, base = rows[0], spelled(rows[0]["base"])
-    why = f"{counted(main['seeds'], 'seed')}, where a verdict takes {FEWEST}"
+    why = f"{counted(main['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
     if main["steps"] < LEAST_STEPS:
         why = f"{main['steps']} steps, where a verdict takes {LEAST_STEPS}"
     names = apart(derived, [row["contender"] for row in rows])
@@ -125,7 +156,7 @@ def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
     if len(told) > MOST_NAMED:
         told = [*told[:2], *told[-2:]]
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
-    first = f"Cannot be told by loss ({why}): less {base}'s, in nats, losses are {listed(told)}."
+    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}."
     return Found(first, [OPEN], kept, errors_of_variants(derived))
 
 
@@ -135,10 +166,9 @@ def in_short(derived: Derived, names: Sequence[str]) -> str:
     if row is None:
         return ""
     if row["verdict"].startswith("too"):
-        return (
-            f"Validation losses are not compared: {row['steps']} steps and {counted(row['seeds'], 'seed')}, "
-            f"where a verdict takes {LEAST_STEPS} and {FEWEST}."
-        )
+        seeds = counted(row["difference"].n, "seed")
+        few = f"{row['steps']} steps and {seeds}, where a verdict takes {LEAST_STEPS} and {FEWEST}"
+        return f"Validation losses are not compared: {few}."
     return (
         f"In loss {spelled(row['contender'])} differs from {spelled(row['base'])} by {nats(row)} nats: "
         f"{row['verdict']} ({_test(row)})."

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval
+from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from impl.codecs.codec import CodecError, parse
 from report.data import effects, metrics
 from report.data.contender import fields_of, told
@@ -70,10 +71,17 @@ def intervals(effect: Effect) -> str:
 
 
 def would_tell(found: Sequence[Effect]) -> str:
-    """How many pairs would tell."""
+    """How many pairs, or sweeps, would tell."""
     needed = max(effects.pairs_needed(effect) for effect in found)
     more = "more than " if needed == effects.MOST_PAIRS else ""
-    return f"{more}{needed} pairs would tell"
+    return f"{more}{needed} {'sweeps' if found[0].ratio.sweeps > 1 else 'pairs'} would tell"
+
+
+def too_few(found: Interval) -> str:
+    """Why there is no interval."""
+    if found.sweeps > 1 and found.n >= FEWEST:
+        return f"{found.sweeps} sweeps, where an interval takes {FEWEST_SWEEPS}"
+    return f"{counted(found.n, 'pair')}, where an interval takes {FEWEST}"
 
 
 def named_first(derived: Derived, names: Sequence[str]) -> list[str]:
@@ -94,7 +102,7 @@ def is_named(derived: Derived, name: str) -> bool:
 
 def spelled(name: str) -> str:
     """A contender's name in a sentence: ``w`` and ``g``, the fields of its codecs, are written out."""
-    return name.replace("(w ", "(weights ").replace("(g ", "(gradients ").replace(", g ", ", gradients ")
+    return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
 def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
@@ -105,13 +113,13 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     own = {name: spelled(name) for name in names}
     ran = derived.finished.drop_duplicates("contender").set_index("contender")
     trials = {name: derived.frames.ran[str(ran.loc[name, "id"])] for name in names}
-    if len(names) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
+    if len(set(names)) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
         return own
     fields = {name: fields_of(trial) for name, trial in trials.items()}
     keys = _differing(fields)
     blocks = {name: _block([one[key] for key in keys]) for name, one in fields.items()}
     shapes = {str([one[key].split(":")[0] for key in keys]) for one in fields.values()}
-    if all(blocks.values()) and len(shapes) == 1:
+    if all(blocks.values()) and len(shapes) == 1 and len({*blocks.values()}) == len(blocks):
         return blocks
     codecs = [key for key in keys if key in ("weights", "gradients")]
     bare = codecs[0] if len(codecs) == 1 and len(names) > _FEW else ""
@@ -195,18 +203,19 @@ def seconds(effect: Effect) -> str:
 
 def sent(found: Sequence[Effect], names: dict[str, str] | None = None) -> str:
     """What contenders send between nodes beside their baseline; empty where it is not known."""
-    known = {
-        one.contender: one for one in found if not math.isnan(one.bytes_ratio) and one.base == found[0].base
-    }
+    known: dict[str, Effect] = {}
+    for one in found:
+        if not math.isnan(one.bytes_ratio) and one.base == found[0].base:
+            known.setdefault(one.contender, one)
     once = list(known.values())[:MOST_NAMED]
     if not once:
         return ""
     called = names or {effect.contender: spelled(effect.contender) for effect in once}
     main = once[0]
     pairs = main.pairs
-    ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
-    in_m = f" ({ours:.3f} M against {base:.3f} M by the ledger; M: one gather of the 16-bit model)"
+    ours, base = (pairs[name].median() / 1e6 for name in ("sent_bytes", "baseline_sent_bytes"))
+    in_mb = f" ({g3(ours)} MB a step against {g3(base)} MB, by the ledger)"
     of = f"{called[main.contender]} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes"
-    told_ = [of + ("" if math.isnan(ours) or math.isnan(base) else in_m)]
+    told_ = [of + ("" if math.isnan(ours) or math.isnan(base) else in_mb)]
     told_ += [f"{called[effect.contender]} {effect.bytes_ratio:.3f}" for effect in once[1:]]
     return f"Between nodes {listed(told_)}."

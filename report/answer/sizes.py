@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from harness.records.confidence_intervals import FEWEST
 from report.answer import speed
 from report.answer.parts import (
     MOST_NAMED,
@@ -30,6 +31,7 @@ def error(derived: Derived) -> Found:
     found, table = effects.errors(derived), derived.trials
     if found.empty:
         return speed.step(derived)
+    table = table[table["cell"].isin(found.index.get_level_values("cell"))]
     cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
     here = table[table["cell"] == cell]
     here = here[here["contender"].isin(found.xs(cell, level="cell").index)]
@@ -50,13 +52,12 @@ def error(derived: Derived) -> Found:
     shown = told if len(told) <= MOST_NAMED else [told[0], told[len(told) // 2], told[-1]]
     fastest = min(rows, key=lambda row: row[1])
     first = f"The error of the gradients end to end (vNMSE) on {here['where'].iloc[0]} is {listed(shown)}."
-    least = g3(fastest[1])
-    return Found(
-        first,
-        [],
-        [],
-        [f"The fastest step is that with {fastest[3]}, {least} s, at an error of {g2(fastest[0])}."],
-    )
+    least, trials_ = g3(fastest[1]), int(here.groupby("contender").size().min())
+    which = f"The fastest step is that with {fastest[3]}, {least} s, at an error of {g2(fastest[0])}."
+    if trials_ < FEWEST:
+        few = counted(trials_, "trial")
+        which = f"Which step is the fastest cannot be told from {few} each; an interval takes {FEWEST}."
+    return Found(first, [], [], [which])
 
 
 def errors_of_variants(derived: Derived) -> list[str]:
@@ -82,7 +83,12 @@ def errors_of_variants(derived: Derived) -> list[str]:
 
 def memory(derived: Derived) -> Found:
     """By what the fullest rank holds on its device."""
-    lists = effects.variants(derived) or [[derived.compared.baseline, *derived.compared.contrast]]
+    ran = derived.finished.sort_values(["place", "first"], kind="stable")
+    lists = effects.variants(derived) or [[str(name) for name in ran["contender"].unique()]]
+    lists = [[name for name in names if effects.device_mib(derived, name) > 0] for names in lists]
+    lists = [names for names in lists if len(names) > 1]
+    if not lists:
+        return Found("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
     told, copied = [], []
     for names in lists:
         called = apart(derived, names)
@@ -109,19 +115,25 @@ def size(derived: Derived) -> Found:
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
-    limits = listed([f"{limit / 2**20:g} MiB" for limit in sorted(rows["limit_bytes"].unique())])
-    told = []
+    limits = f"{rows['limit_bytes'].min() / 2**20:g} MiB"
+    rows = rows[rows["limit_bytes"] == rows["limit_bytes"].min()]
+    told: list[str] = []
     for (name,), mine in groups(rows.sort_values("place", kind="stable"), ["contender"]):
         largest, smallest = scaling.largest(mine)
-        beyond = f" (not {g3(smallest)} M)" if smallest > 0 else ""
-        told.append(f"{spelled(name)} {g3(largest)} M{beyond}")
-    told[0] = told[0].replace(" ", " trains ", 1) if "trains" not in told[0] else told[0]
-    return Found(f"Within {limits} a rank, in parameters, {listed(told)}.")
+        beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
+        verb = "" if told else " trains at most"
+        unit = "" if told else " parameters"
+        told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")
+    return Found(f"In {limits} a rank, {listed(told)}.")
 
 
 def trials(derived: Derived) -> Found:
     """By the trials that finished."""
     ran, failed = len(derived.finished), len(derived.frames.failures)
+    if stopped := derived.frames.interrupted:
+        return Found(
+            f"Cannot be told: {stopped} of {counted(ran + stopped, 'trial')} were interrupted.", [OPEN]
+        )
     if failed:
         return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
     return Found(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))

@@ -15,14 +15,15 @@ from report.answer.parts import (
     Found,
     apart,
     cell_of,
-    count,
     g3,
     intervals,
+    is_named,
     named_first,
     ratio,
     seconds,
     spelled,
     titles,
+    too_few,
     would_tell,
 )
 from report.data import decoding, effects, metrics, scaling
@@ -40,9 +41,11 @@ def step(derived: Derived) -> Found:
     """By the seconds of a step."""
     if derived.compared.asked:
         return faster(derived, ordered(derived, effects.effects(derived)))
-    if beside := _beside_peers(derived):
+    lists = effects.variants(derived)
+    peers_named = any(NAMES[name] in " ".join(derived.frames.questions) for name in peers.FAMILIES)
+    if (peers_named or not lists) and (beside := _beside_peers(derived)):
         return beside
-    if lists := effects.variants(derived):
+    if lists:
         return _of_variants(derived, lists)
     return faster(derived, ordered(derived, effects.effects(derived)))
 
@@ -69,22 +72,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     base, several = spelled(main.base), len({effect.contender for effect in found}) > 1
     where = titles(found)
     names = apart(derived, list(dict.fromkeys(effect.contender for effect in found))) if several else {}
-
-    def called(effect: Effect) -> str:
-        title = where[cell_of(effect)]
-        place = f"on {title}" if title else ""
-        return " ".join(
-            part for part in (f"with {names[effect.contender]}" if several else "", place) if part
-        )
-
-    def said(mine: Sequence[Effect]) -> str:
-        return listed([f"{ratio(one.ratio)} {called(one)}".strip() for one in mine])
-
-    told = [effect for effect in found if effect.verdict != OPEN]
-    unclear = [effect for effect in found if effect.verdict == OPEN]
-    verdicts = [_VERDICTS[effect.verdict] for effect in found]
-    subject = f"over {base}, a step" if several else f"a step of {spelled(main.contender)}"
-    over = "" if several else f" as {base}'s"
+    subject, over = f"a step of {spelled(main.contender)}", f" as {base}'s"
     pair = apart(derived, [main.contender, main.base])
     if not several and pair[main.base] != base:
         strategy = spelled(main.contender).split(" (")[0]
@@ -92,16 +80,37 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         over = f" as with {pair[main.base]}"
 
     def claim(mine: Sequence[Effect]) -> str:
-        text = said(mine)
-        first = f"{ratio(mine[0].ratio)}"
-        return f"{subject} is {text.replace(first, f'{first} times as fast{over}', 1)}"
+        """Who is how fast: of the first with the words, of others the number alone."""
+        told: list[str] = []
+        for effect in mine:
+            title = where[cell_of(effect)]
+            place = f" on {title}" if title else ""
+            if effect is main:
+                told.insert(0, f"{subject} is {ratio(effect.ratio)} times as fast{over}{place}")
+            elif effect.contender == main.contender:
+                told.append(f"{ratio(effect.ratio)}{place}")
+            else:
+                told.append(f"{ratio(effect.ratio)} with {names[effect.contender]}{place}")
+        if mine[0] is not main:
+            told[0] = f"{told[0].replace(' with', ' times as fast' + over + ' with', 1)}"
+            told[0] = f"a step is {told[0]}"
+        return listed(told)
 
+    told = [effect for effect in found if effect.verdict != OPEN]
+    unclear = [effect for effect in found if effect.verdict == OPEN]
+    named = [effect for effect in found if is_named(derived, effect.contender)] or found
+    verdicts = [_VERDICTS[effect.verdict] for effect in named]
     if not told:
-        why = would_tell(found) if main.ratio.known else f"{count(main)}, where an interval takes {FEWEST}"
+        why = would_tell(found) if main.ratio.known else too_few(main.ratio)
         return Found(f"Cannot be told ({why}): {claim(found)}.", verdicts, found, [seconds(main)])
-    text = f"{claim(told)} ({intervals(main)})"
+    text = f"{claim(told)} ({intervals(told[0])})"
     if unclear:
-        text += f"; no difference can be told: {said(unclear)} ({would_tell(unclear)})"
+        said = [
+            f"{ratio(one.ratio)} with {names.get(one.contender, spelled(one.contender))}" for one in unclear
+        ]
+        places = [f" on {where[cell_of(one)]}" if where[cell_of(one)] else "" for one in unclear]
+        both = listed([f"{one}{place}" for one, place in zip(said, places, strict=True)])
+        text += f"; no difference can be told: {both} ({would_tell(unclear)})"
     return Found(f"{text[0].upper()}{text[1:]}.", verdicts, found, [seconds(main)])
 
 
@@ -113,9 +122,12 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
             mine = effects.between(derived, names[0], names[1:])
             found += [faster(derived, mine)] if mine else []
             continue
-        steps = derived.trials.groupby("contender")["step_seconds"].agg(metrics.geometric)
-        best = min(names, key=lambda name: float(steps[name]))
-        mine = effects.between(derived, best, [name for name in names if name != best])
+        ran = derived.trials[derived.trials["contender"].isin(names)]
+        cell = ran.groupby("cell", sort=False)["contender"].nunique().idxmax()  # where most of them ran
+        steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(metrics.geometric)
+        best = min(map(str, steps.index), key=lambda name: float(steps[name]))
+        others = effects.between(derived, best, [name for name in names if name != best])
+        mine = [effect for effect in others if cell_of(effect) == cell]
         found += [_fastest(derived, mine, names)] if mine else []
     if not found:
         return alone(derived)
@@ -135,9 +147,15 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
         return f"{1 / one.estimate:.2f}{between} with {called[effect.contender]}"
 
     slower = [times(effect) for effect in found if effect.verdict == "slower"]
-    same = [times(effect) for effect in found if effect.verdict != "slower"]
+    same = [times(effect) for effect in found if effect.verdict == OPEN]
     took = g3(metrics.middle(found[0].pairs, "baseline_seconds"))
-    text = f"{strategy} is fastest with {base}, at {took} s a step"
+    place = f" on {found[0].where}" if derived.trials["cell"].nunique() > 1 else ""
+    if not slower:
+        why = would_tell(found) if found[0].ratio.known else too_few(found[0].ratio)
+        shortest = f"the shortest step of {strategy}{place}, {took} s, is that with {base}"
+        text = f"Cannot be told ({why}): {shortest}; others take longer by a factor of {listed(same)}."
+        return Found(text, [OPEN], found)
+    text = f"{strategy} is fastest with {base}, at {took} s a step{place}"
     text += f"; it takes longer by a factor of {listed(slower)}" if slower else ""
     text += f"; it cannot be told from {listed(same)}" if same else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
@@ -213,9 +231,13 @@ def rate(derived: Derived) -> Found:
     if not found:
         return alone(derived)
     name, base = found[0].contender, spelled(found[0].base)
+    called = spelled(name)
     sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rows = metrics.break_even(derived.pairs)
-    crossed, kept, slow, verdicts = [], [], [], []
+    crossed: list[str] = []
+    kept: list[str] = []
+    slow: list[str] = []
+    verdicts: list[str] = []
     for row in rows[rows["contender"] == name].to_dict("records"):
         here = [
             one
@@ -231,14 +253,14 @@ def rate(derived: Derived) -> Found:
             between = "" if math.isnan(low) else f" ({_mbit(low)} to {_mbit(high)})"
             crossed.append(f"{g3(row['break_even_mbit'])}{between} Mbit/s {size}")
         else:
-            kept.append(f"{ratio(here[-1].ratio)} {size} at {_rate_of(here[-1])}")
-        slow.append(f"{ratio(here[0].ratio)} {size} at {_rate_of(here[0])}")
+            times = "" if kept else f" times as fast as {base}'s"
+            kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
+        slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
     if not slow:
         return faster(derived, found)
-    text = f"{name} is as fast as {base} at {listed(crossed)}" if crossed else ""
+    text = f"{called} is as fast as {base} at {listed(crossed)}" if crossed else ""
     if kept:
-        least = f"no break-even was found up to the highest rate, where a step of {name} is {listed(kept)}"
-        least = least.replace(" on ", f" times as fast as {base}'s on ", 1)
+        least = f"no break-even was found up to the highest rate, where a step of {called} is {listed(kept)}"
         text += f"; else {least}" if text else f"{least[0].upper()}{least[1:]}"
     more = [f"At the lowest rates it is {listed(slow)} ({intervals(found[0])})."]
     return Found(f"{text}.", verdicts, found[:1], more)
@@ -248,8 +270,12 @@ def _mbit(value: float) -> str:
     return "beyond what was measured" if math.isinf(value) else g3(value)
 
 
-def _rate_of(effect: Effect) -> str:
-    return f"{effect.pairs['rate_mbit'].iloc[0]:g} Mbit/s"
+def rate_of(effect: Effect) -> str:
+    """The rate of an effect's link."""
+    rate = float(effect.pairs["rate_mbit"].iloc[0])
+    if math.isnan(rate):
+        return f"an unshaped link ({effect.pairs['achieved_mbit'].median():.3g} Mbit/s)"
+    return f"{rate:g} Mbit/s"
 
 
 def nodes(derived: Derived) -> Found:
@@ -258,8 +284,10 @@ def nodes(derived: Derived) -> Found:
     if rows.empty:
         return step(derived)
     parts = []
-    for (kind,), of_kind in groups(rows, ["kind"]):
+    for (kind, _), all_of_kind in groups(rows, ["kind", "title"]):
         told = []
+        common = set.intersection(*(set(mine["nodes"]) for _, mine in groups(all_of_kind, ["contender"])))
+        of_kind = all_of_kind[all_of_kind["nodes"].isin(common)]
         for (name,), mine in groups(of_kind, ["contender"]):
             middle = mine.groupby("nodes")["tokens_per_second"].agg(metrics.geometric)
             told.append(f"{middle.iloc[-1] / middle.iloc[0]:.2f} with {spelled(name)}")
@@ -284,16 +312,20 @@ def tokens(derived: Derived) -> Found:
         ran = counted(table["id"].nunique(), "trial")
         return Found(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
     base = spelled(derived.compared.baseline)
+    cell = rows.groupby("cell", sort=False)["contender"].nunique().idxmax()
+    place = f" on {rows[rows['cell'] == cell]['where'].iloc[0]}" if rows["cell"].nunique() > 1 else ""
+    rows = rows[rows["cell"] == cell]
     mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
     names = named_first(derived, list(mine))
     speeds = {name: decoding.speedup(mine[name]) for name in names}
     told = [f"{ratio(speeds[name])} with {spelled(name)}" for name in names[:MOST_NAMED]]
     first, best = names[0], speeds[names[0]]
-    told[0] = told[0].replace(" with", " times as fast with", 1)
+    told[0] = f"{ratio(speeds[names[0]])} times as fast as {base}"
     ours, theirs = (metrics.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
     verdicts = [
         OPEN if not one.known or one.contains(1) else YES if one.estimate > 1 else NO
-        for one in speeds.values()
+        for name, one in speeds.items()
+        if is_named(derived, name) or not any(is_named(derived, other) for other in speeds)
     ]
     speed = (
         f"{spelled(first)} decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)} "
@@ -301,5 +333,5 @@ def tokens(derived: Derived) -> Found:
     )
     later = mine[first]["later_bytes"].max()
     more = [speed, f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
-    few = "" if best.known else f" ({counted(best.n, 'pair')}, where an interval takes {FEWEST})"
-    return Found(f"Over {base}, tokens are decoded {listed(told)}{few}.", verdicts, [], more)
+    few = "" if best.known else f" ({too_few(best)})"
+    return Found(f"{spelled(first)} decodes{place} {listed(told)}{few}.", verdicts, [], more)

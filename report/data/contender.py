@@ -100,15 +100,16 @@ def comparison(table: pd.DataFrame) -> Comparison:
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Which rows are the baseline of their cell.
 
-    Those that the suite names; else ZeRO-3 without changes; in a cell without it, the contender that the
-    suite lists first of those there.
+    Those that the suite names; else ZeRO-3 without changes; in a folder without it, the contender that the
+    suite lists first.  A cell in which it did not finish has none.
     """
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
+    if preset.any():
+        return preset
     listed_at = table.groupby("contender")["order"].transform("min")
-    first = listed_at.eq(listed_at.groupby(table["cell"]).transform("min"))
-    return preset.where(preset.groupby(table["cell"]).transform("any"), first)
+    return listed_at.eq(listed_at.min())
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:

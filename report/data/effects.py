@@ -66,7 +66,8 @@ def variants(derived: Derived) -> list[list[str]]:
     First the one with the least changes: the preset, where it is among them.
     """
     found = derived.trials.drop_duplicates("contender")
-    found = found[[derived.frames.ran[identity].control is None for identity in found["id"]]]
+    controls = [identity for identity in found["id"] if derived.frames.ran[identity].control is not None]
+    found = found[~found["id"].isin(controls)]
     lists = [
         sorted(mine.sort_values("first")["contender"], key=lambda name: name != NAMES.get(strategy))
         for (strategy,), mine in groups(found.sort_values("place", kind="stable"), ["strategy"])

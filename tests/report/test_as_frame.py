@@ -35,7 +35,7 @@ def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
 
 
 def test_a_trials_loss_curve_is_a_table() -> None:
-    """All validations of a trial, the last of which is its validation loss; none where nothing was validated."""
+    """All validations of a trial, the last of which is its validation loss; none where there are none."""
     trained = report.load(REFERENCE / "convergence.tar.xz")
     for one in trained.to_dict("records"):
         curve = pd.DataFrame(one["losses"])

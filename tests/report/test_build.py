@@ -124,7 +124,7 @@ def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> No
     """The first paragraph answers by the records, the figure that shows it follows, then all else."""
     text = (quickstart / "report.html").read_text()
     page = " ".join(_Page(text).text.split())
-    assert "Cannot be told (2 pairs, where an interval takes 6): over ZeRO-3, a step is " in page
+    assert "Cannot be told (2 pairs, where an interval takes 6): a step of qwZ is " in page
     assert "and ZeRO++ 0.278." in page
     places = [
         text.index(part)

@@ -72,7 +72,7 @@ def test_the_page_of_generations(tmp_path: Path) -> None:
     for record in records:
         write(tmp_path, record.model_copy(update={"question": "How much faster does ZeRO++ decode?"}))
     page = build(tmp_path).read_text(encoding="utf-8")
-    assert re.search(r"Over ZeRO-3, tokens are decoded [\d.]+ times as fast with ZeRO\+\+", page)
+    assert re.search(r"ZeRO\+\+ decodes [\d.]+ times as fast as ZeRO-3", page)
     assert "ZeRO++ decodes" in page
     assert "For a token after the first, its ranks send 0 bytes between nodes" in page
     assert "16 finished, 0 failed" in page
