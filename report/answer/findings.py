@@ -11,12 +11,12 @@ from typing import Final
 
 import pandas as pd
 
-from report.answer import loss, speed
+from report.answer import effects, loss, speed
+from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import bytes_and_memory, effects, metrics
+from report.data import bytes_and_memory, metrics
 from report.data.contender import NAMES
-from report.data.effects import Effect
 from report.data.metrics import Derived
 from report.data.text import counted, listed
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from harness.suites.question import Quantity, quantity
-from report.answer import loss, sizes, speed
+from report.answer import effects, loss, sizes, speed
+from report.answer.effects import Effect
 from report.answer.parts import (
-    MOST_NAMED,
     OPEN,
     Found,
     apart,
@@ -23,16 +23,16 @@ from report.answer.parts import (
     count,
     g2,
     is_named,
+    listed_most,
     named_first,
     ratio,
     sent,
     spelled,
 )
-from report.data import effects, metrics
-from report.data.effects import Effect
+from report.data import metrics
 from report.data.frames import load
 from report.data.metrics import Derived, derive
-from report.data.text import counted, listed
+from report.data.text import counted
 
 PART: Final = "in part"
 _MOST: Final = 5  # sentences
@@ -147,9 +147,7 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     if asked != "error":
         errors = effects.errors(derived).groupby(level="contender").median()
         mine = [f"{g2(float(errors[name]))} with {called[name]}" for name in names if name in errors.index]
-        told += (
-            [f"The error of the gradients end to end (vNMSE) is {listed(mine[:MOST_NAMED])}."] if mine else []
-        )
+        told += [f"The error of the gradients end to end (vNMSE) is {listed_most(mine)}."] if mine else []
     return told
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.question import LEAST_STEPS
-from report.answer import speed
+from report.answer import effects, speed
 from report.answer.parts import (
     MOST_NAMED,
     NO,
@@ -25,7 +25,7 @@ from report.answer.parts import (
     spelled,
 )
 from report.answer.sizes import errors_of_variants
-from report.data import effects, learning
+from report.data import learning
 from report.data.metrics import Derived
 from report.data.text import counted, listed
 from report.draw.figure_definition import titles_of
@@ -153,11 +153,18 @@ def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
         f"{names[row['contender']]} {nats(row)}"
         for row in sorted(rows, key=lambda row: row["difference"].estimate)
     ]
-    if len(told) > MOST_NAMED:
+    count = len(told)
+    if count > MOST_NAMED:
         told = [*told[:2], *told[-2:]]
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
-    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}."
+    shown = f"{listed(told)}{_of(told, count)}"
+    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {shown}."
     return Found(first, [OPEN], kept, errors_of_variants(derived))
+
+
+def _of(shown: Sequence[str], count: int) -> str:
+    """Which of all are shown, where they are not all."""
+    return "" if len(shown) == count else f" (the least and the largest of {count})"
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from impl.codecs.codec import CodecError, parse
-from report.data import effects, metrics
+from report.answer import effects
+from report.answer.effects import Effect
+from report.data import metrics
 from report.data.contender import fields_of, told
-from report.data.effects import Effect
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
 from report.draw.figure_definition import titles_of
@@ -47,6 +48,12 @@ class Found:
     verdicts: Sequence[str] = ()
     effects: Sequence[Effect] = ()
     more: Sequence[str] = ()
+
+
+def listed_most(words: Sequence[str]) -> str:
+    """Join words as ``a, b and c``; beyond :data:`MOST_NAMED` with the number of those that are left out."""
+    more = len(words) - MOST_NAMED
+    return listed(words) if more <= 0 else f"{listed(words[:MOST_NAMED])} ({more} more in the tables)"
 
 
 def ends(found: Interval, form: str = ".2f") -> str:
@@ -207,7 +214,7 @@ def sent(found: Sequence[Effect], names: dict[str, str] | None = None) -> str:
     for one in found:
         if not math.isnan(one.bytes_ratio) and one.base == found[0].base:
             known.setdefault(one.contender, one)
-    once = list(known.values())[:MOST_NAMED]
+    once = list(known.values())
     if not once:
         return ""
     called = names or {effect.contender: spelled(effect.contender) for effect in once}
@@ -218,4 +225,4 @@ def sent(found: Sequence[Effect], names: dict[str, str] | None = None) -> str:
     of = f"{called[main.contender]} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes"
     told_ = [of + ("" if math.isnan(ours) or math.isnan(base) else in_mb)]
     told_ += [f"{called[effect.contender]} {effect.bytes_ratio:.3f}" for effect in once[1:]]
-    return f"Between nodes {listed(told_)}."
+    return f"Between nodes {listed_most(told_)}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import FEWEST
-from report.answer import speed
+from report.answer import effects, speed
 from report.answer.parts import (
     MOST_NAMED,
     NO,
@@ -16,11 +16,12 @@ from report.answer.parts import (
     differing,
     g2,
     g3,
+    listed_most,
     seconds,
     sent,
     spelled,
 )
-from report.data import effects, metrics, scaling
+from report.data import metrics, scaling
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed
@@ -49,9 +50,11 @@ def error(derived: Derived) -> Found:
         for (name,), mine in groups(here, ["contender"])
     )
     told = [f"{g2(one)} with {name} ({g3(step)} s, {g3(size)} MB a step)" for one, step, size, name in rows]
-    shown = told if len(told) <= MOST_NAMED else [told[0], told[len(told) // 2], told[-1]]
+    left_out = f" ({len(told) - 3} between them)" if len(told) > MOST_NAMED else ""
+    shown = [told[0], told[len(told) // 2], told[-1]] if left_out else told
     fastest = min(rows, key=lambda row: row[1])
-    first = f"The error of the gradients end to end (vNMSE) on {here['where'].iloc[0]} is {listed(shown)}."
+    place = here["where"].iloc[0]
+    first = f"The error of the gradients end to end (vNMSE) on {place} is {listed(shown)}{left_out}."
     least, trials_ = g3(fastest[1]), int(here.groupby("contender").size().min())
     which = f"The fastest step is that with {fastest[3]}, {least} s, at an error of {g2(fastest[0])}."
     if trials_ < FEWEST:
@@ -73,11 +76,13 @@ def errors_of_variants(derived: Derived) -> list[str]:
                 continue
             ranked = sorted(mine, key=lambda name: mine[name])
             said = [f"{g2(mine[name])} with {called[name].removeprefix(f'{purpose} ')}" for name in ranked]
-            if len(said) > MOST_NAMED:
-                said = [*said[:3], *said[-3:]]
+            left_out = f" ({len(said) - 6} between them)" if len(said) > MOST_NAMED else ""
+            said = [*said[:3], *said[-3:]] if left_out else said
             if len(said) > 1:
                 strategy = spelled(names[0]).split(" (")[0]
-                told.append(f"The error of {strategy}'s {purpose} end to end (vNMSE) is {listed(said)}.")
+                told.append(
+                    f"The error of {strategy}'s {purpose} end to end (vNMSE) is {listed(said)}{left_out}."
+                )
     return told
 
 
@@ -99,7 +104,7 @@ def memory(derived: Derived) -> Found:
         ]
         strategy = spelled(names[0]).split(" (")[0] if len(lists) > 1 or len(names) > 1 else ""
         told.append(
-            f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed(parts[:MOST_NAMED])}"
+            f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed_most(parts)}"
         )
         copies = {name: effects.copied_mib(derived, name) for name in names}
         said = [f"{size:.1f} MiB with {called[name]}" for name, size in copies.items() if size > 0]
@@ -115,16 +120,19 @@ def size(derived: Derived) -> Found:
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
-    limits = f"{rows['limit_bytes'].min() / 2**20:g} MiB"
-    rows = rows[rows["limit_bytes"] == rows["limit_bytes"].min()]
-    told: list[str] = []
-    for (name,), mine in groups(rows.sort_values("place", kind="stable"), ["contender"]):
-        largest, smallest = scaling.largest(mine)
-        beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
-        verb = "" if told else " trains at most"
-        unit = "" if told else " parameters"
-        told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")
-    return Found(f"In {limits} a rank, {listed(told)}.")
+    parts = []
+    for (limit,), within in groups(
+        rows.sort_values(["limit_bytes", "place"], kind="stable"), ["limit_bytes"]
+    ):
+        told: list[str] = []
+        for (name,), mine in groups(within, ["contender"]):
+            largest, smallest = scaling.largest(mine)
+            beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
+            verb, unit = ("", "") if told else (" trains at most", " parameters")
+            told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")
+        parts.append(f"in {limit / 2**20:g} MiB a rank, {listed(told)}")
+    text = "; ".join(parts)
+    return Found(f"{text[0].upper()}{text[1:]}.")
 
 
 def trials(derived: Derived) -> Found:

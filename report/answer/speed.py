@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.peers import family_of
+from report.answer import effects
+from report.answer.effects import Effect
 from report.answer.parts import (
     MOST_NAMED,
     NO,
@@ -18,6 +20,7 @@ from report.answer.parts import (
     g3,
     intervals,
     is_named,
+    listed_most,
     named_first,
     ratio,
     seconds,
@@ -26,9 +29,8 @@ from report.answer.parts import (
     too_few,
     would_tell,
 )
-from report.data import decoding, effects, metrics, scaling
+from report.data import decoding, metrics, scaling
 from report.data.contender import NAMES, PROPOSED
-from report.data.effects import Effect
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed
@@ -63,11 +65,13 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     """
     if not found:
         return alone(derived)
+    settings = ""
     if len(found) > MOST_NAMED:  # in many settings: the first contender, where it gains least and most
         mine = sorted(
             (one for one in found if one.contender == found[0].contender), key=lambda one: one.ratio.estimate
         )
-        found = [mine[0], mine[-1]] if len(mine) > 1 else found[:MOST_NAMED]
+        settings = f"; the least and the most of {len(mine)} settings" if len(mine) > 2 else ""
+        found = [mine[0], mine[-1]] if len(mine) > 1 else found
     main = found[0]
     base, several = spelled(main.base), len({effect.contender for effect in found}) > 1
     where = titles(found)
@@ -103,7 +107,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     if not told:
         why = would_tell(found) if main.ratio.known else too_few(main.ratio)
         return Found(f"Cannot be told ({why}): {claim(found)}.", verdicts, found, [seconds(main)])
-    text = f"{claim(told)} ({intervals(told[0])})"
+    text = f"{claim(told)} ({intervals(told[0])}{settings})"
     if unclear:
         said = [
             f"{ratio(one.ratio)} with {names.get(one.contender, spelled(one.contender))}" for one in unclear
@@ -178,7 +182,7 @@ def alone(derived: Derived) -> Found:
         for (name,), mine in groups(here, ["contender"])
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
-    took = listed(steps[:MOST_NAMED])
+    took = listed_most(steps)
     return Found(f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {took}.", [OPEN])
 
 
@@ -318,7 +322,7 @@ def tokens(derived: Derived) -> Found:
     mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
     names = named_first(derived, list(mine))
     speeds = {name: decoding.speedup(mine[name]) for name in names}
-    told = [f"{ratio(speeds[name])} with {spelled(name)}" for name in names[:MOST_NAMED]]
+    told = [f"{ratio(speeds[name])} with {spelled(name)}" for name in names]
     first, best = names[0], speeds[names[0]]
     told[0] = f"{ratio(speeds[names[0]])} times as fast as {base}"
     ours, theirs = (metrics.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
@@ -334,4 +338,4 @@ def tokens(derived: Derived) -> Found:
     later = mine[first]["later_bytes"].max()
     more = [speed, f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
     few = "" if best.known else f" ({too_few(best)})"
-    return Found(f"{spelled(first)} decodes{place} {listed(told)}{few}.", verdicts, [], more)
+    return Found(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)

@@ -13,6 +13,7 @@ import pytest
 from harness.records.record import CommunicationError, Failure, Record, Validation
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from report.answer.lead import Answer, answer
+from report.answer.parts import listed_most
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.report.records import changed_steps, record_of, taken_by_others
@@ -463,3 +464,9 @@ def test_rates_without_a_break_even_are_a_sentence() -> None:
     assert told.sentences[0].startswith("Yes, no break-even was found up to the highest rate")
     assert "an unshaped link (" in told.sentences[0]
     assert "nan" not in " ".join(told.sentences)
+
+
+def test_what_a_sentence_leaves_out_is_counted() -> None:
+    """Of more contenders than a sentence names, the others are counted."""
+    assert listed_most([str(n) for n in range(9)]).endswith("7 and 8")
+    assert listed_most([str(n) for n in range(12)]).endswith("7 and 8 (3 more in the tables)")
