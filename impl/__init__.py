@@ -1,3 +1,3 @@
 """A from-scratch ZeRO-3 and ZeRO++.  Importing this package imports neither torch nor cupy."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
