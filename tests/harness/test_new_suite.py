@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.tables.suite_keys import fields_of_a_trial
 from harness import cli, expected_time, new_suite
-from harness.docpages.suite_keys import fields_of_a_trial
 from harness.errors import Refusal
 from harness.expected_time import Expected
 from harness.runs.forecast import Host, any_host, forecast

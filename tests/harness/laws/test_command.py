@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.tables import DOCS
+from docs.tables.codecs import SHOWN, formula
 from harness import cli
-from harness.docpages import DOCS
-from harness.docpages.codecs import SHOWN, formula
 from harness.laws import adversarial_rows, command
 from harness.laws.subject import REPRESENTATIVE, missing
 from impl.codecs.codec import Codec, FloatCodec, Law, Raw, parse

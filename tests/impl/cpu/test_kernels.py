@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.docpages.codecs import SHOWN
+from docs.tables.codecs import SHOWN
 from impl.codecs import reference
 from impl.codecs.codec import IntCodec, Raw, parse
 from impl.cpu import build

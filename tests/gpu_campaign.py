@@ -1,4 +1,4 @@
-"""``python -m harness.gpu_campaign``: all that a GPU is needed for, in stages, with one table last.
+"""``python -m tests.gpu_campaign``: all that a GPU is needed for, in stages, with one table last.
 
 For a machine that is there for minutes and has no network: each stage is a command of its own under a time
 limit, what it found lies on disk before the next begins, and one that fails is a line of the table.  After
@@ -303,7 +303,7 @@ def pack(results: Path, into: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages; 0 if all that ran were ok."""
-    parser = argparse.ArgumentParser(prog="python -m harness.gpu_campaign", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_campaign", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--results", type=Path, default=Path("results/gpu"), help="folder of records, logs")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all stages together")

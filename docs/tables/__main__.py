@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from harness.docpages import COMPILED, DOCS, PAGES, refreshed
+from docs.tables import COMPILED, DOCS, PAGES, refreshed
 from impl.cuda.cubin import missing
 
 for name, render in (PAGES | COMPILED).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from harness.docpages.markdown import table
+from docs.tables.markdown import table
 from impl.deepspeed.keys import KEYS, NO_LIMIT, Key
 
 

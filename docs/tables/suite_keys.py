@@ -8,7 +8,7 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel
 
-from harness.docpages.markdown import table
+from docs.tables.markdown import table
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.on_failure import Kind
 from harness.suites.peers import PEERS

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness import cli, gpu_campaign
-from harness.gpu_campaign import ARCHIVE, Stage, main, run, stages, table
+from harness import cli
 from harness.runs.forecast import Host, forecast
 from harness.suites.suite_file import load
+from tests import gpu_campaign
+from tests.gpu_campaign import ARCHIVE, Stage, main, run, stages, table
 
 NO_GPU = pytest.mark.needs("no CUDA device")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from harness.docpages import COMPILED, DOCS, refreshed
+from docs.tables import COMPILED, DOCS, refreshed
 
 
 @pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_page_is_stale(name: str) -> None:
-    """The page holds what ``python -m harness.docpages`` writes where CuPy, NVRTC and nvdisasm are."""
+    """The page holds what ``python -m docs.tables`` writes where CuPy, NVRTC and nvdisasm are."""
     page = (DOCS / name).read_text(encoding="utf-8")
     assert refreshed(page, COMPILED[name]()) == page

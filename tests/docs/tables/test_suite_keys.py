@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
-from harness.docpages import DOCS
+from docs.tables import DOCS
 from harness.suites.suite_file import _fields
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from harness.docpages.markdown import table
+from docs.tables.markdown import table
 from impl.cuda.cubin import Access, Prediction, predictions
 from impl.cuda.kernels import VARIANTS
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from harness.docpages.markdown import table
+from docs.tables.markdown import table
 from impl.adapters.traffic import BASES, Host, check_host
 from impl.codecs.codec import Codec, IntCodec
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError

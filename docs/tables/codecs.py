@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from harness.docpages.markdown import table
+from docs.tables.markdown import table
 from harness.laws.laws import title
 from impl.codecs.codec import HALF_ULP, BuiltIn, FloatCodec, Law, Raw, built_in
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.docpages import support
+from docs.tables import support
 from impl.codecs.codec import IntCodec
 from impl.plan.policy import LossScale, Policy, preset
 from impl.plan.topology import Topology

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from harness.docpages import BEGIN, DOCS, END, PAGES, refreshed
+from docs.tables import BEGIN, DOCS, END, PAGES, refreshed
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_no_page_is_stale(name: str) -> None:
-    """Every page holds what ``python -m harness.docpages`` would write."""
+    """Every page holds what ``python -m docs.tables`` would write."""
     page = (DOCS / name).read_text(encoding="utf-8")
     assert refreshed(page, PAGES[name]()) == page
 

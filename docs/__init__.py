@@ -1,0 +1,1 @@
+"""Documents, and the programs that write their tables."""
