@@ -1,0 +1,96 @@
+"""Predicted steps obey what holds of any cluster: more bandwidth or fewer bytes never lengthen one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.plan.step_time import Machine, Work, flops, least_seconds, step_time
+
+amounts = st.floats(1e-3, 1e15)
+machines = st.builds(
+    Machine,
+    name=st.just("any"),
+    source=st.just("drawn"),
+    fixed=st.floats(0, 1e-3),
+    per_token=st.floats(1e-18, 1e-3),
+    efficiency=st.floats(0.01, 1),
+    fewest=st.just(1.0),
+    most=st.just(1e6),
+    overlap=st.sampled_from(["none", "full"]),
+)
+works = st.builds(Work, parameters=amounts, tokens=amounts, egress_bytes=amounts, rate=amounts)
+
+
+@given(machines, works, st.floats(1, 100), st.sampled_from(["parameters", "tokens", "egress_bytes"]))
+def test_more_to_do_never_takes_less_time(machine: Machine, work: Work, factor: float, what: str) -> None:
+    """A step of more parameters, tokens or bytes is at least as long."""
+    more = replace(work, **{what: getattr(work, what) * factor})
+    assert step_time(machine, more).seconds >= step_time(machine, work).seconds
+
+
+@given(machines, works, st.floats(1, 100))
+def test_more_bandwidth_never_lengthens_a_step(machine: Machine, work: Work, factor: float) -> None:
+    """A step over a faster link is at most as long, and over an infinite one it is its computation."""
+    assert (
+        step_time(machine, replace(work, rate=work.rate * factor)).seconds <= step_time(machine, work).seconds
+    )
+    endless = step_time(machine, replace(work, rate=math.inf))
+    assert endless.seconds == endless.compute
+    assert endless.exposed == 0
+
+
+@given(machines, works)
+def test_no_step_undercuts_a_resource(machine: Machine, work: Work) -> None:
+    """A step is at least as long as its computation, its wire, and the wire at its nominal rate."""
+    step = step_time(machine, work)
+    assert step.seconds >= max(step.compute, step.wire)
+    assert step.seconds >= least_seconds(work, math.inf)
+    assert step.seconds <= step.compute + step.wire
+
+
+@given(machines, works)
+def test_overlap_never_lengthens_a_step(machine: Machine, work: Work) -> None:
+    """The same machine with full overlap is at most as slow as without."""
+    none, full = (step_time(replace(machine, overlap=overlap), work) for overlap in ("none", "full"))
+    assert full.seconds <= none.seconds
+    assert none.critical == full.critical
+
+
+def test_what_was_not_measured_is_called_transferred() -> None:
+    """A batch outside of what the machine was measured with is not calibrated."""
+    machine = Machine(name="m", source="s", fixed=1e-10, per_token=1e-13, efficiency=1, fewest=512, most=2048)
+    work = Work(parameters=1e9, tokens=1024, egress_bytes=1e9, rate=1e9)
+    assert step_time(machine, work).calibrated
+    assert not step_time(machine, replace(work, tokens=4096)).calibrated
+    assert flops(work) == 8 * 1e9 * 1024
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"fixed": math.nan}, "fixed"),
+        ({"per_token": -1.0}, "per_token"),
+        ({"efficiency": 1.1}, "efficiency"),
+        ({"efficiency": 0.0}, "efficiency"),
+        ({"most": math.inf}, "most"),
+        ({"fixed": 0.0, "per_token": 0.0}, "nothing takes time"),
+        ({"overlap": "half"}, "overlap"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(changed: dict[str, float], named: str) -> None:
+    """Numbers that are negative, not finite or out of range are refused with the field's name."""
+    values = {"fixed": 1e-10, "per_token": 1e-13, "efficiency": 0.9, "fewest": 1.0, "most": 2.0}
+    with pytest.raises(ValueError, match=named):
+        Machine(name="m", source="s", **values | changed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["parameters", "tokens", "egress_bytes", "rate"])
+def test_work_that_cannot_be_is_refused(field: str) -> None:
+    """Negative amounts are refused with the field's name."""
+    with pytest.raises(ValueError, match=field):
+        replace(Work(parameters=1, tokens=1, egress_bytes=1, rate=1), **{field: -1.0})
