@@ -88,7 +88,7 @@ def quantized_all_gather(
     tag = Tag("forward", "weights")
     whole = out.view(-1)
     into = as_frames(codec, whole, numel)
-    exchange = finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", destination=into))
+    exchange = finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", into=into))
     frames = gathered(exchange, axes, nbytes)
     if into is None or frames.data_ptr() != into.data_ptr():
         ops.decode(codec, frames, placed(whole, axes[::-1], numel))

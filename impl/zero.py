@@ -15,7 +15,6 @@ What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -34,9 +33,6 @@ from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn, taken_over
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
-from impl.plan.topology import Axis
-from impl.plan.traffic import kept_units
-from impl.transport.zero_copy import regions_of
 from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY, HostMemory
 from impl.unit.member import check_plain
@@ -114,7 +110,6 @@ def shard(
         units.append(Unit(geometry, draft.parameters, draft.holders, context, placement, cut=cut))
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    _settle(units, wire, kept_units(policy, geometries))
     zero = Zero(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
     unit_of = {
         id(parameter): unit
@@ -129,24 +124,3 @@ def shard(
             )
         zero.hooks.outside.register(module, unit_of[id(parameter)])
     return zero
-
-
-def _settle(units: Sequence[Unit], wire: Wire, kept: frozenset[int]) -> None:
-    """Give regions of shared memory to the units whose weights may stay there as they arrive.
-
-    Units that stay gathered from forward to backward share theirs with none: they would keep others out.
-    """
-    along: dict[Axis, list[tuple[Unit, bool]]] = defaultdict(list)  # with whether its region is its own
-    item = DTYPES[units[0].policy.compute].itemsize if units else 0
-    for index, unit in enumerate(units):
-        axis = unit.weight_gather.leasable_axis()
-        if axis is not None:
-            along[axis].append((unit, unit.geometry.outer or index in kept))
-    for axis, sharing in along.items():
-        numbers = regions_of([alone for _, alone in sharing])
-        lengths = [0] * (max(numbers) + 1)
-        for (unit, _), number in zip(sharing, numbers, strict=True):
-            lengths[number] = max(lengths[number], unit.geometry.padded * item)
-        regions = wire.regions(axis, lengths)
-        for (unit, _), number in zip(sharing, numbers, strict=True):
-            unit.flat.lease_at(regions, number)

@@ -113,7 +113,7 @@ class InFSDP2(Joined):
         into = as_frames(policy.weights, whole, numel)
         tag = Tag(self._phase, "weights", group.name)
         ring = policy.gather == "flat"
-        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, destination=into)
+        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, into=into)
         frames = gathered(exchange, axes, nbytes)
         if into is None or frames.data_ptr() != into.data_ptr():
             ops.decode(policy.weights, frames, placed(whole, axes[::-1], numel))

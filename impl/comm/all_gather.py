@@ -18,7 +18,6 @@ from impl.comm.ledger import Tag
 from impl.comm.transfer import Steps, finish
 from impl.comm.wire import Exchange, Wire
 from impl.plan.topology import Axis
-from impl.transport.zero_copy import Lease
 
 
 def gather_frames(
@@ -29,7 +28,7 @@ def gather_frames(
     tag: Tag,
     *,
     ring: bool = False,
-    destination: Tensor | Lease | None = None,
+    into: Tensor | None = None,
 ) -> Steps[Exchange]:
     """Forward frames along ``axes``, one hop after the other.
 
@@ -40,25 +39,20 @@ def gather_frames(
         nbytes: size of that message.
         tag: for the ledger.
         ring: the hop is the library's ring over the whole world.
-        destination: where all frames are to arrive: a buffer, (world * nbytes,) uint8, if there is one hop; a
-            lease on shared memory, in which they stay after the exchange, if the ranks of the last hop share
-            it, and there are one or two hops, of which the first's messages arrive there; or none.
+        into: (world * nbytes,) uint8 where all frames are to arrive, which only a single hop uses; or none.
 
     Returns:
         The last exchange, received but not closed: :func:`gathered` gives its frames.
     """
     held: Exchange | None = None
     hops = sending(axes)
-    lease = destination if isinstance(destination, Lease) else None
-    into = destination if isinstance(destination, Tensor) and len(hops) == 1 else None
     for axis in hops:
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into, lease=lease)
+        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if len(hops) == 1 else None)
         if held is None:
             write(exchange.send)
-        elif lease is None:
+        else:
             received = held.wait()
             exchange.send.view(received.shape).copy_(received)
-        if held is not None:
             held.close()
         exchange.post()
         yield axis is hops[-1] and wire.mesh.topology.crosses(axis)

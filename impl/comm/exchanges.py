@@ -23,7 +23,6 @@ from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
 from impl.transport.staging import Staging
-from impl.transport.zero_copy import Lease
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
@@ -146,34 +145,17 @@ class Alone:
         self._buffers.give_back(self.send)
 
 
-def _acquire(lease: Lease, watchdog: Watchdog, step: Step) -> Tensor:
-    """(rows, bytes) of the region that this rank fills, once all have ended the lease before."""
-    lease.vacate()
-    with watchdog.waiting(step):
-        return lease.begin()
-
-
 class InMemory:
-    """Ranks of one node read each other's rows in place: in a slot of the arena, or where a lease keeps them.
+    """Ranks of one node read each other's rows in place, in a slot of the arena."""
 
-    Leased rows are announced in a slot too, so that ranks that part find each other there.
-    """
-
-    def __init__(
-        self, watchdog: Watchdog, step: Step, route: Route, arena: Arena, lease: Lease | None
-    ) -> None:
-        self._watchdog, self._step, self._arena, self._lease = watchdog, step, arena, lease
+    def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
+        self._watchdog, self._step, self._arena = watchdog, step, arena
         start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
         self._part = slice(start, start + route.nbytes)  # of each rank's message
         self._rows: Tensor | None = None  # once all have posted theirs
-        place = None
-        if lease is not None:  # if it has begun, the hop before wrote there
-            place = lease.rows[:0] if lease.begun else _acquire(lease, watchdog, step)
         with watchdog.waiting(step):
             self._number = arena.claim()
-        self.send = arena.row(self._number)[: route.row] if place is None else place.view(-1)
-        if lease is not None:
-            lease.arriving(self.whole)
+        self.send = arena.row(self._number)[: route.row]
 
     def post(self) -> None:
         self._arena.post(self._number, self._step[2])
@@ -189,13 +171,11 @@ class InMemory:
         if not self._arena.agree(self._number, self._step[2]):
             raise self._watchdog.parted(self._step)
         self._watchdog.collective_log.finished = self._step
-        self._rows = rows if self._lease is None else self._lease.rows
-        return self._rows
+        self._rows = rows
+        return rows
 
     def close(self) -> None:
         self._arena.done(self._number)
-        if self._lease is not None:
-            self._lease.arrived()
 
 
 class Distributed:
@@ -204,7 +184,6 @@ class Distributed:
     Args:
         buffers: where its messages lie.
         place: where instead those of a gather arrive, or this rank's other message lies.
-        lease: on the region where those of a gather arrive, if any.
         pacer: a link that is modelled, if any.
     """
 
@@ -216,7 +195,6 @@ class Distributed:
         buffers: Buffers | Staging,
         *,
         place: Tensor | None,
-        lease: Lease | None,
         pacer: Pacer | None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
@@ -224,8 +202,6 @@ class Distributed:
         self._taken: list[Tensor] = []
         self._works: Sequence[dist.Work] = ()
         self._under_way = False
-        if lease is not None:
-            place = _acquire(lease, watchdog, step)
         gathers = route.kind == "all_gather"
         self._received = self._place(place if gathers else None, route.nbytes * route.rows)
         if gathers and route.start is point_to_point:
@@ -233,8 +209,6 @@ class Distributed:
             self.send = self._received.view(route.rows, -1)[route.group.index]
         else:
             self.send = self._place(None if gathers else place, route.row)
-        if lease is not None:
-            lease.arriving(self.wait)
 
     def _place(self, given: Tensor | None, nbytes: int) -> Tensor:
         """What is given, else a buffer."""

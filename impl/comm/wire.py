@@ -38,7 +38,6 @@ from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
 from impl.transport.staging import Staging
-from impl.transport.zero_copy import Lease, SharedRegions
 
 TIMEOUT_SECONDS: Final = 120.0
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
@@ -133,32 +132,10 @@ class Wire:
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
         if self.shares_memory(axis) and (axis not in self._arenas or self._arenas[axis].row_bytes < nbytes):
-            with self._making_memory(axis):
-                self._arenas[axis] = Arena(nbytes, self._waiting(axis))
-
-    def regions(self, axis: Axis, lengths: Sequence[int]) -> SharedRegions:
-        """Regions of shared memory for leases of gathers along ``axis``; all its ranks must call this.
-
-        Args:
-            axis: whose ranks share memory.
-            lengths: bytes of each home.
-
-        Raises:
-            WireError: if they do not.
-        """
-        if not self.shares_memory(axis):
-            raise WireError(f"the ranks of axis {axis.name} share no memory in which gathers could stay")
-        with self._making_memory(axis):
-            return SharedRegions(lengths, self._waiting(axis))
-
-    def _waiting(self, axis: Axis) -> Waiting:
-        return Waiting(self.mesh.group(axis), self._timeout, self._watchdog.exited)
-
-    @contextlib.contextmanager
-    def _making_memory(self, axis: Axis) -> Iterator[None]:
-        """Outside inference mode: it outlives a pass."""
-        with self._watchdog.making(f"shared memory along {axis.name}"), torch.inference_mode(mode=False):
-            yield
+            waiting = Waiting(self.mesh.group(axis), self._timeout, self._watchdog.exited)
+            # Outside inference mode: it outlives a pass.
+            with self._watchdog.making(f"shared memory along {axis.name}"), torch.inference_mode(mode=False):
+                self._arenas[axis] = Arena(nbytes, waiting)
 
     def all_gather(
         self,
@@ -168,7 +145,6 @@ class Wire:
         *,
         ring: bool = False,
         into: Tensor | None = None,
-        lease: Lease | None = None,
     ) -> Exchange:
         """Every rank of the axis receives every rank's message of ``nbytes``.
 
@@ -179,11 +155,8 @@ class Wire:
             ring: book a ring's messages (the library's algorithm over the whole world).
             into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
                 then it is what :meth:`Exchange.wait` returns.
-            lease: where the messages stay after :meth:`Exchange.close`, in memory that :meth:`regions` made
-                for this axis; or for the axis of the next hop, to which what arrives here need not be copied
-                then (:class:`impl.transport.zero_copy.Passing`; where :meth:`lets_go` says so).
         """
-        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into, lease=lease)
+        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
@@ -268,9 +241,8 @@ class Wire:
         *,
         ring: bool = False,
         place: Tensor | None = None,
-        lease: Lease | None = None,
     ) -> Exchange:
-        found = self._opened(kind, axis, nbytes, row, tag, ring=ring, place=place, lease=lease)
+        found = self._opened(kind, axis, nbytes, row, tag, ring=ring, place=place)
         if self._timeline is None or axis.size == 1:
             return found
         lane = BETWEEN if self._routes[kind, axis, nbytes, tag, ring].inter_bytes else INSIDE
@@ -286,7 +258,6 @@ class Wire:
         *,
         ring: bool,
         place: Tensor | None,
-        lease: Lease | None,
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, row)
@@ -299,18 +270,18 @@ class Wire:
             self.ledger.book(booked, sent, messages)
         if self._staging is not None:
             host = exchanges.Distributed(
-                self._watchdog, step, route, self._staging, place=None, lease=None, pacer=self._pacer
+                self._watchdog, step, route, self._staging, place=None, pacer=self._pacer
             )
             return exchanges.Staged(host, route, self._staging, self._buffers, place=place)
         if not route.shared:
             return exchanges.Distributed(
-                self._watchdog, step, route, self._buffers, place=place, lease=lease, pacer=self._pacer
+                self._watchdog, step, route, self._buffers, place=place, pacer=self._pacer
             )
         arena = self._arenas.get(axis)
-        if arena is None or (lease is None and arena.row_bytes < row):
-            self.reserve(axis, row if lease is None else 0)
+        if arena is None or arena.row_bytes < row:
+            self.reserve(axis, row)
             arena = self._arenas[axis]
-        return exchanges.InMemory(self._watchdog, step, route, arena, lease)
+        return exchanges.InMemory(self._watchdog, step, route, arena)
 
     def _route(
         self, kind: Kind, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool

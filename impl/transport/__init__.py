@@ -1,1 +1,1 @@
-"""How bytes move inside a node on a CPU: shared memory, waiting for it, and leases on it."""
+"""How bytes move inside a node on a CPU: shared memory, and waiting for it."""

@@ -5,15 +5,13 @@ A gathered unit is one tensor (P,), P its padded elements, in the type that is c
 is a leaf of its own whose ``data`` is a view of it, at the slot that
 :class:`~impl.plan.shard_layout.UnitGeometry` gives. Parameters are given that view through ``data``: so each
 counts its own versions, and filling the buffer again for backward is no in-place change of what autograd
-saved.  The memory comes from one of two places: a pool, where frames are decoded to it, or shared memory,
-where frames are the elements and stay as they arrived ([Note: lease] in :mod:`impl.transport.zero_copy`).
-While the unit is sharded there is no such tensor, and modules hold placeholders; touching one asks the
-engine and never crashes.
+saved.  The memory comes from a pool, and frames are decoded to it.  While the unit is sharded there is no
+such tensor, and modules hold placeholders; touching one asks the engine and never crashes.
 
 Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
 or in a block that is computed again.  Such memory is not given away, for it would show another unit's
-weights: a leased one becomes a private copy, and a pooled one is kept until nobody looks at it.  Who looks
-is told by the count of handles that torch keeps of the storage.
+weights: it is kept until nobody looks at it.  Who looks is told by the count of handles that torch keeps of
+the storage.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
 from impl.plan.shard_layout import UnitGeometry
-from impl.transport.zero_copy import Lease, Passing, SharedRegions
 from impl.unit.context import UnitContext
 from impl.unit.member import Gathers, Holder, InUnit, Member, Place, Taken
 from impl.unit.placeholder import hide, keep, release, unhide
@@ -64,9 +61,6 @@ class FlatBuffer:
         self.bounds = (0, 0)
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
-        self._region: tuple[SharedRegions, int] | None = None  # of shared memory, where a lease may lie
-        self._lease: Lease | None = None  # on what the flat buffer lies in, if that is shared
-        self._laid: Tensor | None = None  # the region's memory that parameters are views of, gathered or not
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
 
     def _member(
@@ -103,80 +97,27 @@ class FlatBuffer:
         if self._flat is None:
             flat = self._reserve.take(self._geometry.padded)
             self._lay(flat)
-            self._lie_in(flat)
-            return flat
+            self._flat, self._own_views = flat, _handles(flat)
+            self.bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return self._flat
-
-    def lease_at(self, regions: SharedRegions, region: int) -> None:
-        """From here on gathered weights stay in shared memory as they arrive, in ``region`` of it."""
-        self._region = regions, region
-        regions.settle(region, self._move_out)
-
-    @property
-    def leases(self) -> bool:
-        """Whether gathered weights stay in shared memory as they arrive."""
-        return self._region is not None
-
-    def lease(self, nbytes: int, passing: Passing | None) -> Lease:
-        """A lease on this unit's region for one gather, in rows of ``nbytes``."""
-        assert self._region is not None  # noqa: S101  # it leases
-        return Lease(*self._region, nbytes, passing)
-
-    def attach_lease(self, lease: Lease) -> None:
-        """Let the parameters be views of what has arrived; mostly they are since the last time."""
-        with torch.inference_mode(mode=False):
-            flat = lease.rows.view(-1).view(self._dtype)
-        if self._laid is not lease.memory:
-            self._lay(flat)
-            self._laid = lease.memory
-        self._lie_in(flat)
-        self._lease = lease
-        self._meter.add("gathered", flat.nbytes)
-
-    def detach_lease(self) -> None:
-        """Give a lease back, if there is one: it is on other weights than those that come next."""
-        if self._lease is not None:
-            self.detach()
 
     def detach(self) -> None:
         """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
-        if self._flat is None or any(member.whole is not None for member in self.members):
+        flat = self._flat
+        if flat is None or any(member.whole is not None for member in self.members):
             return
-        if _handles(self._flat) != self._own_views:
-            if self._lease is None:
-                return
-            self._lease.leave()
-        flat, lease = self._flat, self._lease
-        self._flat = self._lease = None
-        if lease is None:
-            self._empty()
-            self._reserve.give_back(flat)
-        else:
-            if lease.left:  # else they may be the same views again
-                self._move_out()
-            self._meter.add("gathered", -flat.nbytes)
-            lease.end()
-        self.bounds = (0, 0)
-
-    def vacate(self) -> None:
-        """Let no parameter be a view of the region while there is no lease on it.
-
-        Whoever has one tells by the number of handles whether somebody looks at its memory.
-        """
-        if self._region is not None and self._lease is None and self._laid is not None:
-            regions, region = self._region
-            regions.vacate(region)
-            self._move_out()
+        if _handles(flat) != self._own_views:
+            return
+        self._flat, self.bounds = None, (0, 0)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            for member in self.members:
+                member.parameter.data = member.no_values
+        self._reserve.give_back(flat)
 
     def lay_again(self) -> None:
         """Make the parameters views of the flat buffer again: somebody may have given them other memory."""
         if self._flat is not None:
             self._lay(self._flat)
-
-    def _lie_in(self, flat: Tensor) -> None:
-        """From here on ``flat`` (P,) are the gathered weights; only parameters look at them."""
-        self._flat, self._own_views = flat, _handles(flat)
-        self.bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
 
     def _lay(self, flat: Tensor) -> None:
         """Let the parameters that are not seen whole be views of ``flat`` (P,)."""
@@ -184,18 +125,6 @@ class FlatBuffer:
             for member in self.members:
                 if member.whole is None:
                     member.parameter.data = member.place.in_flat(flat)
-
-    def _move_out(self) -> None:
-        """Parameters that are not gathered are views of the region no more."""
-        if self._lease is None and self._laid is not None:
-            self._laid = None
-            self._empty()
-
-    def _empty(self) -> None:
-        """Take the values of all parameters away."""
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for member in self.members:
-                member.parameter.data = member.no_values
 
     # What is seen of it
 

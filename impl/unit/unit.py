@@ -129,9 +129,8 @@ class Unit:
         if self.gathered and self._version != self.master_shard.version:
             self._reshard()  # a master was written by hand
         if self.state is State.SHARDED:
-            self.flat.detach_lease()
             self._version = self.master_shard.version
-            steps = self.weight_gather.gathering(phase, self.flat, self._finish_gather)
+            steps = self.weight_gather.gathering(phase, self.flat)
             if self.master_shard.placement.crosses:
                 with self.host.ahead() as arrival:
                     self._transfer = Transfer(steps, "gather")
@@ -144,7 +143,9 @@ class Unit:
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
         if (transfer := self._transfer) is not None:
-            self._drop_transfer()  # first: one that is interrupted brings nothing
+            self._transfer = None  # first: one that is interrupted brings nothing
+            self._under_way.discard(self)
+            self.state = State.SHARDED
             self.master_shard.arrival.join()
             transfer.wait()
             self.flat.unhide()
@@ -213,21 +214,6 @@ class Unit:
         if self.state is State.HIDDEN:
             self.flat.hide()
             self.state = State.SHARDED
-
-    def _finish_gather(self) -> None:
-        """Carry a gather under way to its end; where its unit is next used, it has arrived."""
-        if self._transfer is not None:
-            try:
-                self._transfer.wait()
-            except BaseException:  # as in :meth:`wait`: it brings nothing
-                self._drop_transfer()
-                raise
-
-    def _drop_transfer(self) -> None:
-        """No gather is under way any more; the unit is sharded, unless its weights arrive."""
-        self._transfer = None
-        self._under_way.discard(self)
-        self.state = State.SHARDED
 
     # Gradients
 

@@ -15,9 +15,8 @@ scales, has F bytes.  Rank = (node, local).
 4. *Hop 2 stays inside the node*, along ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now has
    every frame, its own too, and all decode the same bytes: replicas are equal to the bit.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, seen as (local, node,
-   S), of which the parameters are views.  Where a frame is its elements, as without quantisation, they are
-   not: the last hop's messages then arrive in the flat buffer, or it is a lease on the shared memory in
-   which they lie.
+   S), of which the parameters are views.  Where a frame is its elements, as without quantisation, and the
+   only hop is gloo's, they are not: its messages arrive in the flat buffer.
 6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, the secondary
    stays.
 7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, as it is kept, and
@@ -30,7 +29,7 @@ What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
@@ -43,9 +42,7 @@ from impl.comm.ledger import Tag
 from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Axis
 from impl.plan.traffic import Phase, Purpose
-from impl.transport.zero_copy import Lease, Passing
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
 from impl.unit.master_shard import MasterShard
@@ -68,7 +65,6 @@ class WeightGather:
         self._ring = self._axes == (topology.world_axis,)
         self._frame = policy.weights.frame_bytes(geometry.shard)  # F
         self._copies = math.prod(axis.size for axis in self._axes[: self._spared])  # frames of hpZ's copy
-        self._kept_below_stage_3 = policy.stage < 3
         self._in_place = self._arrives_in_place()
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
@@ -84,13 +80,12 @@ class WeightGather:
             self._wire.reserve(axis, max(held, kept) if hop >= self._spared else held)
             held, kept = held * axis.size, kept * axis.size
 
-    def gathering(self, phase: Phase, flat: FlatBuffer, finish: Callable[[], None]) -> Steps[None]:
+    def gathering(self, phase: Phase, flat: FlatBuffer) -> Steps[None]:
         """Bring all shards together in ``flat``; steps 1 to 5, or 7, of this module's account.
 
         Args:
             phase: for the ledger.
             flat: where the weights are put.
-            finish: carries this very gather to its end, where another unit needs its memory before.
         """
         tag, axes, codec, nbytes = self._tags[phase], self._axes, self._codec, self._frame
         write: Callable[[Tensor], None] = self._master_shard.write_frame
@@ -104,36 +99,16 @@ class WeightGather:
                 write = partial(_pass_on, between)
             axes = axes[self._spared :]
             nbytes = self._copies * codec.frame_bytes(self._geometry.shard)
-        lease = flat.lease(nbytes, self._passing(finish)) if flat.leases else None
-        if lease is not None:
-            write = partial(self._write_leased, lease, phase)
         landing = as_frames(self._codec, flat.attach(), self._geometry.shard) if self._in_place else None
-        to = landing if lease is None else lease
         exchange = yield from gather_frames(
-            self._wire, axes, write, nbytes, tag, ring=self._ring, destination=to
+            self._wire, axes, write, nbytes, tag, ring=self._ring, into=landing
         )
-        if to is None:
+        if landing is None:
             frames = gathered(exchange, axes, nbytes)  # (local, bytes of the message)
             frame = codec.frame_bytes(self._geometry.shard)
             frames = frames.view(*(axis.size for axis in self._axes[::-1]), frame)  # (local, node, F)
             ops.decode(codec, frames, placed(flat.attach(), self._axes[::-1], self._geometry.shard))
         exchange.close()
-        if lease is not None:
-            del exchange  # its views would look like somebody's
-            flat.attach_lease(lease)
-
-    def leasable_axis(self) -> Axis | None:
-        """The axis whose ranks share the memory where gathered weights may stay as they arrive; else None.
-
-        Weights that cross to the host, or stay gathered, would keep others from their region.
-        """
-        axes = self._plain_hops()
-        crosses = self._master_shard.placement.crosses
-        if not axes or self._kept_below_stage_3 or crosses or not self._geometry.padded:
-            return None
-        *before, axis = axes
-        in_place = not before or (len(before) == 1 and self._wire.lets_go(before[0]))
-        return axis if in_place and self._wire.shares_memory(axis) else None
 
     def _arrives_in_place(self) -> bool:
         """Whether messages may arrive in the flat buffer, to be used as they are.
@@ -141,29 +116,9 @@ class WeightGather:
         So they may where the wire lets go of their memory: a reference of its own would look like somebody's
         view ([Note: flat buffer]).
         """
-        axes = self._plain_hops()
-        return len(axes) == 1 and self._wire.lets_go(axes[0])
-
-    def _plain_hops(self) -> Sequence[Axis]:
-        """The axes along which hops bring the elements themselves, of which none is kept; else ()."""
-        axes = sending(self._axes)
+        (axis, *more) = sending(self._axes)
         plain = are_elements(self._codec, self._dtype, self._geometry.shard)
-        return axes if plain and axes[0].size > 1 and not self._spared else ()
-
-    def _passing(self, finish: Callable[[], None]) -> Passing | None:
-        """Which rows of the region this rank fills with what other nodes send; None if they send nothing."""
-        first, *more = sending(self._axes)
-        if not more:
-            return None
-        (last,) = more
-        here = last.digit(self._wire.mesh.rank) * last.stride
-        through = slice(here, here + first.size * first.stride, first.stride)
-        return Passing(first.size * last.size, through, finish)
-
-    def _write_leased(self, lease: Lease, phase: Phase, frame: Tensor) -> None:
-        """Write this rank's frame to the region; in backward it mostly lies there since the forward pass."""
-        row = self._geometry.name, self._master_shard.version
-        lease.write(row, partial(self._master_shard.write_frame, frame), anew=phase != "backward")
+        return plain and axis.size > 1 and not more and not self._spared and self._wire.lets_go(axis)
 
 
 def _pass_on(received: Exchange, frame: Tensor) -> None:

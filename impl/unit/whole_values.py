@@ -68,7 +68,6 @@ class WholeValues:
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
         unit.hide()
-        unit.flat.vacate()
         member.whole = values
         unit.meter.add("gathered", values.nbytes)
         restore(member.placeholder, values)

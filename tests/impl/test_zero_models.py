@@ -332,10 +332,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("secondary", "transport"), [(0, "backend"), ("node", "backend"), (0, "shm")])
 def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any, transport: str) -> None:
-    """However a model uses its blocks and parameters, it is trained as in one process.
-
-    With shm the weights stay in shared memory: views of them outlive their units' stays there.
-    """
+    """However a model uses its blocks and parameters, it is trained as in one process."""
     torch.manual_seed(0)
     check(kind(), policy=preset("exact", memory=ROOMY, secondary=secondary), transport=transport)
 

@@ -1,0 +1,338 @@
+"""Gathered weights while a pass looks at them: written, interrupted, or unused by one rank."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import replace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from impl.comm.exchanges import Distributed, InMemory
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.errors import WrittenError
+from impl.parameters.gathered import GatheredParameters
+from impl.plan.policy import Policy, preset
+from impl.plan.topology import Topology
+from impl.zero import Zero, ZeroError, shard
+from tests.support.models import Net
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+EXACT = preset("exact", memory=ROOMY)
+
+
+def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any = "shm") -> Zero:
+    return shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport, timeout=30))
+
+
+def _round(zero: Zero, loss: Tensor) -> None:
+    loss.backward()
+    zero.finish_backward()
+    _update(zero)
+
+
+def _update(zero: Zero) -> None:
+    with torch.no_grad():
+        for unit in zero.units:
+            for _, master in unit.master_shard.masters:
+                assert master.grad is not None
+                master.sub_(master.grad, alpha=0.1)
+                master.grad = None
+    zero.weights_changed()
+
+
+class _Half(nn.Module):
+    """Of two weights, one that some ranks do not use: their unit is released when the pass is finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = (nn.Parameter(torch.randn(8, 8) / 3) for _ in range(2))
+        self.uses = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        return y * (x @ self.other) if self.uses else y
+
+
+class _Clamps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x @ self.weight
+
+
+class _Renormalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x.argmax(-1))
+
+
+class _ClampsAround(nn.Module):
+    """The root's weight, in use around a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return self.blocks[0](x @ self.weight)  # type: ignore[no-any-return]
+
+
+class _Replaces(nn.Module):
+    """As layers do that limit their weight's norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("transport", ["shm", "backend"])
+@pytest.mark.parametrize("waits", [2, 4])
+def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
+    """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
+    base, left = model(Net, depth=3), threading.local()
+    kind: Any = InMemory if transport == "shm" else Distributed
+    wait = kind.wait
+
+    def interrupted(exchange: Any) -> Tensor:
+        left.waits = getattr(left, "waits", 0) - 1
+        if left.waits == 0:
+            raise KeyboardInterrupt
+        return cast("Tensor", wait(exchange))
+
+    def body(mesh: Mesh) -> float:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, transport=transport)
+        left.waits = waits
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(0, mesh.rank))
+        zero.drop_gradients()
+        loss: float = net(batch(0, mesh.rank)).item()
+        return loss
+
+    with mock.patch.object(kind, "wait", interrupted):
+        losses = on_threads(Topology(1, 2), body)
+    assert losses == pytest.approx([base(batch(0, rank)).item() for rank in range(2)])
+
+
+def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
+    """Its unit stays gathered there until the pass is finished; the next passes are right on all ranks."""
+    torch.manual_seed(0)
+    base = nn.Sequential(_Half(), *(nn.Linear(8, 8) for _ in range(3)))
+
+    def body(mesh: Mesh, transport: Any) -> list[float]:
+        net = copy.deepcopy(base)
+        net[0].uses = mesh.rank == 0
+        zero = _engine(mesh, net, transport=transport)
+        losses = []
+        for step in range(3):
+            loss = net(batch(step, mesh.rank, 8)).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            assert zero.units[0].gathered == (mesh.rank != 0)
+            zero.finish_backward()
+            zero.scale_gradients(0.5)
+            for unit in zero.units:
+                for _, master in unit.master_shard.masters:
+                    assert master.grad is not None
+                    master.data.sub_(master.grad)
+                    master.grad = None
+            zero.weights_changed()
+        return losses
+
+    assert on_threads(Topology(1, 2), body, "shm") == on_threads(Topology(1, 2), body, "backend")
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("kind", [_Clamps, _Renormalises, _Replaces, _ClampsAround])
+def test_a_pass_in_which_weights_were_written_has_ended(
+    kind: type[nn.Module], alone: bool, transport: Any
+) -> None:
+    """The error leaves nothing gathered, and autograd saving as before; also of a block that runs alone."""
+
+    def body(mesh: Mesh) -> None:
+        written = kind()
+        net = written if kind is _ClampsAround else nn.Sequential(written, nn.Linear(8, 8))
+        zero = _engine(mesh, net, transport=transport)
+        with pytest.raises(ZeroError, match="was written in place or through"):
+            (written if alone else net)(batch(0, mesh.rank, 8))
+        assert not any(unit.gathered for unit in zero.units)
+        assert not zero.hooks.actions.saved.active
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    on_threads(Topology(1, 2), body)
+
+
+class _ClampsAll(nn.Module):
+    """Blocks, and what writes all their weights once they have run, as an average of weights does."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weight.mul_(0.5)
+        return x
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize(
+    ("blocks", "named"),
+    [
+        (1, "parameter 'blocks.0.weight' was written"),
+        (3, "parameters ('blocks.[012].weight'(, )?){3} were written"),
+        (6, "parameters ('blocks.[0-5].weight'(, )?){4} and 2 more were written"),
+    ],
+)
+def test_all_weights_that_were_written_are_named(blocks: int, named: str, transport: Any) -> None:
+    """Where several units are refused at once one error has all their names, up to four, and the count."""
+
+    def body(mesh: Mesh) -> None:
+        kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
+        net = _ClampsAll(blocks)
+        zero = _engine(mesh, net, kept, transport=transport)
+        with pytest.raises(ZeroError, match=named) as caught:
+            _round(zero, net(batch(0, mesh.rank, 8)).sum())
+        assert isinstance(caught.value, WrittenError)
+        assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_an_error_names_nothing_of_an_earlier_one(alike: bool) -> None:
+    """Weights that another pass wrote, of this model or another, are not named while theirs is handled."""
+
+    class Writes(nn.Sequential):
+        written = "0"
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            with torch.no_grad():
+                self[int(self.written)].weight.mul_(0.5)
+            return x
+
+    def body(mesh: Mesh) -> None:
+        nets = [nn.Sequential(Writes(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2)]
+        for net in nets:
+            _engine(mesh, net, transport="backend")
+        first, second = nets[0], nets[0 if alike else 1]
+        with pytest.raises(WrittenError) as caught:
+            first(batch(0, mesh.rank, 8))
+        assert caught.value.names == ("0.0.weight",)
+        cast("Writes", second[0]).written = "1"
+        try:
+            raise caught.value
+        except WrittenError:
+            with pytest.raises(WrittenError) as other:
+                second(batch(0, mesh.rank, 8))
+        assert other.value.names == ("0.1.weight",)
+
+    on_threads(Topology(1, 1), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_values_given_through_data_are_refused_and_do_not_stay(transport: Any) -> None:
+    """A weight that is given another memory in a pass is told of; the next pass has the masters' values."""
+
+    def body(mesh: Mesh) -> None:
+        written = _Replaces()
+        zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), transport=transport)
+        for step in range(2):
+            with pytest.raises(ZeroError, match=r"parameter '0\.weight' was written"):
+                zero.model(batch(step, mesh.rank, 8))
+        values = zero.full_state_dict()["0.weight"]
+        assert all(torch.equal(seen, values) for seen in written.seen)
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_reading_a_weight_between_passes_is_no_write(transport: Any) -> None:
+    """Where units stay for their backward pass, seeing one parameter whole before it writes none of them."""
+    policy = replace(EXACT, memory=replace(ROOMY, max_reuse=10**9))
+    base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def body(mesh: Mesh) -> None:
+        net = copy.deepcopy(base)
+        zero = _engine(mesh, net, policy, transport)
+        loss = net(batch(0, mesh.rank, 8)).square().mean()
+        assert all(unit.gathered for unit in zero.units)
+        with GatheredParameters(net.get_parameter("0.weight")):
+            pass
+        _round(zero, loss)
+
+    on_threads(Topology(1, 2), body)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any) -> None:
+    """finish_backward() tells of a write, and is done: the next passes train as without it."""
+    torch.manual_seed(0)
+    base = nn.Sequential(_Half(), nn.Linear(8, 8))
+
+    def body(mesh: Mesh, writes: bool) -> list[float]:
+        net, losses = copy.deepcopy(base), []
+        net[0].uses = False
+        zero = _engine(mesh, net, transport=transport)
+        for step in range(3):
+            loss = net(batch(step, mesh.rank, 8)).square().mean()
+            losses.append(loss.item())
+            if writes and step == 1:
+                loss.backward()
+                with torch.no_grad():  # gathered still, as it got no gradient
+                    net.get_parameter("0.other").mul_(2)
+                with pytest.raises(ZeroError, match=r"parameter '0\.other' was written"):
+                    zero.finish_backward()
+                assert not any(unit.gathered for unit in zero.units)
+                _update(zero)
+            else:
+                _round(zero, loss)
+        return losses
+
+    assert on_threads(Topology(1, 2), body, True) == on_threads(Topology(1, 2), body, False)
+
+
+@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("kind", [_Clamps, _Renormalises])
+def test_writing_weights_during_a_pass_is_refused(kind: type[nn.Module], transport: Any) -> None:
+    """A write that no master would see, and in shared memory others would, is an error that names it."""
+
+    def body(mesh: Mesh) -> None:
+        net = nn.Sequential(kind(), nn.Linear(8, 8))
+        zero = _engine(mesh, net, transport=transport)
+        with pytest.raises(
+            ZeroError, match=r"parameter '0\.\S+' was written in place or .* GatheredParameters"
+        ):
+            net(batch(0, mesh.rank, 8))
+        assert not any(unit.gathered for unit in zero.units)
+
+    on_threads(Topology(1, 2), body)
