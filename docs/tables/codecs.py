@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from docs.tables.markdown import table
@@ -22,13 +23,15 @@ _SHARD: Final = 1 << 20  # elements, for the bits of one
 
 def render() -> str:
     """The tables, in Markdown."""
-    names = [title(law) for law in Law]
-    codecs = table(
-        ("codec", "bits an element", "grain", "error of fp32 at most", *names),
-        (_row(text, built_in(text)) for text in SHOWN),
+    codecs = {text: built_in(text) for text in SHOWN}
+    common = [law for law in Law if all(law in codec.laws for codec in codecs.values())]
+    rows = table(
+        ("codec", "bits an element", "error of fp32 at most", "further laws"),
+        (_row(text, codec, common) for text, codec in codecs.items()),
     )
     laws = table(("law", "what it says"), ((f"`{title(law)}`", law.value) for law in Law))
-    return f"{codecs}\n{laws}"
+    promised = ", ".join(f"`{title(law)}`" for law in common)
+    return f"All of them promise {promised}.\n\n{rows}\n{laws}"
 
 
 def formula(codec: BuiltIn) -> str:
@@ -52,7 +55,7 @@ def formula(codec: BuiltIn) -> str:
     return f"{rotation}{measure} / {steps if codec.stochastic else 2 * steps}"
 
 
-def _row(text: str, codec: BuiltIn) -> list[str]:
+def _row(text: str, codec: BuiltIn, common: Collection[Law]) -> list[str]:
     bits = f"{codec.frame_bytes(_SHARD) * 8 / _SHARD:.4f}".rstrip("0").rstrip(".")
-    laws = ["yes" if law in codec.laws else "" for law in Law]
-    return [f"`{text}`", bits, str(codec.grain), f"`{formula(codec)}`", *laws]
+    further = ", ".join(title(law) for law in Law if law in codec.laws and law not in common)
+    return [f"`{text}`", bits, f"`{formula(codec)}`", further]

@@ -3,42 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from docs.tables.markdown import table
-from impl.cuda.cubin import Access, Prediction, predictions
+from impl.cuda.cubin import Cubin, Prediction, predictions
 from impl.cuda.kernels import VARIANTS
 
 ARCHITECTURE: Final = 90
-_HEAD: Final = (
-    *("kernel", "threads", "registers", "shared, B", "local, B", "occupancy", "limited by"),
-    *("elements: loads", "stores", "codes: loads", "stores"),
+_PLAIN: Final = (
+    *("kernels", "threads", "registers", "occupancy"),
+    *("elements loaded", "stored", "codes loaded", "stored"),
 )
 
 
 def render() -> str:
     """The tables, in Markdown; compiles every kernel, for which nothing may be ``missing``."""
     every = [each for file in VARIANTS for each in predictions(file, ARCHITECTURE)]
-    plain = table(_HEAD, (_row(each) for each in every if each.main is not None))
-    general = table(_HEAD, (_row(each) for each in every if each.main is None))
+    plain = [(each.kernel, (*_resources(each), *_accesses(each.main))) for each in every if each.main]
+    general = [(each.kernel, (*_resources(each), str(each.cubin.shared))) for each in every if not each.main]
     return (
-        f"Plain kernels, accesses of the main path:\n\n{plain}\nGeneral kernels, all accesses:\n\n{general}"
+        f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
+        f"General kernels:\n\n{table((*_PLAIN[:4], 'shared, B'), _equal(general))}"
     )
 
 
-def _row(each: Prediction) -> list[str]:
-    accesses = (each.main or each.cubin).accesses
-    columns = [
-        _widths(access for access in accesses if access.loads is loads and access.purpose.startswith(purpose))
-        for purpose in ("elements", "codes")
-        for loads in (True, False)
-    ]
-    threads = ", ".join(map(str, each.threads))
-    resources = (each.cubin.registers, each.cubin.shared, each.cubin.local)
-    return [f"`{each.kernel}`", threads, *map(str, resources), f"{each.occupancy:.0%}", each.limit, *columns]
+def _resources(each: Prediction) -> tuple[str, ...]:
+    return ", ".join(map(str, each.threads)), str(each.cubin.registers), f"{each.occupancy:.0%}"
 
 
-def _widths(accesses: Iterable[Access]) -> str:
-    counts = Counter(access.width for access in accesses)
-    return ", ".join(f"{count} x {width} B" for width, count in sorted(counts.items(), reverse=True))
+def _accesses(main: Cubin) -> Iterator[str]:
+    """Numbers and widths of the loads and stores, of elements and of codes: ``4 of 16 B``."""
+    for purpose in ("elements", "codes"):
+        for loads in (True, False):
+            counts = Counter(
+                access.width
+                for access in main.accesses
+                if access.loads is loads and access.purpose.startswith(purpose)
+            )
+            yield ", ".join(f"{count} of {width} B" for width, count in sorted(counts.items(), reverse=True))
+
+
+def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:
+    """Rows in which kernels of equal columns share one."""
+    kernels: dict[tuple[str, ...], list[str]] = {}
+    for kernel, columns in rows:
+        kernels.setdefault(columns, []).append(f"`{kernel}`")
+    return ((", ".join(names), *columns) for columns, names in kernels.items())

@@ -1,22 +1,41 @@
-"""Table of ``docs/guide/deepspeed.md``: how each key of DeepSpeed's configuration is handled."""
+"""Tables of ``docs/guide/deepspeed.md``: how each key of DeepSpeed's configuration is handled."""
 
 from __future__ import annotations
 
 import json
+from typing import Final
 
 from docs.tables.markdown import table
-from impl.deepspeed.keys import KEYS, NO_LIMIT, Key
+from impl.deepspeed.keys import KEYS, NO_LIMIT, Fate, Key
+
+_ELSE: Final[tuple[tuple[Fate, str, str], ...]] = (
+    ("without effect", "Without effect", "why nothing depends on it"),
+    ("only the default", "Only the default", "why any other value is refused"),
+    ("renamed", "Renamed", "read as"),
+)
 
 
 def render() -> str:
-    """The table, in Markdown."""
-    head = ("key", "takes", "default", "", "what that means here")
-    return table(head, (_row(key) for key in KEYS.values()))
+    """A table of the keys that are honoured, and of each other fate one of its reasons, in Markdown."""
+    honoured = table(
+        ("key", "default", "what it means here"),
+        ((f"`{key.path}`", _default(key), key.text) for key in KEYS.values() if key.fate == "honoured"),
+    )
+    others = (f"\n### {title}\n\n{_by_reason(fate, reason)}" for fate, title, reason in _ELSE)
+    return f"### Honoured\n\n{honoured}{''.join(others)}"
 
 
-def _row(key: Key) -> tuple[str, ...]:
-    if key.means:
-        return f"`{key.path}`", key.takes, "-", key.fate, f"`{key.means}`: {key.text}"
+def _by_reason(fate: Fate, head: str) -> str:
+    """Keys of one fate, those of one reason in a row; one whose only value is no "off" stands with it."""
+    reasons: dict[str, list[str]] = {}
+    for key in KEYS.values():
+        if key.fate == fate:
+            only = fate == "only the default" and key.default not in (None, False)
+            said = f"`{key.path}`: {_default(key)}" if only else f"`{key.path}`"
+            reasons.setdefault(f"`{key.means}`: {key.text}" if key.means else key.text, []).append(said)
+    return table(("keys", head), ((", ".join(keys), why) for why, keys in reasons.items()))
+
+
+def _default(key: Key) -> str:
     words = {None: "none", NO_LIMIT: "no limit"}
-    default = words[key.default] if key.default in words else f"`{json.dumps(key.default)}`"
-    return f"`{key.path}`", key.takes, default, key.fate, key.text
+    return words[key.default] if key.default in words else f"`{json.dumps(key.default)}`"

@@ -14,18 +14,20 @@ from harness.suites.on_failure import Kind
 from harness.suites.peers import PEERS
 from harness.suites.repeats import Repeats
 from harness.suites.suite_file import MOST_TRIALS, _File, _Override
-from harness.suites.trial import STRATEGIES, Trial
+from harness.suites.trial import Trial
 
 _WORDS: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
     f"`[[override]]` has {' and '.join(f'`{name}`' for name in _Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
 )
+_BARE: Final = ("table", "list of tables")  # what the page says of these stands above the keys
 _MORE: Final = {
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
     "on_failure": f"table: for any of {', '.join(f'`{k}`' for k in get_args(Kind))}, `skip`, `stop`, "
     "`retry 2`, or `retry 2, then stop`",
-    "strategy": ", ".join(STRATEGIES),
+    "strategy": "[ours](#strategies-of-our-engine), `recipe`, [a peer](#strategies-that-are-peers), or ours "
+    "[inside one](#inside-fsdp2-and-ddp)",
     "peer.compute": "`fp32`, `bf16`: of peers; policies have `policy.compute`",
     "deepspeed_config": "of strategy `recipe` or `deepspeed`: a file beside the suite, or a table",
     "policy.stage": "0, 1, 2 or 3: what is sharded",
@@ -78,15 +80,23 @@ _MORE: Final = {
 
 
 def render() -> str:
-    """The tables, in Markdown."""
+    """The tables, in Markdown; fields of a policy stand apart, since their default is the strategy's."""
     head = ("key", "value", "default")
-    top = table(head, (_row(name, field) for name, field in _File.model_fields.items()))
-    trial = table(head, (_row(path, field) for path, field in _leaves(Trial) if path != "repeat"))
+    rows = [_row(name, field) for name, field in _File.model_fields.items()]
+    top = table(head, (row for row in rows if row[1] not in _BARE))
+    fields = [(path, field) for path, field in _leaves(Trial) if path != "repeat"]
+    policy = table(head[:2], (_row(*leaf)[:2] for leaf in fields if _of_a_policy(*leaf)))
+    trial = table(head, (_row(*leaf) for leaf in fields if not _of_a_policy(*leaf)))
     peers = table(("strategy", "what trains"), ((f"`{name}`", peer.says) for name, peer in PEERS.items()))
     return (
         f"### The top of the file\n\n{top}\n{_OVERRIDE}\n\n### Fields of a trial\n\n{trial}"
+        f"\n### Fields of a policy\n\nThe default is the strategy's.\n\n{policy}"
         f"\n### Strategies that are peers\n\n{peers}"
     )
+
+
+def _of_a_policy(path: str, field: Any) -> bool:
+    return path.startswith("policy.") and field.default is None
 
 
 def fields_of_a_trial() -> list[str]:
@@ -129,8 +139,6 @@ def _type(annotation: Any) -> str:
 def _default(path: str, field: Any) -> str:
     if field.is_required():
         return "must be said"
-    if field.default is None and path.startswith("policy."):
-        return "the strategy's"
     if field.default is None and path == "cluster.rate":
         return "`unshaped`"
     if isinstance(field.default, Repeats):

@@ -1,6 +1,6 @@
 """Tables of ``docs/reference/support.md``: which options of a policy can be combined.
 
-Every pair is built as a policy and checked on a topology; a refusal is quoted in the program's own words.
+Every pair is built as a policy and checked on a topology; refusals are quoted in the program's own words.
 The tests train every pair that is not refused.
 """
 
@@ -42,7 +42,7 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "LoCo": {"feedback": Feedback(decay=0.8, reset=1024, hops="all")},
         "local accumulation": {"reduce_every": "step"},
         "bf16": {"compute": "bf16"},
-        "fp16, loss scale": {"compute": "fp16", "loss_scale": LossScale(initial=256.0)},
+        "fp16 with loss scale": {"compute": "fp16", "loss_scale": LossScale(initial=256.0)},
         "frozen as codes": {"frozen": weights},
         "kept and persistent": {"memory": limited},
         "optimizer offloaded": {"offload": Offload(optimizer=1.0)},
@@ -71,24 +71,26 @@ def combined(base: Policy, *changes: Changes) -> Policy | str:
 
 
 def render() -> str:
-    """The tables, in Markdown."""
-    names, hosts = list(PARTS), [f"inside {host}" for host in BASES]
-    refusals: dict[str, int] = {}
-
-    def told(found: Policy | str) -> str:
-        return f"no ({refusals.setdefault(found, len(refusals) + 1)})" if isinstance(found, str) else "yes"
-
-    cells: dict[tuple[str, str], str] = {}
+    """The parts, and tables of what is refused, in Markdown: pairs, and parts inside FSDP2 and DDP."""
+    pairs: dict[str, list[str]] = {}
     for one, other, found in together(PARTS, Policy()):
-        cells[one, other] = cells[other, one] = told(found)
-    for host, name in itertools.product(BASES, names):
-        cells[f"inside {host}", name] = told(_inside(host, name))
-    pairs = table(
-        ("", *names),
-        ((f"**{row}**", *(cells.get((row, name), "-") for name in names)) for row in (*names, *hosts)),
+        if isinstance(found, str):
+            pairs.setdefault(found, []).append(f"{one} with {other}")
+    hosted: dict[tuple[str, str], list[str]] = {}
+    for host, name in itertools.product(BASES, PARTS):
+        if isinstance(found := _inside(host, name), str):
+            hosted.setdefault((host, _without_names(found)), []).append(name)
+    between = table(("refused", "in these words"), (("; ".join(names), why) for why, names in pairs.items()))
+    inside = table(
+        ("inside", "refused", "in these words"),
+        ((host, ", ".join(names), why) for (host, why), names in hosted.items()),
     )
-    why = table(("refused", "in these words"), ((number, words) for words, number in refusals.items()))
-    return f"{pairs}\n{why}"
+    return f"The parts: {', '.join(PARTS)}.\n\n{between}\n{inside}"
+
+
+def _without_names(refusal: str) -> str:
+    """What a refusal says after the part and the host that it names, and before what it expects instead."""
+    return refusal.partition(": ")[2].partition("; expected")[0] if "; expected" in refusal else refusal
 
 
 def _inside(host: Host, name: str) -> Policy | str:

@@ -40,7 +40,7 @@ def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> N
     frame, decoded = torch.empty(codec.frame_bytes(len(x)), dtype=torch.uint8), torch.empty(len(x))
     reference.encode(codec, x, frame, noise=KEY.noise())
     reference.decode(codec, frame, decoded)
-    assert bytes(frame.tolist()).hex(" ") == said["frame"]
+    assert bytes(frame.tolist()).hex(" ", -4) == said["frame"]
     wanted = numbers(said["decoded"])
     assert torch.allclose(decoded, wanted, rtol=1e-7, atol=0)
     assert torch.equal(decoded.signbit() & (decoded == 0), wanted.signbit() & (wanted == 0))

@@ -1,0 +1,16 @@
+"""The documents stay short enough to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MOST = 47_200
+"""Words of all documents; it falls to 40,000 with the pages that are written from records."""
+
+
+def test_the_documents_are_short() -> None:
+    """README, changelog and all of docs and results/README.md have no more words than this, by ``wc -w``."""
+    pages = [*ROOT.glob("*.md"), ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    words = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    assert sum(words.values()) <= MOST, sorted(words.items(), key=lambda item: -item[1])
