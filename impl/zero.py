@@ -6,11 +6,10 @@ The training loop gains one line::
     optimizer = torch.optim.AdamW(zero.param_groups())
     ...
     loss.backward()
-    zero.finish_backward()
     optimizer.step()
 
 What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
-:mod:`impl.engine.forward_hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_masters`.
+:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_masters`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn, taken_over
 from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
-from impl.unit.context import UnitContext
+from impl.plan.prefetch_schedule import Schedule
+from impl.unit.context import Passes, UnitContext
 from impl.unit.host_memory import MEMORY, HostMemory
 from impl.unit.member import check_plain
 from impl.unit.memory_pool import Meter, Pool, Reserve
@@ -100,14 +100,17 @@ def shard(
     meter = Meter()
     pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
     weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
-    context = UnitContext(wire, policy, meter, Clock(seed), pool, weights, HostMemory(mesh.device, meter))
+    passes = Passes(Schedule.of(policy, geometries))
+    host = HostMemory(mesh.device, meter)
+    context = UnitContext(wire, policy, meter, Clock(seed), pool, weights, host, passes)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
     external = list(external_to(model))
-    units = []
+    units: list[Unit] = []
     placements = placements_of(policy.offload, geometries)
     for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
         cut = taken_over(geometry, draft.parameters, wire)
-        units.append(Unit(geometry, draft.parameters, draft.holders, context, placement, cut=cut))
+        unit = Unit(geometry, draft.parameters, draft.holders, context, placement, siblings=units, cut=cut)
+        units.append(unit)
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
     zero = Zero(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)

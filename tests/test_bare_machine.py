@@ -54,7 +54,6 @@ losses = []
 for _ in range(2):
     loss = net(torch.ones(4, 16)).square().mean()
     loss.backward()
-    zero.finish_backward()
     zero.step(optimizer)
     losses.append(loss.item())
 dist.destroy_process_group()

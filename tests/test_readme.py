@@ -127,7 +127,7 @@ def _ran(folder: Path, code: str) -> list[str]:
 
 def test_the_loop_trains_as_shown(tmp_path: Path) -> None:
     """The README's loop runs as it stands: five steps of four ranks, with falling losses."""
-    said = [line.split() for line in _ran(tmp_path, _python("finish_backward"))]
+    said = [line.split() for line in _ran(tmp_path, _python("zero.step(optimizer"))]
     assert [step for step, _ in said] == ["0", "1", "2", "3", "4"]
     assert float(said[-1][1]) < float(said[0][1])
 

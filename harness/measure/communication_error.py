@@ -152,7 +152,7 @@ def of_weights(step: int, zero: Zero) -> Found:
     for unit in zero.units:
         exact = _next_ranks(unit.master_shard.master)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
-            unit.bring("forward" if purpose == "weights" else "backward")
+            unit.all_gather("forward" if purpose == "weights" else "backward")
             place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
             found[place] = compared(*_of_next_rank(unit, exact))
             unit.release()

@@ -1,6 +1,6 @@
 """The engine of a sharded model: what a training loop calls.
 
-What runs by itself meanwhile, during passes, is :mod:`impl.engine.forward_hooks`.
+What runs by itself meanwhile, during passes, is :mod:`impl.engine.hooks`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.engine import state_dict as state
-from impl.engine.forward_hooks import Hooks
 from impl.engine.gradient_clipping import clip_factor, gradient_norm
+from impl.engine.hooks import Hooks
 from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.optimizer_hooks import watch_optimizers
 from impl.engine.optimizer_masters import Masters
@@ -52,6 +52,7 @@ class Zero:
         self.wire, self.policy = context.wire, context.policy
         self.scaler = LossScaler(context.policy.loss_scale)
         self.clock, self._meter, self._host = context.clock, context.meter, context.host
+        self._passes = context.passes
         self.masters = Masters(self.units)
         self.buffers = ModuleBuffers(model, context.wire)
         self.hooks = Hooks(
@@ -61,6 +62,7 @@ class Zero:
             context,
             masters=self.masters,
             buffers=self.buffers,
+            scaler=self.scaler,
             casts_inputs=casts_inputs,
         )
         # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
@@ -114,7 +116,7 @@ class Zero:
                 f"accumulating() at stage {self.policy.stage}, which reduces each micro-batch into shards: "
                 "set the policy's reduce_every to 'step', and have memory for a whole local gradient"
             )
-        self.hooks.backward.accumulate(on=on)
+        self._passes.accumulating = on
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -129,19 +131,17 @@ class Zero:
             yield
 
     def finish_backward(self) -> None:
-        """Send what has not been sent, wait for all reductions, release all weights.
+        """End a backward pass that failed on this rank; after one that did not there is nothing to do.
 
-        After it the masters' gradients hold the mean over ranks, added to what they held.  A
-        parameter that no loss reached has a mean of zero, not none: whether another rank's loss
+        Autograd ends backward passes by itself: it sends what has not been sent, waits for all reductions
+        and reshards all weights.  After that the masters' gradients hold the mean over ranks, added to what
+        they held.  A parameter that no loss reached has a mean of zero, not none: whether another rank's loss
         reached it is not known without asking, so adaptive optimizers see a zero there.
 
-        Inside :meth:`accumulating` nothing is sent.
-
-        Raises:
-            ZeroError: without a backward pass before.
+        Inside :meth:`accumulating` nothing is sent.  A pass that failed on one rank has its other ranks wait
+        for this one: this sends what they wait for, zeros after :meth:`drop_gradients`.
         """
         self.hooks.backward.finish()
-        self.scaler.passed()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -206,7 +206,7 @@ class Zero:
             norm_type: p of the p-norm, above 0 and at most 8, or ``inf`` for the largest absolute element.
 
         Raises:
-            ZeroError: before :meth:`finish_backward`, or for another ``norm_type``.
+            ZeroError: after a backward pass that failed, or for another ``norm_type``.
         """
         self.hooks.backward.check_finished("grad_norm()")
         return gradient_norm(self.units, self.wire, norm_type)
@@ -319,6 +319,15 @@ class Zero:
         return dict(self._host.copied)
 
     # Refusals, also of what watches the model's parameters and optimizers
+
+    def check_step(self) -> None:
+        """Refuse an optimizer's step now.
+
+        Raises:
+            ZeroError: after a backward pass that failed, or while parameters are seen whole.
+        """
+        self.hooks.backward.check_finished("optimizer.step()")
+        self.check_hidden("optimizer.step()")
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.

@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 from torch.nn.utils import clip_grad
@@ -24,29 +24,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
 
-if TYPE_CHECKING:
-    from impl.engine.engine import Zero
-
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
-class Found(NamedTuple):
-    """A parameter of a sharded model: its engine, its unit and its number there."""
+class Engine(Protocol):
+    """Who is told of steps: :class:`impl.engine.engine.Zero`."""
 
-    engine: Zero
-    unit: Unit
-    number: int
+    def check_step(self) -> None:
+        """Refuse a step now."""
+
+    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
+        """An optimizer that holds ``masters`` has stepped."""
 
 
 # Keyed by identity: tensors compare elementwise.
-_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
+_owners: MutableMapping[Tensor, weakref.ref[Engine]] = WeakTensorKeyDictionary()
 # What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
-_visible: MutableMapping[Tensor, tuple[weakref.ref[Zero], weakref.ref[Unit], int]] = WeakTensorKeyDictionary()
+_visible: MutableMapping[Tensor, tuple[weakref.ref[Engine], weakref.ref[Unit], int]] = (
+    WeakTensorKeyDictionary()
+)
 _lock = threading.Lock()
 _watching: list[object] = []
 
 
-def watch_optimizers(engine: Zero, units: Iterable[Unit]) -> None:
+def watch_optimizers(engine: Engine, units: Iterable[Unit]) -> None:
     """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
     with _lock:
         for unit in units:
@@ -84,8 +85,12 @@ def _watch_norms() -> None:
     clip_grad._get_total_norm = total_norm  # noqa: SLF001
 
 
-def find(parameter: Tensor) -> Found | None:
-    """Where ``parameter`` lies, if it is one that modules of a sharded model show."""
+def owner_of(parameter: Tensor) -> tuple[Engine, Unit, int] | None:
+    """The engine, the unit and the number there of what modules of a sharded model show; None of others.
+
+    Raises:
+        ZeroError: if the engine is gone.
+    """
     with _lock:
         place = _visible.get(parameter)
     if place is None:
@@ -93,10 +98,10 @@ def find(parameter: Tensor) -> Found | None:
     engine, unit, number = place[0](), place[1](), place[2]
     if engine is None or unit is None:
         raise ZeroError("a parameter of a sharded model whose engine is gone")
-    return Found(engine, unit, number)
+    return engine, unit, number
 
 
-def _owners_of(optimizer: Optimizer) -> set[Zero]:
+def _owners_of(optimizer: Optimizer) -> set[Engine]:
     found = set()
     with _lock:
         for group in optimizer.param_groups:
@@ -119,8 +124,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if owners and names:
         raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
     for engine in owners:
-        engine.hooks.backward.check_finished("optimizer.step()")
-        engine.check_hidden("optimizer.step()")
+        engine.check_step()
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:

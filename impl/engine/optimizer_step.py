@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,18 @@ from impl.engine.gradient_clipping import clip_factor
 from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
 
-if TYPE_CHECKING:
-    from impl.engine.engine import Zero
+
+class Gradients(Protocol):
+    """The mean gradients of an engine: :class:`impl.engine.engine.Zero`."""
+
+    def grad_norm(self, norm_type: float) -> Tensor:
+        """() their global norm."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply them."""
+
+    def forget_overflow(self) -> None:
+        """Drop what codecs carry of them."""
 
 
 class Stepped(NamedTuple):
@@ -80,7 +90,7 @@ class LossScaler:
 
     def step(
         self,
-        zero: Zero,
+        zero: Gradients,
         optimizers: Sequence[torch.optim.Optimizer],
         max_norm: float | None = None,
         norm_type: float = 2.0,

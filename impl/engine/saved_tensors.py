@@ -12,11 +12,9 @@ switch torch's check of in-place changes off, so what is kept as it is has its v
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -53,23 +51,25 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
         )
     # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
     # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
-    unit.bring("backward")
+    unit.all_gather("backward")
     return unit.flat.view(place)
 
 
-@dataclass(slots=True)
 class SavedTensors:
-    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass."""
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
 
-    active: bool = False
-    _starts: list[int] = field(default_factory=list)  # ascending addresses of weights, last gathered
-    _at: dict[int, tuple[int, Unit]] = field(default_factory=dict)  # by these: where they end, and whose
-    _active: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    Args:
+        units: of the model.
+        weights_at: by address of memory, the index of the unit whose gathered weights came there last.
+    """
+
+    def __init__(self, units: Sequence[Unit], weights_at: Mapping[int, int]) -> None:
+        self._units, self._weights_at = units, weights_at
+        self._active = contextlib.ExitStack()
+        self.active = False
 
     def begin(self) -> None:
         """Take over what autograd saves."""
-        self._starts.clear()
-        self._at.clear()
         self.active = True
         self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
 
@@ -78,28 +78,15 @@ class SavedTensors:
         self._active.close()
         self.active = False
 
-    def gathered(self, unit: Unit) -> None:
-        """``unit``'s weights are there; views of them are to be recognised."""
-        start, end = unit.flat.bounds
-        if start < end and self._at.get(start) != (end, unit):
-            for other in [at for at in self._starts if at < end and start < self._at[at][0]]:
-                self._starts.remove(other)  # of weights that are not there any more
-                del self._at[other]
-            bisect.insort(self._starts, start)
-            self._at[start] = end, unit
-
     def _pack(self, tensor: Tensor) -> _Kept | _Found:
         """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
         if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
             tensor = values_of(tensor)
-        address = tensor.data_ptr() if tensor.layout is torch.strided else 0  # others have no one memory
-        if not address and not tensor.numel():
-            address = memory_of(tensor)
-        before = bisect.bisect_right(self._starts, address) - 1
-        if before >= 0:
-            start = self._starts[before]
-            end, unit = self._at[start]
-            if address < end and unit.gathered and unit.flat.bounds == (start, end):
+        address = memory_of(tensor)
+        index = self._weights_at.get(address)
+        if index is not None:
+            unit = self._units[index]
+            if unit.gathered and unit.flat.bounds[0] == address:
                 return unit, unit.flat.locate(tensor), unit.master_shard.version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.

@@ -7,7 +7,8 @@ in this rank's shard, in order, possibly none.  What a function returns is a cop
 
 All raise :class:`~impl.errors.ZeroError` for what is not a parameter of the model, for values of another
 shape, and inside a forward or backward pass; those that set weights also under
-:class:`~impl.parameters.gathered.GatheredParameters`; those of gradients also before ``finish_backward()``.
+:class:`~impl.parameters.gathered.GatheredParameters`; those of gradients also after a backward pass that
+failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from impl.engine.engine import Zero
-from impl.engine.optimizer_hooks import find
+from impl.engine.owners import find
 from impl.errors import ZeroError
 from impl.unit.master_shard import part_of
 from impl.unit.whole_values import WholeValues

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from impl.comm.all_gather import scattered
 from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
-from impl.engine.optimizer_hooks import Found, find
+from impl.engine.owners import Owner, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
@@ -167,7 +167,7 @@ class _Place(abc.ABC):
 class _Sharded(_Place):
     """A parameter of a sharded model."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: Owner) -> None:
         self._engine, self._unit, number = found
         super().__init__(self._unit.wire, self._unit.geometry, number)
         self._values, self._member = WholeValues(self._unit), self._unit.members[number]

@@ -1,30 +1,20 @@
-"""Schedule: which units to gather, wait for, reshard and reduce at each event of a pass.
+"""Schedule: which units to gather ahead and to keep, and in which order gradients are reduced.
 
-Pure: no torch.  The engine reports an event (a unit is about to run, has run, ...) and carries
-out the returned actions; a step-time simulator can drive the same object.  Actions name units by
-index.  ``gather`` and ``wait`` are idempotent: a unit that is gathered or on its way stays so.
+Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); it names them by index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import kept_units
 
 MOST_AHEAD: Final = 4  # units under way at most: each holds a slot of the shared arena
-Kind = Literal["gather", "wait", "release", "reduce"]
-
-
-class Action(NamedTuple):
-    """Start gathering a unit, wait for it, release it, or hand its gradient over for reduction."""
-
-    kind: Kind
-    unit: int
 
 
 @dataclass(frozen=True)
@@ -39,10 +29,6 @@ class Schedule:
     kept: frozenset[int] = frozenset()  # units that stay gathered from a forward pass to its backward pass
     # Gradients are reduced in model order, whatever ran; else in forward's, so that none waits for its turn.
     in_model_order: bool = False
-    # By unit and whether backward: worked out once, as a model has as many events as units.
-    _arrivals: dict[tuple[int, bool], tuple[Action, ...]] = field(
-        default_factory=dict, init=False, compare=False
-    )
 
     @classmethod
     def of(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
@@ -63,30 +49,26 @@ class Schedule:
         order = sorted(self.order) if self.in_model_order else self.order
         return (*reversed(order), *self.outer)
 
-    def pre_forward(self, unit: int) -> tuple[Action, ...]:
-        """``unit`` is about to run: gather it, gather ahead, wait for it."""
-        return self._arrive(unit, backward=False)
+    def after(self, seen: Sequence[int]) -> Schedule:
+        """The schedule of units that were ``seen`` to run in this order; those that did not come last."""
+        return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
-    def post_forward(self, unit: int, *, training: bool = True) -> tuple[Action, ...]:
-        """``unit`` has run: its weights go, unless a backward pass follows for which they stay."""
-        return () if training and unit in self.kept else (Action("release", unit),)
+    def ahead_in_forward(self, unit: int) -> Sequence[int]:
+        """Units to gather ahead when ``unit`` is about to run, in order."""
+        return self._all_ahead[0][unit]
 
-    def pre_backward(self, unit: int) -> tuple[Action, ...]:
-        """The gradient reaches ``unit``: gather it again, gather the one before it, wait."""
-        return self._arrive(unit, backward=True)
+    def ahead_in_backward(self, unit: int) -> Sequence[int]:
+        """Units to gather ahead when the gradient reaches ``unit``, in order."""
+        return self._all_ahead[1][unit]
 
-    def post_backward(self, unit: int) -> tuple[Action, ...]:
-        """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
-        return Action("release", unit), Action("reduce", unit)
-
-    def _arrive(self, unit: int, *, backward: bool) -> tuple[Action, ...]:
-        actions = self._arrivals.get((unit, backward))
-        if actions is None:
-            order = tuple(reversed(self.order)) if backward else self.order
-            ahead = [Action("gather", other) for other in self._ahead(unit, order)]
-            actions = (Action("gather", unit), *ahead, Action("wait", unit))
-            self._arrivals[unit, backward] = actions
-        return actions
+    @cached_property
+    def _all_ahead(self) -> tuple[list[list[int]], list[list[int]]]:
+        """By unit, in forward and in backward: worked out once, as a model has as many events as units."""
+        forward, backward = (
+            [self._ahead(unit, order) for unit in range(len(self.sizes))]
+            for order in (self.order, self.order[::-1])
+        )
+        return forward, backward
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Units after ``unit`` in ``order`` that fit into the prefetch limit."""

@@ -1,6 +1,6 @@
 """A lower bound on a step's time, from a schedule, a link and the time of the computation.
 
-Pure: no torch.  It drives the :class:`~impl.plan.prefetch_schedule.Schedule` that the engine drives.  One
+Pure: no torch.  It asks the :class:`~impl.plan.prefetch_schedule.Schedule` that the engine asks.  One
 computation runs at a time, the link between nodes carries one message after the other in the order in
 which they are posted, and everything else (messages inside a node, encoding, hooks) takes no time.  What a
 real step takes beyond it is the engine's own.
@@ -8,10 +8,10 @@ real step takes beyond it is the engine's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from impl.plan.prefetch_schedule import Action, Schedule
+from impl.plan.prefetch_schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +34,21 @@ def pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> float:
     run = _Run(loads)
     inner, outer = schedule.order, schedule.outer
     for unit in outer:
-        run.carry_out(schedule.pre_forward(unit))
+        run.gather(unit, schedule.ahead_in_forward(unit))
     for unit in inner:
-        run.carry_out(schedule.pre_forward(unit))
+        run.gather(unit, schedule.ahead_in_forward(unit))
         run.now += loads[unit].forward
-        run.carry_out(schedule.post_forward(unit))
     run.now = max(run.now, sum(load.forward for load in loads))
     run.turn(schedule.kept)
     begin = run.now
     for unit in outer:
-        run.carry_out(schedule.pre_backward(unit))
+        run.gather(unit, schedule.ahead_in_backward(unit))
     for unit in reversed(inner):
-        run.carry_out(schedule.pre_backward(unit))
+        run.gather(unit, schedule.ahead_in_backward(unit))
         run.now += loads[unit].backward
-        run.carry_out(schedule.post_backward(unit))
+        run.reduce(unit)
     for unit in outer:
-        run.carry_out(schedule.post_backward(unit))
+        run.reduce(unit)
     return max(run.now, run.reduced, begin + sum(load.backward for load in loads))
 
 
@@ -68,21 +67,18 @@ class _Run:
         self._arrival = {unit: at for unit, at in self._arrival.items() if unit in kept}
         self._backward = True
 
-    def carry_out(self, actions: Iterable[Action]) -> None:
-        """Do what the schedule says."""
-        for action in actions:
-            load = self._loads[action.unit]
-            match action.kind:
-                case "gather" | "wait":
-                    if action.unit not in self._arrival:
-                        seconds = load.regather if self._backward else load.gather
-                        self._arrival[action.unit] = self._send(seconds)
-                    if action.kind == "wait":
-                        self.now = max(self.now, self._arrival[action.unit])
-                case "release":
-                    self._arrival.pop(action.unit, None)
-                case "reduce":
-                    self.reduced = max(self.reduced, self._send(load.reduce))
+    def gather(self, unit: int, ahead: Sequence[int]) -> None:
+        """Gather ``unit`` and those ahead of it, unless they are gathered or on their way; wait for it."""
+        for index in (unit, *ahead):
+            if index not in self._arrival:
+                load = self._loads[index]
+                self._arrival[index] = self._send(load.regather if self._backward else load.gather)
+        self.now = max(self.now, self._arrival[unit])
+
+    def reduce(self, unit: int) -> None:
+        """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
+        del self._arrival[unit]
+        self.reduced = max(self.reduced, self._send(self._loads[unit].reduce))
 
     def _send(self, seconds: float) -> float:
         """Post a message; returns when it will have arrived."""

@@ -17,7 +17,7 @@ the storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -144,14 +144,19 @@ class FlatBuffer:
         for member in self.members:
             hide(member.parameter)
 
-    def written(self) -> Iterator[str]:
+    def written(self) -> list[str]:
         """Names of the parameters that were written in place since :meth:`unhide`, or lie elsewhere now.
 
         Not those written through a tensor that shares no version counter with them, as ``.data``.
         """
-        for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=True):
-            if member.whole is None and member.mark != mark:
-                yield slot.spec.name
+        return [
+            slot.spec.name
+            for slot, member, (version, address) in zip(
+                self._geometry.slots, self.members, self._marks, strict=True
+            )
+            if member.whole is None
+            and (member.parameter._version != version or member.parameter.data_ptr() != address)  # noqa: SLF001
+        ]
 
     def show_member(self, number: int) -> None:
         """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""

@@ -20,10 +20,7 @@ class GradientBuffer:
         meter: where messages that hold them are counted; the pool counts its own.
 
     Attributes:
-        missing: members whose gradient has not arrived in this backward pass.
-        armed: whether a pass is known to bring some.
         opened: the message in which they lie.
-        accumulating: whether those of passes under way are to be added to others.
     """
 
     def __init__(self, geometry: UnitGeometry, dtype: torch.dtype, pool: Pool, meter: Meter) -> None:
@@ -36,23 +33,11 @@ class GradientBuffer:
         self._flat: Tensor | None = None  # (padded,)
         self._written: set[int] = set()  # members whose part of it holds something
         self.opened: Exchange | None = None
-        self.missing: set[int] = set()
-        self.armed = self.accumulating = False
 
     @property
     def held(self) -> bool:
         """Whether some wait to be reduced."""
         return self._flat is not None
-
-    @property
-    def begun(self) -> bool:
-        """Whether gradients of this backward pass have arrived, and not all."""
-        return self.armed and len(self.missing) < len(self._geometry.slots)
-
-    def arm(self) -> None:
-        """Get ready for a backward pass: all are missing."""
-        self.missing = set(range(len(self._geometry.slots)))
-        self.armed = True
 
     def lie_in(self, message: Exchange) -> None:
         """Collect in the message that will carry them, from the first one on."""
@@ -60,14 +45,22 @@ class GradientBuffer:
         self._flat = message.send.view(-1).view(self._dtype)
         self._meter.add("local_gradients", self._flat.nbytes)
 
-    def add(self, index: int, leaf: nn.Parameter) -> None:
-        """Move the gradient of ``leaf`` to the place of member ``index``; nothing need be cleared before."""
-        flat, (shape, stride, offset) = self._buffer(), self._places[index]
+    def add(self, index: int, leaf: nn.Parameter, *, accumulating: bool) -> None:
+        """Move the gradient of ``leaf`` to the place of member ``index``; nothing need be cleared before.
+
+        Args:
+            index: of the member.
+            leaf: whose gradient has just arrived.
+            accumulating: whether those of other passes will be added.
+        """
+        flat = self._flat if self._flat is not None else self._take(accumulating=accumulating)
+        shape, stride, offset = self._places[index]
         place = flat.as_strided(shape, stride, flat.storage_offset() + offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
-            assert leaf.grad is not None  # noqa: S101  # just accumulated
-            # Of an embedding it may be sparse; messages are dense.
-            gradient = leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+            gradient = leaf.grad
+            assert gradient is not None  # noqa: S101  # just accumulated
+            if gradient.layout is not torch.strided:  # of an embedding it may be sparse; messages are dense
+                gradient = gradient.to_dense()
             if index in self._written:
                 place.add_(gradient)
             else:
@@ -77,18 +70,13 @@ class GradientBuffer:
 
     def whole(self) -> Tensor:
         """(padded,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
-        flat = self._buffer()
+        flat = self._flat if self._flat is not None else self._take(accumulating=False)
         for start, end in self._gaps:
             flat[start:end].zero_()
         for index, slot in enumerate(self._geometry.slots):
             if index not in self._written:
                 flat[slot.offset : slot.end].zero_()
         return flat
-
-    def end_pass(self) -> None:
-        """A backward pass that reduces nothing is over; what it collected stays."""
-        self.missing.clear()
-        self.armed = False
 
     def forget(self) -> None:
         """They have been encoded, or belong to the message."""
@@ -98,21 +86,24 @@ class GradientBuffer:
             self._pool.give_back(self._flat)
         self._flat = self.opened = None
         self._written.clear()
-        self.end_pass()
 
-    def drop(self) -> None:
-        """Forget what was collected and not reduced."""
-        if self.opened is not None:  # the other ranks count on it
+    def drop(self, *, post: bool) -> None:
+        """Forget what was collected and not reduced.
+
+        Args:
+            post: whether to send an opened message, on which the other ranks count.
+        """
+        if self.opened is not None and post:
             self.opened.post()
             self.opened.wait()
             self.opened.close()
         self.forget()
 
-    def _buffer(self) -> Tensor:
-        """(padded,) what no gradient was written to holds anything."""
-        if self._flat is None and self.accumulating and self._dtype.itemsize < torch.float32.itemsize:
+    def _take(self, *, accumulating: bool) -> Tensor:
+        """(padded,) of the pool; what no gradient was written to holds anything."""
+        if accumulating and self._dtype.itemsize < torch.float32.itemsize:
             items = torch.float32.itemsize // self._dtype.itemsize
             self._flat = self._pool.take(self._geometry.padded * items).view(torch.float32)
-        elif self._flat is None:
+        else:
             self._flat = self._pool.take(self._geometry.padded)
         return self._flat

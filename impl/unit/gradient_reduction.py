@@ -1,35 +1,56 @@
 """Reduces one unit's local gradients to their mean over all ranks: hops, codecs, noise, error feedback.
 
-What a unit hands over, and when; the hops are posted in :func:`impl.comm.reduce_scatter.reduce_gradients`.
+The mirror of :mod:`impl.unit.weight_gather`: gradients are collected in :mod:`impl.unit.gradient_buffer`, the
+queue of :mod:`impl.unit.reduction_queue` starts the reduction in its turn, the hops are posted in
+:mod:`impl.comm.reduce_scatter`, and the mean ends in :mod:`impl.unit.master_shard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from impl.codecs.codec import Codec, FloatCodec, OwnCodec, Raw
+from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Noise, apart
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction, opened, reduced, replicated
-from impl.comm.transfer import Steps
+from impl.comm.transfer import Steps, Transfer
 from impl.comm.wire import Exchange
+from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
+from impl.unit.gradient_buffer import GradientBuffer
 from impl.unit.master_shard import MasterShard
+from impl.unit.reduction_queue import Phase, checked
+
+_INTERRUPTED: Final = (
+    "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; call "
+    "drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+)
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank; the policy of ``context`` is this unit's own."""
+    """The reductions of one unit on one rank; the policy of ``context`` is this unit's own.
+
+    Attributes:
+        gradients: what this rank collected, and has not sent.
+        missing: numbers of the members whose gradient has not arrived, while COLLECTING.
+    """
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
         policy, wire = context.policy, context.wire
-        self._geometry, self._policy, self._wire = geometry, policy, wire
+        self._geometry, self._policy, self._wire, self._passes = geometry, policy, wire, context.passes
+        self.phase = Phase.IDLE
+        self.gradients = GradientBuffer(geometry, DTYPES[policy.compute], context.gradients, context.meter)
+        self.missing: set[int] = set()
+        self._members = frozenset(range(len(geometry.slots)))
+        self._transfer: Transfer | None = None  # while REDUCING
         self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
         self._hops = policy.reduce_axes(topology)
@@ -51,11 +72,128 @@ class GradientReduction:
             self._wire.reserve(axis, slices * largest)
             slices //= axis.size
 
-    def open_message(self, dtype: torch.dtype) -> Exchange | None:
-        """The message in which gradients of ``dtype`` may be collected; None if they must be encoded."""
-        if self._policy.reduce == "ring":
-            return None
-        return opened(self.how(), self._geometry.piece, dtype)
+    def __repr__(self) -> str:
+        missing = f", missing {sorted(self.missing)}" if self.missing else ""
+        return f"GradientReduction({self._geometry.name!r}, {self.phase.name}{missing})"
+
+    @property
+    def elements(self) -> int:
+        """Of its gradient, padding included."""
+        return self._geometry.padded
+
+    @property
+    def started(self) -> bool:
+        """Whether this pass's gradient was handed over: no more can be added."""
+        return self.phase in _STARTED
+
+    @property
+    def begun(self) -> bool:
+        """Whether a gradient of this pass has arrived at a member."""
+        return self.phase in _BEGUN and len(self.missing) < len(self._members)
+
+    # Collecting
+
+    def begin_collecting(self) -> None:
+        """A backward pass will bring gradients: all are missing."""
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.COLLECTING
+            self.missing = set(self._members)
+
+    def collect(self, number: int, leaf: nn.Parameter) -> bool:
+        """Take the gradient of member ``number`` from ``leaf``; True when none is missing.
+
+        If this unit is the next to be reduced its message is opened now and, where frames are the elements
+        themselves, collects them in place.
+        """
+        self.begin_collecting()
+        passes, gradients = self._passes, self.gradients
+        if not gradients.held and not passes.accumulating and passes.reductions.is_next(self):
+            self._open_message()
+        gradients.add(number, leaf, accumulating=passes.accumulating)
+        self.missing.discard(number)
+        if not self.missing:
+            self.end_collecting()
+        return not self.missing
+
+    def collect_outside(self, number: int, placeholder: nn.Parameter) -> None:
+        """Take the gradient that arrived at a placeholder.
+
+        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
+        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+        """
+        self.begin_collecting()
+        self.gradients.add(number, placeholder, accumulating=self._passes.accumulating)
+
+    def end_collecting(self) -> None:
+        """Nothing is missing any more, or will come."""
+        self.missing.clear()
+        self.phase = checked(self._geometry.name, self.phase, Phase.READY)
+
+    def end_pass(self) -> None:
+        """The backward pass is over; what it collected without reducing it stays."""
+        self.missing.clear()
+        self.phase = checked(self._geometry.name, self.phase, Phase.IDLE)
+
+    def _open_message(self) -> None:
+        """Collect in the message of the first hop, where gradients need not be encoded."""
+        if self._policy.reduce != "ring":
+            message = opened(self.how(), self._geometry.piece, DTYPES[self._policy.compute])
+            if message is not None:
+                self.gradients.lie_in(message)
+
+    # Reducing
+
+    def start(self) -> None:
+        """Hand the gradient over, and post its first hop."""
+        self.phase = checked(self._geometry.name, self.phase, Phase.REDUCING)
+        try:
+            steps = self.reducing(self.gradients.whole(), self.gradients.opened)
+            self._transfer = Transfer(steps, "reduction")
+        except BaseException:
+            self.phase = Phase.FAILED
+            raise
+        self.gradients.forget()
+        if self._transfer.complete:
+            self.phase = Phase.REDUCED
+
+    def post_next_hop(self) -> None:
+        """Post the next hop's message; after the last hop inside a node, take the mean.
+
+        After a last hop that crosses nodes nothing is left to post, and the wait for the slowest link is left
+        to :meth:`finish`.
+
+        Raises:
+            ZeroError: if it was interrupted.
+        """
+        self._go_on(Transfer.proceed)
+
+    def finish(self) -> None:
+        """Wait until the mean is in this rank's shard.
+
+        Raises:
+            ZeroError: if it was interrupted.
+        """
+        self._go_on(Transfer.wait)
+
+    def _go_on(self, how: Callable[[Transfer], None]) -> None:
+        if self.phase is Phase.FAILED:
+            raise ZeroError(_INTERRUPTED)
+        if self.phase is Phase.REDUCING and self._transfer is not None:
+            try:
+                how(self._transfer)
+            except BaseException:
+                self.phase = Phase.FAILED
+                raise
+            if self._transfer.complete:
+                self.phase, self._transfer = Phase.REDUCED, None
+
+    def drop(self) -> None:
+        """Forget what was collected and not reduced, and the errors that codecs carry."""
+        self.gradients.drop(post=self.phase is not Phase.FAILED)
+        self.missing.clear()
+        if self.phase in (Phase.COLLECTING, Phase.READY):
+            self.phase = Phase.IDLE
+        self.clear_feedback()
 
     def reducing(self, gradient: Tensor, message: Exchange | None) -> Steps[None]:
         """Average ``gradient`` (padded,), and let this rank's shard take the mean.
@@ -133,6 +271,10 @@ class GradientReduction:
         """The errors of the gradient codecs, to be loaded again."""
         errors = self.feedback()
         return {} if errors is None else errors.state()
+
+
+_BEGUN: Final = frozenset((Phase.COLLECTING, Phase.READY))
+_STARTED: Final = frozenset((Phase.REDUCING, Phase.REDUCED, Phase.FAILED))
 
 
 def _keeps_zeros(codec: Codec) -> bool:

@@ -92,7 +92,8 @@ class MasterShard:
     @property
     def version(self) -> Version:
         """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
-        return self._changes, self.held._version  # noqa: SLF001  # the public way warns for views
+        held = self._master if self.codes is None else self.codes
+        return self._changes, held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns
 
     def changed(self) -> None:
         """The weights have new values."""

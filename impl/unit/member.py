@@ -137,7 +137,7 @@ def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> Non
         hook = list(hooks.values())[-1]
         raise ZeroError(
             f"parameter {name!r} has a gradient hook, {getattr(hook, '__qualname__', hook)}, which would see "
-            "one rank's gradient, not the mean: remove it, and change the masters' after finish_backward()"
+            "one rank's gradient, not the mean: remove it, and change the masters' after the backward pass"
         )
 
 

@@ -84,7 +84,7 @@ class Placeholder(nn.Parameter):
         if func in _OF_GRADIENTS:
             raise ZeroError(
                 f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: "
-                "change the masters' (Zero.param_groups()) after finish_backward()"
+                "change the masters' (Zero.param_groups()) after the backward pass"
             )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)

@@ -1,29 +1,30 @@
 """A unit: one block of the model, of whose weights and gradients each rank owns a shard.
 
-It puts its parts together and keeps its state; each part is told in a file of its own, in the order in
-which a step meets them: :mod:`~impl.unit.master_shard`, :mod:`~impl.unit.weight_gather`,
-:mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer`, :mod:`~impl.unit.gradient_buffer` and
-:mod:`~impl.unit.gradient_reduction`.
+A step meets it in four events, which are its methods: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`,
+:meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.  What they do to memory and messages is told in
+files of their own, in the order in which a step meets them: :mod:`~impl.unit.master_shard`,
+:mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer`,
+:mod:`~impl.unit.gradient_buffer` and :mod:`~impl.unit.gradient_reduction`.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from impl.codecs.reference import DTYPES
 from impl.comm.transfer import Transfer
 from impl.errors import WrittenError, ZeroError
 from impl.plan.offload_plan import ON_DEVICE, Placement
+from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
-from impl.unit.gradient_buffer import GradientBuffer
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.host_memory import MEMORY
 from impl.unit.master_shard import MasterShard, Version, sliced
@@ -47,6 +48,14 @@ class State(enum.Enum):
     HIDDEN = enum.auto()
 
 
+_NEXT: Final = {
+    State.SHARDED: {State.GATHERING},
+    State.GATHERING: {State.UNSHARDED, State.SHARDED},  # sharded: it was interrupted
+    State.UNSHARDED: {State.HIDDEN, State.SHARDED},
+    State.HIDDEN: {State.UNSHARDED, State.SHARDED},
+}
+
+
 class Unit:
     """One unit on one rank.
 
@@ -54,9 +63,11 @@ class Unit:
         originals: the model's parameters in slot order, with their values.
         holders: for each of them, the modules that hold it.
         placement: what of it lies in host memory.
+        siblings: all units of the model in their order, this one the next; filled as they are made.
         cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
 
     Attributes:
+        index: among its siblings.
         used_outside: called with the name of a parameter that is used while modules do not show it;
             gathers the unit, or refuses.
     """
@@ -69,8 +80,10 @@ class Unit:
         context: UnitContext,
         placement: Placement = ON_DEVICE,
         *,
+        siblings: Sequence[Unit],
         cut: Tensor | None = None,
     ) -> None:
+        self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
         self.policy = context.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
         own = replace(context, policy=self.policy)
@@ -81,19 +94,15 @@ class Unit:
         self.weight_gather = WeightGather(geometry, own, self.master_shard)
         self.used_outside: Callable[[str], None] = refuse_use
         self.flat = FlatBuffer(geometry, own, self, originals, holders)
-        dtype = DTYPES[self.policy.compute]
-        self.gradients = GradientBuffer(geometry, dtype, own.gradients, self.meter)
         self.reduction = GradientReduction(geometry, own, self.master_shard)
+        self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
         self.state = State.SHARDED
         self._version: Version | None = None  # of the weights that were last gathered
         self._transfer: Transfer | None = None  # while GATHERING
-        self._under_way = own.under_way
         self._stays = self.policy.stage < 3  # gathered until the weights change
 
-    @property
-    def members(self) -> Sequence[Member]:
-        """Its parameters, in slot order."""
-        return self.flat.members
+    def __repr__(self) -> str:
+        return f"Unit({self.geometry.name!r}, {self.state.name}, {self.reduction})"
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -106,163 +115,269 @@ class Unit:
         self.weight_gather.reserve()
         self.reduction.reserve()
 
+    # The events of a step
+
+    def pre_forward(self, phase: Phase) -> None:
+        """All-gather the weights before the unit's module runs, and start gathering those that run next."""
+        self.start_gather(phase)  # this one first: all ranks post in one order
+        for ahead in self._passes.schedule.ahead_in_forward(self.index):
+            self._siblings[ahead].gather_ahead(phase)  # travels while this one computes
+        self.all_gather(phase)
+
+    def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
+        """Reshard the weights once the unit's module has run, unless they are to be used again.
+
+        Args:
+            outputs: addresses of the memory that the module's outputs lie in.
+            stays: whether a backward pass follows for which the schedule may keep weights.
+
+        Returns:
+            Names of the parameters that were written, which is an error.
+        """
+        passes = self._passes
+        if self.gathered and self.flat.bounds[0] in outputs:
+            passes.escaped.add(self.index)  # a returned parameter (Megatron's bias) is used outside
+        if (stays and self.index in passes.schedule.kept) or self.index in passes.escaped:
+            return ()
+        return self.reshard()
+
+    def pre_backward(self) -> None:
+        """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
+        self.start_gather("backward")
+        for ahead in self._passes.schedule.ahead_in_backward(self.index):
+            self._siblings[ahead].gather_ahead("backward")
+        self.all_gather("backward")
+        if self.geometry.trainable:
+            self.reduction.begin_collecting()
+
+    def post_backward(self) -> None:
+        """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
+        self.release()
+        if not self._passes.accumulating:
+            self._passes.reductions.start_ready()
+
     # Weights
 
     @property
     def gathered(self) -> bool:
         """Whether the weights are here, shown or hidden."""
-        return self.state in (State.UNSHARDED, State.HIDDEN)
+        return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
     @property
     def in_use(self) -> bool:
         """Whether they are here, or on their way."""
         return self.state is not State.SHARDED
 
-    def gather(self, phase: Phase) -> None:
+    def gather_ahead(self, phase: Phase) -> None:
+        """Start the all-gather before the unit's module runs: as long as those not used do not pile up."""
+        if self.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
+            self.start_gather(phase)
+
+    def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are here or on their way.
 
         Raises:
             ZeroError: while a parameter of it is seen whole.
         """
-        for _, name in self.seen_whole():
-            raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
+        for member, slot in zip(self.members, self.geometry.slots, strict=True):
+            if member.whole is not None:
+                raise ZeroError(
+                    f"a pass inside GatheredParameters of {slot.spec.name!r}: leave its context first"
+                )
         if self.gathered and self._version != self.master_shard.version:
-            self._reshard()  # a master was written by hand
-        if self.state is State.SHARDED:
-            self._version = self.master_shard.version
-            steps = self.weight_gather.gathering(phase, self.flat)
-            if self.master_shard.placement.crosses:
-                with self.host.ahead() as arrival:
-                    self._transfer = Transfer(steps, "gather")
-                self.master_shard.arrival = arrival
-            else:
+            self._end_use()  # a master was written by hand
+        if self.state is not State.SHARDED:
+            return
+        if self._passes.in_forward and self._passes.schedule.in_model_order:
+            self.gather_earlier(phase)
+        self._version = self.master_shard.version
+        steps = self.weight_gather.gathering(phase, self.flat)
+        if self.master_shard.placement.crosses:
+            with self.host.ahead() as arrival:
                 self._transfer = Transfer(steps, "gather")
-            self.state = State.GATHERING
-            self._under_way.add(self)
+            self.master_shard.arrival = arrival
+        else:
+            self._transfer = Transfer(steps, "gather")
+        self._enter(State.GATHERING)
+        self._passes.gathering.add(self.index)
+
+    def gather_earlier(self, phase: Phase) -> None:
+        """Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls."""
+        schedule = self._passes.schedule
+        for index in (*schedule.outer, *schedule.order):
+            if index == self.index:
+                return
+            if not self._siblings[index].in_use:
+                self._siblings[index].start_gather(phase)
+                self._siblings[index].release()
 
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
-        if (transfer := self._transfer) is not None:
-            self._transfer = None  # first: one that is interrupted brings nothing
-            self._under_way.discard(self)
-            self.state = State.SHARDED
-            self.master_shard.arrival.join()
-            transfer.wait()
+        if self._transfer is not None:
+            self._finish_gather()
+            self._transfer = None
             self.flat.unhide()
-            self.state = State.HIDDEN
-        if self.state is State.HIDDEN:
-            self.flat.show(gathered=True)
-            self.state = State.UNSHARDED
+            self._passes.weights_at[self.flat.bounds[0]] = self.index
+            self._show(State.UNSHARDED)
+        elif self.state is State.HIDDEN:
+            self._show(State.UNSHARDED)
 
-    def bring(self, phase: Phase) -> None:
-        """:meth:`gather` and :meth:`wait`."""
-        shown = self.state is State.UNSHARDED and self._version == self.master_shard.version
-        if not shown or any(self.seen_whole()):
-            self.gather(phase)
+    def all_gather(self, phase: Phase) -> None:
+        """:meth:`start_gather` and :meth:`wait`."""
+        if self.state is not State.UNSHARDED or self._version != self.master_shard.version:
+            self.start_gather(phase)
             self.wait()
 
-    def release(self) -> None:
-        """Reshard; what is on its way is awaited first, as its bytes are sent.
+    def reshard(self) -> Sequence[str]:
+        """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
 
         Below stage 3 the weights stay until they change, unseen by modules.
 
-        Raises:
-            WrittenError: if some were written, or given other values, since they were gathered, naming them.
+        Returns:
+            Names of the parameters that were written, or given other values, since they were gathered.
         """
-        self.wait()
+        if self._transfer is not None:
+            self.wait()
+        if self.state is State.SHARDED:
+            return ()
         self.hide()
-        if not self._stays:
-            written = self.written()
-            if written:
-                self.flat.lay_again()
-            self._reshard()
-            self.flat.detach()
-            if written:
-                raise WrittenError(written)
+        if self._stays:
+            return ()
+        written = self.written()
+        if written:
+            self.flat.lay_again()
+        self._end_use()
+        self.flat.detach()
+        return written
+
+    def release(self) -> None:
+        """:meth:`reshard`.
+
+        Raises:
+            WrittenError: naming the parameters that were written, of all units that are gathered.
+        """
+        if written := self.reshard():
+            self.refuse_written(written)
+
+    def refuse_written(self, names: Sequence[str]) -> None:
+        """Refuse parameters that were written: who writes one often writes all, so name the others, too.
+
+        Raises:
+            WrittenError: naming ``names``, and those of units that are still gathered.
+        """
+        raise WrittenError((*names, *(name for unit in self._siblings for name in unit.written())))
 
     def hide(self) -> None:
         """Let modules hold placeholders from here on."""
         if self.state is State.UNSHARDED:
-            self.flat.show(gathered=False)
-            self.state = State.HIDDEN
+            self._show(State.HIDDEN)
 
     def written(self) -> Sequence[str]:
         """The parameters that were written in place since they were gathered, or lie elsewhere now.
 
         None below stage 3, where gathered weights stay.
         """
-        return list(self.flat.written()) if self.gathered and not self._stays else ()
+        return self.flat.written() if self.gathered and not self._stays else ()
 
     def weights_changed(self) -> None:
         """The weights have new values: what was kept of the old ones is stale."""
         self.master_shard.changed()
         self.weight_gather.secondary.end()
-        self.wait()
-        self._reshard()
+        if self._transfer is not None:
+            self.wait()
+        self._end_use()
         if not self._stays:
             self.flat.detach()
 
-    def seen_whole(self) -> Iterator[tuple[int, str]]:
+    def seen_whole(self) -> Sequence[tuple[int, str]]:
         """(number, name) of the members that GatheredParameters shows now."""
-        for number, (member, slot) in enumerate(zip(self.members, self.geometry.slots, strict=True)):
-            if member.whole is not None:
-                yield number, slot.spec.name
+        pairs = enumerate(zip(self.members, self.geometry.slots, strict=True))
+        return [(number, slot.spec.name) for number, (member, slot) in pairs if member.whole is not None]
 
-    def _reshard(self) -> None:
+    def _enter(self, state: State) -> None:
+        """Go to another state; all of its changes are here.
+
+        Raises:
+            ZeroError: for one that does not follow.
+        """
+        if state not in _NEXT[self.state]:
+            raise ZeroError(f"unit {self.geometry.name!r} goes from {self.state.name} to {state.name}")
+        self.state = state
+
+    def _show(self, state: State) -> None:
+        """Let modules hold the parameters, or their placeholders."""
+        self.flat.show(gathered=state is State.UNSHARDED)
+        self._enter(state)
+
+    def _end_use(self) -> None:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
         self.hide()
         if self.state is State.HIDDEN:
             self.flat.hide()
-            self.state = State.SHARDED
+            self._enter(State.SHARDED)
+
+    def _finish_gather(self) -> None:
+        """Carry the gather under way to its end; where its unit is next used, it has arrived."""
+        if self._transfer is None:
+            return
+        try:
+            self.master_shard.arrival.join()
+            self._transfer.wait()
+        except BaseException:  # one that is interrupted brings nothing
+            self._transfer = None
+            self._enter(State.SHARDED)
+            raise
+        finally:
+            self._passes.gathering.discard(self.index)
 
     # Gradients
 
-    def collect(self, index: int, *, in_turn: bool = False) -> bool:
-        """Take the gradient of member ``index``, which has just arrived; True when none is missing.
-
-        Args:
-            index: of the member.
-            in_turn: whether this unit is the next to be reduced, so that its message may be opened now
-                and, where frames are the elements themselves, be collected in place.
-        """
-        if not self.gradients.armed:  # its pre-backward event was not seen
-            self.gradients.arm()
-        if in_turn and not self.gradients.held:
-            message = self.reduction.open_message(DTYPES[self.policy.compute])
-            if message is not None:
-                self.gradients.lie_in(message)
-        self.gradients.add(index, self.members[index].parameter)
-        self.gradients.missing.discard(index)
-        return not self.gradients.missing
-
-    def collect_outside(self, index: int) -> None:
-        """Take the gradient that arrived at the placeholder of member ``index``.
-
-        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
-        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+    def collect_gradient(self, number: int) -> None:
+        """Take the gradient that has just arrived at member ``number``.
 
         Raises:
-            ZeroError: while the parameter is seen whole: no optimizer would see the gradient.
+            ZeroError: if the unit was reduced in this pass already.
         """
-        member = self.members[index]
+        passes, reduction = self._passes, self.reduction
+        if reduction.started:
+            _refuse_more_gradients(self.geometry.name)
+        if not reduction.begun:  # the first of its unit: all ranks' reductions are here
+            passes.reductions.post_next_hops()
+        if reduction.collect(number, self.members[number].parameter):
+            self.post_backward()
+
+    def collect_outside(self, number: int) -> None:
+        """Take the gradient that arrived at the placeholder of member ``number``.
+
+        Raises:
+            ZeroError: while the parameter is seen whole: no optimizer would see the gradient; or if the unit
+                was reduced in this pass already.
+        """
+        member = self.members[number]
         if member.whole is not None:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 member.placeholder.grad = None
             raise ZeroError(
-                f"backward() to parameter {self.geometry.slots[index].spec.name!r} under GatheredParameters, "
-                "which no optimizer would see: compute the loss in a pass of the model, or use "
-                "torch.no_grad()"
+                f"backward() to parameter {self.geometry.slots[number].spec.name!r} under "
+                "GatheredParameters, which no optimizer would see: compute the loss in a pass of the model, "
+                "or use torch.no_grad()"
             )
-        if not self.gradients.armed:
-            self.gradients.arm()
-        self.gradients.add(index, member.placeholder)
+        if self.reduction.started:
+            _refuse_more_gradients(self.geometry.name)
+        self.reduction.collect_outside(number, member.placeholder)
 
-    def reduce(self) -> Transfer:
-        """Start averaging the collected gradient over all ranks."""
-        steps = self.reduction.reducing(self.gradients.whole(), self.gradients.opened)
-        transfer = Transfer(steps, "reduction")
-        self.gradients.forget()
-        return transfer
+    def drop_gradients(self) -> None:
+        """Forget what was collected and not reduced, and what a pass that failed left at the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+            for member in self.members:
+                member.parameter.grad = member.placeholder.grad = None
+        self.reduction.drop()
+
+    def end_backward(self) -> None:
+        """A backward pass is over: a mean on its way to the host is waited for."""
+        self.reduction.end_pass()
+        if self.master_shard.placement.shard:
+            self.master_shard.land()
 
     # Refusals
 
@@ -297,3 +412,12 @@ class Unit:
                     f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
                     "set requires_grad before"
                 )
+
+
+def _refuse_more_gradients(unit: str) -> None:
+    """Refuse a gradient of a unit that this pass has reduced already."""
+    raise ZeroError(
+        f"a gradient arrived for unit {unit!r}, which was already reduced in this backward pass: in "
+        "reentrant checkpoints a parameter that is used twice brings its gradient in parts, so "
+        "use_reentrant=False there"
+    )

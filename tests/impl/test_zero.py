@@ -129,7 +129,7 @@ def _replicas(mesh: Mesh, policy: Policy, steps: int) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         for unit in zero.units:
-            unit.gather("evaluate")
+            unit.start_gather("evaluate")
             unit.wait()
             seen += [member.parameter.detach().clone() for member in unit.members]
             unit.release()

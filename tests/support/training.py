@@ -69,7 +69,6 @@ def train(  # noqa: PLR0917  # thread ranks pass by position
             with zero.accumulating() if local else contextlib.nullcontext():
                 loss = net(batch(step * accumulation + micro, mesh.rank, width))
                 zero.scaler.scaled(loss).backward()
-                zero.finish_backward()
             total += loss.item() / accumulation
         zero.step(optimizer)
         optimizer.zero_grad()

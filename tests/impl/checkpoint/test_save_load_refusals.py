@@ -162,8 +162,6 @@ def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
             run.net(batch(0, mesh.rank)).backward()
             run.zero.finish_backward()
             run.optimizers[0].step()
-        case "unfinished":
-            run.net(batch(0, mesh.rank)).backward()
         case "foreign":
             run.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)]
         case "shape":
@@ -189,7 +187,6 @@ def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
         ("lr", "rank 1 would save another extra, or options of optimizers"),
         ("gradients", "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
         ("half", "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
-        ("unfinished", "call finish_backward\\(\\) first"),
         ("foreign", "optimizer 0 holds what is no master of this engine"),
         ("shape", "state 'factor' has 3 elements for a master of"),
         ("keep", "keep = 0: expected 1 or more"),

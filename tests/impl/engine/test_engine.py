@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
-from impl.engine.optimizer_hooks import find
+from impl.engine.owners import find
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import preset
+from impl.plan.policy import Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.checkpoint.checkpointed import Dropping
@@ -97,6 +99,55 @@ def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(frozen: bool)
     on_threads(Topology(1, 1), body)
 
 
+def _loop(mesh: Mesh, stage: Stage, *, calls: bool) -> list[Tensor]:
+    """Masters after steps that accumulate and clip, of a loop that may say when a backward pass ends."""
+    net = copy.deepcopy(MODEL)
+    zero = shard(net, mesh=mesh, policy=replace(EXACT, stage=stage, reduce_every="step"))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    for number in range(4):
+        zero.accumulate(on=number == 2)
+        net(batch(number, mesh.rank)).backward()
+        if calls:
+            zero.finish_backward()
+            zero.finish_backward()
+        if number != 2:
+            zero.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [master.detach() for master in zero.masters]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loop_ends_its_backward_passes_by_itself(stage: Stage) -> None:
+    """With accumulation and clipping; calling finish_backward(), also twice, changes no bit."""
+    for plain, called in zip(
+        *(on_threads(Topology(1, 2), partial(_loop, stage=stage, calls=on)) for on in (False, True)),
+        strict=True,
+    ):
+        assert all(map(torch.equal, plain, called))
+
+
+def test_a_backward_pass_after_an_interrupted_forward_pass_is_refused() -> None:
+    """What the forward pass left open is not taken for a call of the model inside itself."""
+
+    def body(mesh: Mesh) -> None:
+        zero = shard(net := copy.deepcopy(MODEL), mesh=mesh, policy=EXACT)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = net.head.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(0, 0))
+        handle.remove()
+        with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
+            net(batch(0, 0)).backward()
+        zero.drop_gradients()
+        net(batch(0, 0)).backward()
+
+    on_threads(Topology(1, 1), body)
+
+
 # Misuse
 
 
@@ -106,17 +157,7 @@ def _misuse(mesh: Mesh, how: str) -> str:
     name = "Adafactor" if how == "adafactor" else "AdamW"
     optimizer = getattr(torch.optim, name)(zero.param_groups())
     try:
-        if how == "finish first":
-            zero.finish_backward()
         net(batch(0, mesh.rank)).backward()
-        if how == "forgotten":
-            optimizer.step()
-        if how == "norm":
-            zero.grad_norm()
-        if how == "twice":
-            zero.finish_backward  # noqa: B018  # forgotten
-            net(batch(1, mesh.rank)).backward()
-        zero.finish_backward()
         optimizer.step()
         if how == "outside":
             net.head.weight + 1
@@ -129,10 +170,6 @@ def _misuse(mesh: Mesh, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("forgotten", "optimizer.step() after a backward pass: call finish_backward() first"),
-        ("norm", "grad_norm() after a backward pass: call finish_backward() first"),
-        ("finish first", "finish_backward() without a backward pass before it"),
-        ("twice", "a forward pass after a backward pass that was not finished: call finish_backward()"),
         ("adafactor", "Adafactor is not elementwise"),
         ("outside", "is used outside of a forward pass, where its values are sharded"),
     ],
@@ -159,9 +196,13 @@ def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
     zero = shard(net, mesh=mesh, policy=EXACT)
     try:
         match how:
-            case "backward failed":
+            case "pass after a failed one" | "step after a failed one" | "norm after a failed one":
                 with pytest.raises(ValueError, match="boom"):
                     net(_Boom.apply(data(0, 0).requires_grad_())).backward()
+                if how.startswith("step"):
+                    torch.optim.SGD(zero.param_groups(), lr=1.0).step()
+                if how.startswith("norm"):
+                    zero.grad_norm()
                 net(data(1, mesh.rank))
             case "module's optimizer":
                 optimizer = torch.optim.AdamW(net.parameters())
@@ -194,7 +235,15 @@ def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("backward failed", "drop its gradients with optimizer.zero_grad() if the backward pass failed"),
+        (
+            "pass after a failed one",
+            "a forward pass after a backward pass that failed: call",
+        ),
+        (
+            "step after a failed one",
+            "optimizer.step() after a backward pass that failed: call",
+        ),
+        ("norm after a failed one", "grad_norm() after a backward pass that failed: call"),
         ("module's optimizer", "construct it with Zero.param_groups()"),
         ("load_state_dict", "use Zero.load_full_state_dict()"),
         ("step between", "changed between its forward and its backward pass"),

@@ -41,41 +41,31 @@ class _Stored:
         return f"{self.bounds}, {tuple(tensor.shape)}"
 
 
-def _found(saved: SavedTensors, tensor: Tensor) -> Any:
+def _unit_of(saved: SavedTensors, tensor: Tensor) -> Any:
     """The unit whose weights ``tensor`` is saved as; None if it is kept."""
     kept: Any = saved._pack(tensor)
     return kept[0] if isinstance(kept[0], _Stored) else None
 
 
-@given(st.data())
-def test_a_view_is_found_in_whatever_lies_there_now(data: st.DataObject) -> None:
-    """Units come and go at overlapping addresses; a view is a weight's if, and only if, its unit is there."""
-    memory = torch.zeros(ELEMENTS)
-    saved, there = SavedTensors(), list[tuple[int, int, _Stored]]()
-    for _ in range(data.draw(st.integers(0, 12))):
-        start = data.draw(st.integers(0, ELEMENTS - 1))
-        end = data.draw(st.integers(start + 1, ELEMENTS))
-        for low, high, unit in there:
-            if low < end and start < high:
-                unit.gathered = False
-        there = [each for each in there if each[2].gathered]
-        at = memory.data_ptr() + 4 * start, memory.data_ptr() + 4 * end
-        there.append((start, end, _Stored(at)))
-        saved.gathered(cast("Unit", there[-1][2]))
-        if there and data.draw(st.booleans()):
-            there.pop(data.draw(st.integers(0, len(there) - 1)))[2].gathered = False
-    for place in range(ELEMENTS):
-        owner = [unit for start, end, unit in there if start <= place < end]
-        assert _found(saved, memory[place : place + 1]) is (owner[0] if owner else None)
-    assert _found(saved, torch.zeros(3)) is None
-
-
-def test_an_empty_weight_is_found_too() -> None:
-    """An empty view has no address, but would keep the unit's memory: it is found by its storage."""
-    memory = torch.zeros(4)
-    saved, unit = SavedTensors(), _Stored((memory.data_ptr(), memory.data_ptr() + 16))
-    saved.gathered(cast("Unit", unit))
-    assert _found(saved, memory[2:2].view(0, 5)) is unit
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12))
+def test_a_view_is_found_in_whatever_lies_there_now(events: list[tuple[int, bool]]) -> None:
+    """Units come and go in three buffers; a view is a weight's if, and only if, its unit is there."""
+    buffers = [torch.zeros(ELEMENTS) for _ in range(3)]
+    units, there = list[_Stored](), dict[int, _Stored]()
+    weights_at = dict[int, int]()
+    saved = SavedTensors(cast("list[Unit]", units), weights_at)
+    for place, comes in events:
+        if (before := there.pop(place, None)) is not None:
+            before.gathered = False
+        if comes:
+            start = buffers[place].data_ptr()
+            units.append(_Stored((start, start + 4 * ELEMENTS)))
+            there[place] = units[-1]
+            weights_at[start] = len(units) - 1
+    for place, buffer in enumerate(buffers):
+        for view in (buffer, buffer[7:9], buffer[2:2].view(0, 5)):  # an empty one has its storage's address
+            assert _unit_of(saved, view) is there.get(place)
+    assert _unit_of(saved, torch.zeros(3)) is None
 
 
 class _Wrapper(Tensor):

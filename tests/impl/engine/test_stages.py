@@ -229,13 +229,12 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    reductions = zero.hooks.actions.reductions
+    reductions = zero.units[0]._passes.reductions
     start = reductions._start
 
-    def watched(index: int) -> None:
-        start(index)
-        sizes = [zero.units[i].geometry.padded for i, t in reductions._transfers.items() if not t.complete]
-        seen.append(sum(sizes))
+    def watched(reduction: Any) -> None:
+        start(reduction)
+        seen.append(reductions.elements_under_way)
 
     reductions._start = watched  # type: ignore[method-assign]
     net(batch(0, mesh.rank)).backward()

@@ -62,7 +62,7 @@ def _kept(mesh: Mesh, policy: Policy) -> bool:
     for unit in zero.units:
         seen = []
         for phase in ("forward", "backward", "evaluate"):
-            unit.gather(phase)
+            unit.start_gather(phase)
             unit.wait()
             seen.append([member.parameter.detach().clone() for member in unit.members])
             unit.release()

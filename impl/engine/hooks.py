@@ -1,0 +1,491 @@
+"""Hooks on modules and gradients, which tell units of the events of a step and call nothing else.
+
+What a unit does then is told in :mod:`impl.unit.unit`.  Nothing here knows ZeRO++'s techniques by name: they
+are values of the policy.
+
+Hooks of autograd hold the engine and its units weakly: torch keeps them where Python's garbage collector
+cannot look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.codecs.reference import DTYPES
+from impl.engine.module_buffers import ModuleBuffers
+from impl.engine.optimizer_masters import Masters
+from impl.engine.optimizer_step import LossScaler
+from impl.engine.outside_uses import OutsideUses, recomputing
+from impl.engine.saved_tensors import SavedTensors
+from impl.errors import WrittenError, ZeroError
+from impl.plan.traffic import Phase
+from impl.pytree import cast_tensors, memory_of, tensors_in
+from impl.unit.context import UnitContext
+from impl.unit.member import InUnit
+from impl.unit.placeholder import keeper_of
+from impl.unit.unit import Unit
+
+
+class Hooks:
+    """The passes of one sharded model on one rank, one after the other.
+
+    Args:
+        units: the root's first, then in model order.
+        modules: of each unit, the module that it travels with.
+        masters: told when new gradients are there.
+        buffers: of the model; made equal before a forward pass.
+        scaler: of losses; told when a backward pass is over.
+        casts_inputs: whether the model was given in another type than it computes in.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        modules: Sequence[nn.Module],
+        context: UnitContext,
+        *,
+        masters: Masters,
+        buffers: ModuleBuffers,
+        scaler: LossScaler,
+        casts_inputs: bool,
+    ) -> None:
+        self._model, self._units, self._module_buffers = model, units, buffers
+        self._passes = passes = context.passes
+        self._inputs = DTYPES[context.policy.compute] if casts_inputs else None  # what inputs are cast to
+        self._units_of: dict[nn.Module, list[Unit]] = {}
+        for unit, module in zip(units, modules, strict=True):
+            self._units_of.setdefault(module, []).append(unit)
+        self._bucket = context.policy.memory.reduce_bucket
+        self._follow_order()
+        self.saved = SavedTensors(units, passes.weights_at)
+        self.backward = BackwardHooks(model, self._units_of, units, context, masters=masters, scaler=scaler)
+        self.outside = OutsideUses(units, passes)
+        # Units in the order they ran; None once it is known, and where it is the model's.
+        self._seen: list[int] | None = None if passes.schedule.in_model_order else []
+        self._called_alone: nn.Module | None = None
+        self._parts = _parts(model)
+        for module in dict.fromkeys((model, *self._units_of)):
+            # A compiler computes what lies between the hooks; traced, they would be what they did once.
+            before = torch.compiler.disable(self._pre_forward)  # type: ignore[no-untyped-call]
+            after = torch.compiler.disable(self._post_forward)  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+    # Before a module runs
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        passes, again = self._passes, recomputing()
+        first = not passes.running and not again
+        passes.running += 1  # first: the hook after this call takes it back, whatever is refused here
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
+            raise ZeroError(
+                f"{type(module).__name__} of a sharded model under a transform of torch.func (vmap, grad), "
+                "which cannot see its weights come and go: use autograd, or the model before shard()"
+            )
+        units = self._units_of.get(module, ())
+        if first and module is self._model:
+            self._begin_forward()
+        elif first:
+            for unit in units:
+                unit.check_held()
+        changed = None
+        if self._inputs is not None:
+            changed = args, kwargs = cast_tensors(args, self._inputs), cast_tensors(kwargs, self._inputs)
+        if again:  # a block is computed again: gather what was resharded, and look no further
+            for unit in units:
+                unit.all_gather("backward")
+            return changed
+        training = torch.is_grad_enabled()
+        if training and not self.saved.active:
+            self.saved.begin()  # a block that is called by itself, outside the model's forward pass
+            self._called_alone = module
+        for unit in units:
+            if self._seen is not None and not unit.geometry.outer and unit.index not in self._seen:
+                self._seen.append(unit.index)
+            unit.pre_forward("forward" if training else "evaluate")
+        if training and units and module is not self._model:
+            self.backward.reshard_after(module, (args, kwargs))
+        return changed
+
+    def _begin_forward(self) -> None:
+        """A forward pass of the model begins."""
+        passes = self._passes
+        passes.in_forward = False  # until nothing is refused any more
+        for unit in self._units:
+            unit.check_held()
+        self._check_attached()
+        self._module_buffers.make_equal()
+        if torch.is_grad_enabled():
+            self._module_buffers.changed()
+            self.backward.begin_forward()
+            self.saved.begin()
+        passes.escaped.clear()
+        passes.in_forward = True
+        if self._seen is not None:
+            self._seen = []
+
+    def _check_attached(self) -> None:
+        """Refuse parameters that came to the model since it was sharded."""
+        for part, children, names in self._parts:
+            if part._modules != children or list(part._parameters) != names:  # noqa: SLF001
+                break
+        else:
+            return
+        for name, parameter in self._model.named_parameters():
+            if not isinstance(keeper_of(parameter), InUnit) and parameter.numel():
+                raise ZeroError(
+                    f"parameter {name!r} came to the model after it was sharded: each rank would train its "
+                    "own; add it before shard()"
+                )
+        self._parts = _parts(self._model)
+
+    # After it has run
+
+    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        passes, root = self._passes, module is self._model
+        passes.running -= 1
+        if recomputing():  # kept until its backward
+            return
+        ends = root and not passes.running  # else the model called itself
+        units = () if root and not ends else self._units_of.get(module, ())
+        outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
+        addresses = {memory_of(tensor) for tensor in outputs}
+        stays = self._stays(outputs, self._units if root else units)
+        written: list[str] = []
+        try:
+            for unit in units:
+                written += unit.post_forward(addresses, stays=stays)
+            if ends:
+                if outputs:  # nothing was raised
+                    self._gather_unused()
+                written += self._end_forward(addresses, stays=stays)
+        finally:
+            if ends or module is self._called_alone:
+                self.saved.end()
+                self._called_alone = None
+        if written:
+            self._units[0].refuse_written(written)
+        if torch.is_grad_enabled() and module in self._units_of:
+            self.backward.gather_before(module, outputs)
+
+    def _stays(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
+        """Whether a backward pass can follow for which weights may stay: none does if some were written."""
+        if not torch.is_grad_enabled():
+            return False
+        kept = self._passes.schedule.kept
+        for tensor in outputs:
+            if tensor.requires_grad:
+                return not any(unit.index in kept and unit.written() for unit in units)
+        return False
+
+    def _end_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
+        """The model has run; names of written parameters, of units that were gathered ahead and not used."""
+        passes, written = self._passes, list[str]()
+        passes.in_forward = False
+        passes.escaped.clear()
+        if self._seen is not None:
+            passes.schedule = passes.schedule.after(self._seen)
+            self._seen = None
+            self._follow_order()
+        for unit in self._units:
+            kept = stays and unit.index in passes.schedule.kept
+            returned = unit.gathered and unit.flat.bounds[0] in outputs
+            if unit.in_use and not kept and not returned:
+                written += unit.reshard()
+        return written
+
+    def _gather_unused(self) -> None:
+        """Below stage 3 all ranks gather all units, also those that this rank's pass did not use."""
+        if self._passes.schedule.in_model_order and self._passes.in_forward:
+            phase: Phase = "forward" if torch.is_grad_enabled() else "evaluate"
+            for unit in self._units:
+                if not unit.in_use:
+                    unit.start_gather(phase)
+                    unit.release()
+
+    def _follow_order(self) -> None:
+        """Reduce gradients in the schedule's order from the next pass on."""
+        order = (self._units[index] for index in self._passes.schedule.reduction_order)
+        reductions = [unit.reduction for unit in order if unit.geometry.trainable]
+        self._passes.reductions.follow(reductions, self._bucket)
+
+    # Other ways to run
+
+    def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``entry`` returns, called as if it were the forward pass of ``module``.
+
+        Raises:
+            ZeroError: if ``module`` is neither the model nor one of its blocks.
+        """
+        if module is not self._model and module not in self._units_of:
+            raise ZeroError(
+                f"{type(module).__name__} is neither the sharded model nor one of its blocks, whose weights "
+                "come and go together: register a method of one of those"
+            )
+        output = None
+        try:
+            args, kwargs = self._pre_forward(module, args, kwargs) or (args, kwargs)
+            output = entry(*args, **kwargs)
+        finally:
+            self._post_forward(module, args, kwargs, output)
+        return output
+
+    @contextlib.contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """A forward pass of the model: :meth:`impl.engine.engine.Zero.unsharded`."""
+        try:
+            self._pre_forward(self._model, (), {})
+            yield
+            self._gather_unused()
+        finally:
+            self._post_forward(self._model, (), {}, None)
+
+    def drop(self) -> None:
+        """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
+        self._passes.running = 0
+        self.outside.gathered.clear()
+        if self.saved.active:
+            self.saved.end()
+        self._called_alone = None
+        self.backward.drop()
+
+    def check_idle(self, what: str) -> None:
+        """Refuse ``what`` inside a forward or backward pass.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        if self._passes.running or recomputing():
+            raise ZeroError(
+                f"{what} inside a forward or backward pass, which gathers what it uses itself (a pass that "
+                "was interrupted: call drop_gradients())"
+            )
+
+
+class BackwardHooks:
+    """The backward passes of one sharded model on one rank.
+
+    Args:
+        units_of: the units that travel with a module.
+        masters: told when new gradients are there.
+        scaler: told when a pass is over.
+
+    Attributes:
+        finished: backward passes so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units_of: Mapping[nn.Module, Sequence[Unit]],
+        units: Sequence[Unit],
+        context: UnitContext,
+        *,
+        masters: Masters,
+        scaler: LossScaler,
+    ) -> None:
+        self._model, self._units_of, self._units, self._masters = model, units_of, units, masters
+        self._passes, self._wire, self._weights = context.passes, context.wire, context.weights
+        self._clock, self._check_every, self._scaler = context.clock, context.policy.order_every, scaler
+        self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
+        self.finished = 0
+        for unit in units:
+            if unit.geometry.trainable:
+                for number, member in enumerate(unit.members):
+                    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+                        member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            _GradientHook(self, unit.index, number)
+                        )
+                        member.placeholder.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            _PlaceholderHook(self, unit.index, number)
+                        )
+
+    # Set by a forward pass
+
+    def begin_forward(self) -> None:
+        """A forward pass of the model begins.
+
+        Raises:
+            ZeroError: after a backward pass that failed; for parameters that were frozen since.
+        """
+        if self._passes.in_backward:
+            raise ZeroError(
+                "a forward pass after a backward pass that failed: call finish_backward(), as the other "
+                "ranks do, and drop its gradients with optimizer.zero_grad()"
+            )
+        for unit in self._units:
+            unit.check_flags()
+        self._calls.clear()
+
+    def reshard_after(self, module: nn.Module, inputs: Any) -> None:
+        """Once the gradients of a block's inputs are there, its weights are not needed any more.
+
+        Units that count gradients are resharded before; this is for frozen and unused parameters.
+        Leaves are left out: they outlive the pass, and so would the hook.
+        """
+        self._calls[module] = self._calls.get(module, 0) + 1
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.grad_fn is not None]
+        if tensors:
+            hook = _InputHook(self, module, len(tensors))
+            for tensor in tensors:
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def gather_before(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Gather a block's units again when the gradient of one of its outputs arrives."""
+        hook = None
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                hook = hook or _OutputHook(self, module)
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    # Events
+
+    def pre_backward(self, module: nn.Module) -> None:
+        """The gradient of one of ``module``'s outputs is there."""
+        if torch.is_grad_enabled():
+            raise ZeroError("create_graph=True: gradients of gradients are not supported")
+        self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.pre_backward()
+
+    def collect_gradient(self, unit: int, number: int) -> None:
+        """The gradient of a parameter is there."""
+        self._begin_backward()
+        self._units[unit].collect_gradient(number)
+
+    def collect_outside(self, unit: int, number: int) -> None:
+        """A gradient is there at the placeholder of a parameter."""
+        self._units[unit].collect_outside(number)
+        self._begin_backward()
+
+    def post_backward(self, module: nn.Module) -> None:
+        """The gradients of all inputs of one call of ``module`` are there."""
+        self._calls[module] = self._calls.get(module, 1) - 1
+        if not self._calls[module]:
+            for unit in self._units_of[module]:
+                unit.release()
+
+    def _begin_backward(self) -> None:
+        """Have autograd end the pass once it is through, if this is the pass's first gradient.
+
+        Raises:
+            ZeroError: inside a forward pass, or after one that was interrupted.
+        """
+        passes = self._passes
+        if passes.in_backward:
+            return
+        if passes.running:
+            raise ZeroError(
+                "a backward pass inside a forward pass of a sharded model (a forward pass that was "
+                "interrupted: call drop_gradients())"
+            )
+        passes.in_backward = True
+        # As FSDP2 and DDP do; there is no public one.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
+
+    def _end_backward(self) -> None:
+        """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
+        passes, written = self._passes, list[str]()
+        if not passes.accumulating:
+            passes.reductions.start_all()
+        passes.reductions.finish()
+        for unit in self._units:
+            written += unit.reshard()
+            unit.end_backward()
+        self._weights.trim()
+        self._calls.clear()
+        passes.in_backward = False
+        self._clock.next_micro_batch()
+        self._masters.arrived()
+        self._scaler.passed()
+        self.finished += 1
+        if written:
+            raise WrittenError(written)
+        if self._check_every and self.finished % self._check_every == 0:
+            self._wire.check_order()
+
+    # Between passes
+
+    def finish(self) -> None:
+        """End a backward pass that failed on this rank: :meth:`impl.engine.engine.Zero.finish_backward`."""
+        if self._passes.in_backward:
+            self._end_backward()
+
+    def drop(self) -> None:
+        """Forget local gradients and reductions that failed."""
+        self._passes.reductions.drop_failed()
+        for unit in self._units:
+            unit.drop_gradients()
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` in or after a backward pass that was not finished.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        if self._passes.in_backward:
+            raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
+        if any(unit.reduction.gradients.held for unit in self._units):
+            raise ZeroError(
+                f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
+                "outside of it, or call drop_gradients()"
+            )
+
+
+class _GradientHook:
+    """Tells the engine that the gradient of a parameter has arrived."""
+
+    def __init__(self, engine: BackwardHooks, unit: int, number: int) -> None:
+        self._engine, self._unit, self._number = weakref.ref(engine), unit, number
+
+    def __call__(self, _: Tensor) -> None:
+        if (engine := self._engine()) is None:
+            raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
+        engine.collect_gradient(self._unit, self._number)
+
+
+class _PlaceholderHook:
+    """Tells the engine that a gradient has arrived at the placeholder of a parameter."""
+
+    def __init__(self, engine: BackwardHooks, unit: int, number: int) -> None:
+        self._engine, self._unit, self._number = weakref.ref(engine), unit, number
+
+    def __call__(self, _: Tensor) -> None:
+        if (engine := self._engine()) is None:
+            raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
+        engine.collect_outside(self._unit, self._number)
+
+
+class _OutputHook:
+    """Tells the engine, if it is not gone, that the gradient of an output of ``module`` has arrived."""
+
+    def __init__(self, engine: BackwardHooks, module: nn.Module) -> None:
+        self._engine, self._module = weakref.ref(engine), module
+
+    def __call__(self, _: Tensor) -> None:
+        if (engine := self._engine()) is not None:
+            engine.pre_backward(self._module)
+
+
+class _InputHook:
+    """Counts the gradients of the inputs of one call of ``module``, and tells the engine of the last."""
+
+    def __init__(self, engine: BackwardHooks, module: nn.Module, inputs: int) -> None:
+        self._engine, self._module, self._left = weakref.ref(engine), module, inputs
+
+    def __call__(self, _: Tensor) -> None:
+        self._left -= 1
+        if not self._left and (engine := self._engine()) is not None:
+            engine.post_backward(self._module)
+
+
+def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]]:
+    """All modules, with their children and the names of their parameters."""
+    return [(part, dict(part._modules), list(part._parameters)) for part in model.modules()]  # noqa: SLF001

@@ -1,0 +1,98 @@
+"""Counts the Python calls of a training step, by the package whose files they are in."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+import impl
+from impl.comm.mesh import Mesh
+from impl.plan.policy import preset
+from impl.zero import shard
+
+OURS = str(Path(impl.__file__).parent)
+FSDP2 = str(Path(fsdp.__file__).parent / "_fully_shard")
+
+
+class Calls(NamedTuple):
+    """Python calls of one part of a step, the functions called, and the files that they are in."""
+
+    calls: int
+    functions: int
+    files: int
+
+
+@contextmanager
+def counted(package: str) -> Iterator[Counter[CodeType]]:
+    """Count the calls of functions in files under ``package`` that the body makes on this thread."""
+    calls: Counter[CodeType] = Counter()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls[frame.f_code] += 1
+
+    sys.setprofile(profile)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def summed(calls: Counter[CodeType]) -> Calls:
+    """What was counted, as three numbers."""
+    return Calls(calls.total(), len(calls), len({code.co_filename for code in calls}))
+
+
+WIDTH: Final = 256  # of the smallest units that ZeRO++'s blocks do not pad too much
+
+
+class Block(nn.Module):
+    """A unit: a linear layer with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) of (n, WIDTH)."""
+        return x + self.linear(x)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> None:
+    model(torch.ones(4, WIDTH)).sum().backward()
+    finish()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def calls_of_step(mesh: Mesh, units: int, name: str = "zero3") -> tuple[Calls, Calls]:
+    """Calls of a step, after three others, of ``units`` blocks sharded by this project and by FSDP2."""
+    model = nn.Sequential(*(Block() for _ in range(units)))
+    peer = copy.deepcopy(model)
+    zero = shard(model, mesh=mesh, policy=preset(name))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=1e-3)
+    for _ in range(3):
+        _step(model, optimizer, zero.finish_backward)
+    with counted(OURS) as ours:
+        _step(model, optimizer, zero.finish_backward)
+    devices = init_device_mesh("cpu", (mesh.topology.world,))
+    for block in peer:
+        fsdp.fully_shard(block, mesh=devices)
+    fsdp.fully_shard(peer, mesh=devices)
+    other = torch.optim.SGD(peer.parameters(), lr=1e-3)
+    for _ in range(3):
+        _step(peer, other, lambda: None)
+    with counted(FSDP2) as theirs:
+        _step(peer, other, lambda: None)
+    return summed(ours), summed(theirs)
