@@ -53,8 +53,7 @@ from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
-from impl.checkpoint.atomic_files import CheckpointError
-from impl.checkpoint.commit import check_size, named, resolve, verify
+from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
 
 OK: Final = 0
@@ -377,18 +376,15 @@ def list_checkpoints(
         said, state = "", "sizes and digests checked" if digests else "sizes checked, contents not (--verify)"
         try:
             manifest = read_manifest(path)
-            optimizers = ", ".join(one.kind for one in manifest.optimizers) or "none"
-            nbytes = sum(file.nbytes for file in manifest.files)
+            optimizers = ", ".join(one["kind"] for one in manifest.optimizers) or "none"
+            nbytes = sum(size for size, _ in manifest.files)
             said = (
                 f"{train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
                 f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes "
                 f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
                 f"{manifest.of.get('stage')}; {manifest.writer}; "
             )
-            for file in manifest.files:
-                check_size(path, file)
-            if digests:
-                verify(path, manifest.files)
+            manifest.verify(path, range(len(manifest.files)), digests=digests)
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"

@@ -171,7 +171,7 @@ def told_steps(manifest: Manifest) -> str:
     The loss scale counts them only while its setting stays; `zeropp train` saves what its log said.
     """
     scale, extra = manifest.loss_scale, manifest.extra
-    done = manifest.step + (0 if scale is None else scale.skipped)
+    done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
         done = int(extra["steps"])
     skipped = done - manifest.step

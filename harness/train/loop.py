@@ -150,10 +150,10 @@ class _Training:
             return
         extra = self._run() | {"steps": done}
         try:
-            saving = checkpoint.save(job.save, self.zero, [self.optimizer], extra=extra, keep=job.keep)
+            path = checkpoint.save(job.save, self.zero, [self.optimizer], extra=extra, keep=job.keep)
         except CheckpointError as error:
             raise Refusal(str(error)) from None
-        self.rank.report(Progress("save", done, self.trial.steps, f"saved {saving.path}"))
+        self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
 
     def _run(self) -> dict[str, Any]:
         """Identity of the run, which must be equal on resume: batches are drawn from it."""

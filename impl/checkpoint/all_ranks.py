@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import torch
 
-from impl.checkpoint.atomic_files import CheckpointError
+from impl.checkpoint.commit import CheckpointError
 from impl.comm.wire import Wire
+from impl.errors import ZeroError
 
-MESSAGE_BYTES: Final = 1024  # of each rank
-_ERROR_BYTES: Final = 900  # of an error's text in JSON; the rest is cut
+MESSAGE_BYTES: Final = 1024  # of each rank: a result in JSON, or "!" and an error's line, which may be cut
 
 
 def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
@@ -35,30 +35,23 @@ def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
     """
     failure: Exception | None = None
     try:
-        mine: dict[str, Any] = {"done": attempt()}
+        outcome = json.dumps(attempt())
     except Exception as error:
-        failure = error
-        mine = {"error": _line(error)}
-    data = bytearray(json.dumps(mine).encode().ljust(MESSAGE_BYTES))
+        failure, outcome = error, "!" + _line(error)
+    data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
     sent = torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device)
     rows = wire.all_gather_small(sent).cpu().numpy()  # (ranks, MESSAGE_BYTES)
-    told = [json.loads(row.tobytes()) for row in rows]
-    errors = {rank: one["error"] for rank, one in enumerate(told) if "error" in one}
-    if errors:
-        alike = len(errors) == len(told) and len(set(errors.values())) == 1
-        first = next(iter(errors))
-        words = errors[first]
-        raise CheckpointError(words if alike else f"rank {first}: {words}") from failure
-    return [one["done"] for one in told]
+    outcomes = [row.tobytes().decode(errors="ignore").rstrip() for row in rows]
+    for rank, words in enumerate(outcomes):
+        if words.startswith("!"):
+            where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
+            raise CheckpointError(where + words[1:]) from failure
+    return [json.loads(words) for words in outcomes]
 
 
 def _line(error: Exception) -> str:
-    """One line that says what went wrong, short enough to be sent."""
-    words = " ".join(str(error).split()) or "no message"
+    """One line that says what went wrong."""
     if isinstance(error, OSError) and error.strerror:
-        words = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    if not isinstance(error, CheckpointError | OSError):
-        words = f"{type(error).__name__}: {words}"
-    while len(json.dumps(words)) > _ERROR_BYTES:
-        words = words[: len(words) * 9 // 10].rstrip(".") + "..."
-    return words
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    words = " ".join(str(error).split()) or "no message"
+    return words if isinstance(error, CheckpointError | ZeroError) else f"{type(error).__name__}: {words}"

@@ -1,23 +1,26 @@
-"""Resharding: which ranges a rank holds and saves, and reading any range of a saved layout for another one.
+"""Ranks' files, and resharding: reading any range of a saved layout for another one.
 
-Pure: no torch.  So a checkpoint is loaded onto another world size, stage, group or block size: each rank asks
-for the ranges that it holds, wherever other ranks saved their elements.
+The unit of saving is a *range*: elements [start, end) of one parameter, flattened, called
+``KIND/NAME@START`` in its file.  Ranges know nothing of units, blocks, shards or ranks, so a checkpoint is
+loaded onto another world size, stage, group or block size: each rank asks for the ranges that it holds,
+wherever other ranks saved their elements.  Files are safetensors (https://huggingface.co/docs/safetensors),
+written and read by the format's own library.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from impl.checkpoint.manifest import BUFFER, Manifest, SavedParameter, key_of
-from impl.checkpoint.safetensors_file import Reader
+import torch
+from torch import Tensor
+
+from impl.checkpoint.commit import CheckpointError, digest_of, sync
+from impl.checkpoint.manifest import Manifest, file_name
 from impl.plan.shard_layout import Slot, UnitGeometry
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Range(NamedTuple):
@@ -32,6 +35,15 @@ class Range(NamedTuple):
     def name(self) -> str:
         """Of the parameter."""
         return self.slot.spec.name
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.end - self.start
+
+    def key(self, kind: str) -> str:
+        """What it is called in a file."""
+        return f"{kind}/{self.name}@{self.start}"
 
 
 def _ranges(geometry: UnitGeometry, low: int, high: int, origin: int) -> Iterator[Range]:
@@ -55,60 +67,93 @@ def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
     return _ranges(geometry, first + low, first + high, first)
 
 
-def saved_parameters(geometries: Sequence[UnitGeometry], topology_world: int) -> dict[str, SavedParameter]:
-    """What all ranks save of all parameters, as any of them can tell from the layout."""
-    found: dict[str, SavedParameter] = {}
-    for geometry in geometries:
-        ranges: dict[str, list[tuple[int, int, int]]] = {slot.spec.name: [] for slot in geometry.slots}
-        for rank in range(topology_world):
-            for one in saved_ranges(geometry, rank):
-                ranges[one.name].append((one.start, one.end, rank))
-        for slot in geometry.slots:
-            name, shape = slot.spec.name, list(slot.spec.shape)
-            found[name] = SavedParameter(
-                shape=shape, trainable=geometry.trainable, ranges=sorted(ranges[name])
-            )
-    return found
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
+    """Write and sync a file, of whose tensors the host has a copy until then.
 
+    Args:
+        path: of the file.
+        tensors: by name; each is asked for once, and may go then.
 
-def overlapping(saved: SavedParameter, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The saved ranges that hold elements of [start, end)."""
-    first = bisect.bisect_right(saved.ranges, start, key=lambda one: one[1])
-    return itertools.takewhile(lambda one: one[0] < end, saved.ranges[first:])
+    Returns:
+        Bytes, and their SHA-256 in hex.
+
+    Raises:
+        CheckpointError: for a type that such files do not have, or if it cannot be written.
+    """
+    from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
+    from safetensors.torch import save_file
+
+    held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    try:
+        save_file(held, path, {"format": "pt"})  # by which other readers know torch's tensors
+    except KeyError as error:
+        name = next(name for name, tensor in held.items() if tensor.dtype == error.args[0])
+        raise CheckpointError(f"{name}: type {error.args[0]} has no name in safetensors files") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    sync(path)
+    return digest_of(path)
 
 
 class Parts:
-    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters."""
+    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters.
+
+    Attributes:
+        kinds: of each parameter, what was saved of its elements.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path, self.manifest = path, manifest
-        self._readers: dict[int, Reader] = {}
+        from safetensors import SafetensorError, safe_open
 
-    def file(self, number: int) -> Reader:
-        """One file.
+        self.path, self.manifest = path, manifest
+        self.kinds = defaultdict[str, set[str]](set)
+        self._starts = defaultdict[tuple[str, str], list[tuple[int, int]]](list)  # and files
+        try:
+            self._files: list[Any] = [
+                safe_open(path / file_name(number), framework="pt") for number in range(len(manifest.files))
+            ]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        for number, file in enumerate(self._files):
+            for key in file.offset_keys():
+                kind, _, rest = key.partition("/")
+                name, at, start = rest.rpartition("@")
+                if at and (kind == "weight" or kind.startswith("optimizer")):
+                    self.kinds[name].add(kind)
+                    self._starts[kind, name].append((int(start), number))
 
-        Raises:
-            CheckpointError: if it cannot be read.
-        """
-        if number not in self._readers:
-            self._readers[number] = Reader(self._path / self.manifest.files[number].name)
-        return self._readers[number]
-
-    def buffer(self, name: str) -> Tensor:
-        """A buffer, or an extra state that is a tensor, in its shape."""
-        return self.file(0).tensor(f"{BUFFER}/{name}")
-
-    def dtype(self, kind: str, name: str) -> str:
-        """The type of what was saved of a parameter that has elements."""
-        start, _, number = self.manifest.parameters[name].ranges[0]
-        return self.file(number).entry(key_of(kind, name, start)).dtype
-
-    def read(self, kind: str, name: str, start: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements [start, end) of a parameter: (offset from ``start``, values) of each run.
+    def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
+        """(end - start,) elements of a parameter, in memory of their own.
 
         Raises:
-            CheckpointError: for a parameter or kind that was not saved.
+            CheckpointError: if some of them were not saved.
         """
-        for low, high, number in overlapping(self.manifest.parameters[name], start, end):
-            first, last = max(start, low), min(end, high)
-            yield first - start, self.file(number).read(key_of(kind, name, low), first - low, last - low)
+        parts = []
+        for low, number in sorted(self._starts[kind, name]):
+            values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone
+            parts.append(values[max(start - low, 0) : max(end - low, 0)])
+        if (held := sum(map(len, parts))) != end - start:
+            raise CheckpointError(
+                f"{self.path}: has {held} of elements {start} to {end} of {kind} of {name!r}"
+            )
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
+        """What is no range of a parameter in a rank's file, by the rest of its name, after ``kind/``."""
+        file, prefix = self._files[number], f"{kind}/"
+        keys = [key for key in file.offset_keys() if key.startswith(prefix)]
+        return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """The state dict: fp32 parameters, buffers, and extra states as JSON; whole, one by one."""
+        for name, entry in self.manifest.state.items():
+            if "parameter" in entry:
+                numel = math.prod(entry["shape"])
+                yield name, self.read("weight", entry["parameter"], 0, numel).view(entry["shape"])
+            elif "buffer" in entry:
+                yield name, self._files[0].get_tensor(f"buffer/{name}").clone()
+            else:
+                yield name, entry["extra"]

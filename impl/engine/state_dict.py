@@ -63,12 +63,14 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
-    """Overwrite weights and buffers with those of the unsharded model.
+    """Overwrite weights and buffers with those of the unsharded model; of tied ones one name is enough.
 
     Raises:
         ZeroError: for missing, unexpected or misshapen entries, naming the first.
     """
     own = dict(model.state_dict(keep_vars=True))
+    given = {id(own[name]): value for name, value in state.items() if name in own}
+    state = {name: given[id(value)] for name, value in own.items() if id(value) in given} | dict(state)
     if own.keys() != state.keys():
         odd = sorted(own.keys() ^ state.keys())
         raise ZeroError(f"state does not match the model: {len(odd)} names differ, first {odd[0]!r}")

@@ -7,7 +7,7 @@ import sys
 
 PURE = (
     "codecs.codec plan.topology plan.shard_layout plan.policy plan.offload_plan plan.traffic plan.memory "
-    "plan.prefetch_schedule checkpoint.manifest checkpoint.commit checkpoint.resharding"
+    "plan.prefetch_schedule checkpoint.manifest checkpoint.commit"
 )
 
 

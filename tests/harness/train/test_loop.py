@@ -24,7 +24,7 @@ from harness.train import command as train_command
 from harness.train.loop import Job
 from harness.train.memory_table import activation_bytes
 from harness.workloads.models import GPT, checkpoint_activations
-from impl.checkpoint.atomic_files import CheckpointError
+from impl.checkpoint.commit import CheckpointError
 from impl.engine.optimizer_step import LossScaleError
 from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset

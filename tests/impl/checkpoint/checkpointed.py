@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from impl.checkpoint.manifest import WEIGHT, Manifest, read_manifest
+from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.checkpoint.resharding import Parts
 from impl.checkpoint.save_load import save
 from impl.codecs.codec import parse
@@ -29,21 +30,7 @@ EXACT = preset("exact", memory=ROOMY)
 INT4 = parse("int4:8")
 NOISY = parse("int4:8:stochastic")
 
-EMPTY = Manifest(
-    format="zeropp checkpoint",
-    version=1,
-    writer="a test",
-    step=0,
-    micro_batch=0,
-    topology="1x1",
-    of={},
-    parameters={},
-    state=[],
-    optimizers=[],
-    loss_scale=None,
-    extra=None,
-    files=[],
-)
+EMPTY = Manifest("a test", 0, 0, "1x1", of={}, state={}, optimizers=[], loss_scale=None, extra=None, files=[])
 
 
 POLICIES = {
@@ -136,25 +123,16 @@ def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int
 
 
 def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """All that a checkpoint holds by name: whole tensors of weights and states, and numbers."""
+    """All that a checkpoint holds by name: whole tensors of weights and states; options and numbers."""
     manifest = read_manifest(path)
-    tensors, numbers = {}, {}
     parts = Parts(path, manifest)
-    for name, parameter in manifest.parameters.items():
-        numel = torch.Size(parameter.shape).numel()
-        kinds = [WEIGHT]
-        for number, optimizer in enumerate(manifest.optimizers):
-            if name in optimizer.state:
-                kinds += [f"optimizer{number}.{key}" for key in optimizer.state[name].elements]
-                numbers[f"{number}/{name}"] = optimizer.state[name].numbers
-        for kind in kinds:
-            runs = [values for _, values in parts.read(kind, name, 0, numel)]
-            tensors[f"{kind}/{name}"] = torch.cat(runs) if runs else torch.empty(0)
-    for value in manifest.state:
-        if value.kind == "buffer":
-            tensors[value.name] = parts.file(0).read(f"buffer/{value.name}")
-    numbers["options"] = [[group.options for group in one.groups] for one in manifest.optimizers]
-    return tensors, numbers
+    tensors = {
+        f"{kind}/{name}": parts.read(kind, name, 0, math.prod(shape))
+        for name, shape in manifest.parameters.items()
+        for kind in parts.kinds[name]
+    }
+    numbers = {f"{index}": one for index, one in enumerate(manifest.optimizers)}
+    return tensors | parts.tensors(0, "buffer"), numbers
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

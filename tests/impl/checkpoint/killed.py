@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from impl.checkpoint import atomic_files
 from impl.checkpoint.save_load import latest, load, save
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
@@ -22,24 +17,6 @@ from tests.support.strategies import ROOMY
 from tests.support.training import model
 
 NET = model(depth=1)
-OPERATIONS = ("create", "write", "sync", "sync_folder", "make_folder", "rename", "remove_folder")
-
-
-def counted(kill: Callable[[int], None]) -> dict[str, Callable[..., Any]]:
-    """The operations of :mod:`impl.checkpoint.atomic_files`, each of which calls ``kill`` with its number
-    first.
-    """
-    done = [0]
-
-    def stopping(operation: Callable[..., Any]) -> Callable[..., Any]:
-        def stop(*args: Any) -> Any:
-            done[0] += 1
-            kill(done[0])
-            return operation(*args)
-
-        return stop
-
-    return {name: stopping(getattr(atomic_files, name)) for name in OPERATIONS}
 
 
 def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> None:
@@ -62,19 +39,16 @@ def sound(mesh: Mesh, folder: Path) -> int:
     return int(number)
 
 
-def main(folder: Path, stop_at: int) -> None:
-    """Save 1, 2, 3, ...; kill this process before operation ``stop_at`` of the disk, or never for 0."""
+def number_of(folder: Path) -> int:
+    """Of the newest checkpoint, by its name; 0 for none."""
+    newest = latest(folder)
+    return 0 if newest is None else int(newest.name.partition("-")[2])
+
+
+def main(folder: Path) -> None:
+    """Save n + 1, n + 2, ... without end, after the newest checkpoint's n."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     mesh = Mesh.create(Topology(1, 1))
-
-    def kill(number: int) -> None:
-        if number == stop_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    newest = latest(folder)
-    first = 0 if newest is None else int(newest.name.partition("-")[2])
-    for name, operation in counted(kill).items():
-        setattr(atomic_files, name, operation)
-    for number in range(first + 1, 10_000):
+    for number in range(number_of(folder) + 1, 10_000):
         numbered(mesh, folder, number, keep=2)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.checkpoint.all_ranks import MESSAGE_BYTES, together
-from impl.checkpoint.atomic_files import CheckpointError
+from impl.checkpoint.commit import CheckpointError
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
+from impl.errors import ZeroError
 from impl.plan.topology import Topology
 from tests.support.ranks import on_threads
 
@@ -47,6 +48,7 @@ def test_all_learn_what_all_returned() -> None:
         ({1: OSError(28, "No space left", "/disk/file")}, "rank 1: /disk/file: No space left"),
         (dict.fromkeys(range(3), CheckpointError("gone")), "gone"),
         ({0: RuntimeError()}, "rank 0: RuntimeError: no message"),
+        ({2: ZeroError("not a step")}, "rank 2: not a step"),
     ],
 )
 def test_an_error_of_one_is_an_error_of_all(errors: dict[int, Exception], words: str) -> None:

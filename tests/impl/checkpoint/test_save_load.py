@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from impl.checkpoint import atomic_files
-from impl.checkpoint import save_load as checkpoint
+from impl.checkpoint import resharding
 from impl.checkpoint.all_ranks import MESSAGE_BYTES
 from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.manifest import read_manifest
-from impl.checkpoint.save_load import CheckpointError, Loaded, latest, load, save
+from impl.checkpoint.save_load import CheckpointError, Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
@@ -143,7 +140,7 @@ class _Unready(Dropping):
 
 
 @pytest.mark.parametrize(
-    "before", [object(), torch.zeros(1, dtype=torch.complex64)], ids=["object", "tensor"]
+    "before", [object(), torch.zeros(1, dtype=torch.complex128)], ids=["object", "tensor"]
 )
 def test_what_a_fresh_model_has_of_extra_state_need_not_be_saved(tmp_path: Path, before: object) -> None:
     """A load asks for no form of an extra state that it replaces; a save of it is refused by its name."""
@@ -168,10 +165,9 @@ def _processes(mesh: Mesh, folder: str) -> tuple[bool, int, list[bool]]:
     torch.manual_seed(mesh.rank)
     random.seed(mesh.rank)
     run.step(0)
-    saving = save(folder, run.zero, run.optimizers, asynchronous=True)
+    save(folder, run.zero, run.optimizers)
     drawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
     losses = [run.step(1), run.step(2)]
-    saving.wait()
     again = Run(mesh, replace(PRESETS["zeropp"], memory=ROOMY), model(Dropping))
     load(folder, again.zero, again.optimizers)
     redrawn = [torch.rand(1).item(), random.random(), np.random.random()]  # noqa: NPY002
@@ -204,112 +200,36 @@ def _least(mesh: Mesh, folder: Path) -> tuple[str, ...]:
 def test_another_least_loss_scale_is_another_setting(tmp_path: Path) -> None:
     """The scale's state is not taken over by a run that would let it fall less far."""
     told = on_threads(Topology(1, 1), _least, tmp_path)
-    assert told == [("loss scale of dynamic:from8: here dynamic:from8:least4",)]
+    settings = [f"LossScale(initial=8.0, window=1000, least={least})" for least in (1.0, 4.0)]
+    assert told == [(f"loss scale {settings[0]}: here {settings[1]}",)]
 
 
-# In the background, and what travels
+# What travels, and what fails
 
 
-def _asynchronous(mesh: Mesh, folder: Path) -> bool:
-    run = Run(mesh, EXACT, NET)
-    run.step(0)
-    before = run.state()
-    saving = save(folder, run.zero, run.optimizers, asynchronous=True, extra=0)
-    run.step(1)  # at once
-    assert checkpoints(folder) == []
-    path = saving.wait()
-    assert path == saving.wait() == latest(folder)
-    again = Run(mesh, EXACT, NET)
-    load(folder, again.zero, again.optimizers)
-    one = same(again.state(), before)
-    save(folder, run.zero, run.optimizers, asynchronous=True, extra=1)
-    save(folder, run.zero, run.optimizers, asynchronous=True, extra=2)  # waits for the other
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000001", "checkpoint-000002"]
-    return one and load(folder, run.zero, run.optimizers).extra == 2  # so does a load
-
-
-def test_a_save_in_the_background_holds_the_moment_it_began(tmp_path: Path) -> None:
-    """Training goes on at once; the checkpoint is of before, and the next save or load waits for it."""
-    assert all(on_threads(Topology(1, 2), _asynchronous, tmp_path))
-
-
-def _two_engines(mesh: Mesh, folder: Path) -> list[Any]:
-    runs = [Run(mesh, EXACT, NET) for _ in range(2)]
-    saving = [save(folder, run.zero, extra=number, asynchronous=True) for number, run in enumerate(runs)]
-    paths = [one.wait() for one in saving]
-    return [load(path, run.zero).extra for path, run in zip(paths, runs, strict=True)]
-
-
-def test_two_engines_may_save_into_one_folder_at_once(tmp_path: Path) -> None:
-    """Each has a checkpoint of its own, whole."""
-    assert on_threads(Topology(1, 2), _two_engines, tmp_path) == [[0, 1], [0, 1]]
-
-
-def _forgotten(mesh: Mesh, folder: Path) -> bool:
-    run = Run(mesh, EXACT, NET)
-    saving = save(folder, run.zero, asynchronous=True)
-    engine = weakref.ref(run.zero)
-    del run
-    gc.collect()
-    gone = engine() is None
-    saving.wait()
-    return gone
-
-
-def test_a_save_in_the_background_does_not_hold_the_engine(tmp_path: Path) -> None:
-    """It holds copies of values alone, and is completed without the engine."""
-    assert on_threads(Topology(1, 1), _forgotten, tmp_path) == [True]
-
-
-def _never_waited(mesh: Mesh, folder: Path) -> str:
-    run = Run(mesh, EXACT, NET)
-    saving = save(folder, run.zero, asynchronous=True)
-    checkpoint._say_what_is_lost()
-    saving.wait()
-    checkpoint._say_what_is_lost()
-    return saving.path.name
-
-
-def test_a_save_that_nobody_waits_for_is_said_at_exit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A warning names the checkpoint that will not be; of one that is complete nothing is said."""
-    assert on_threads(Topology(1, 1), _never_waited, tmp_path) == ["checkpoint-000001"]
-    (line,) = caplog.messages
-    assert line.endswith("checkpoint-000001: not complete, and lost: nobody called wait() of its save")
-
-
-def _full(mesh: Mesh, folder: Path, asynchronous: bool) -> tuple[str, str]:
+def _full(mesh: Mesh, folder: Path) -> tuple[str, str]:
     run = Run(mesh, EXACT, NET)
     save(folder, run.zero, run.optimizers)
-    saving = None
     try:
-        saving = save(folder, run.zero, run.optimizers, extra="full", asynchronous=asynchronous)
-        save(folder, run.zero, run.optimizers)
+        save(folder, run.zero, run.optimizers, extra="full")
     except CheckpointError as error:
-        if saving is not None:
-            with pytest.raises(CheckpointError, match="No space left"):
-                saving.wait()
         save(folder, run.zero, run.optimizers, extra="after")
         return str(error), load(folder, run.zero, run.optimizers).extra
     return "accepted", ""
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_of_one_rank_is_an_error_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    """In the background too, where wait() or the next save says it; what was complete stays."""
-    sync, failed = atomic_files.sync, set()
+def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was complete stays, and nothing else."""
+    sync, failed = resharding.sync, set()
 
-    def full(file: Any) -> None:
-        if "rank-00001" in str(file.name) and "000002" in str(file.name) and not failed:
+    def full(file: Path) -> None:
+        if "rank-00001" in str(file) and "000002" in str(file) and not failed:
             failed.add(1)
-            raise OSError(28, "No space left on device", str(file.name))
+            raise OSError(28, "No space left on device", str(file))
         sync(file)
 
-    monkeypatch.setattr(atomic_files, "sync", full)
-    (told,) = set(on_threads(Topology(1, 2), _full, tmp_path, asynchronous))
+    monkeypatch.setattr(resharding, "sync", full)
+    (told,) = set(on_threads(Topology(1, 2), _full, tmp_path))
     assert told[0].startswith("rank 1: ")
     assert told[0].endswith("rank-00001.safetensors: No space left on device")
     assert told[1] == "after"
@@ -339,6 +259,6 @@ def _sent(mesh: Mesh, folder: Path) -> list[tuple[str, int, int]]:
 
 
 def test_ranks_send_each_other_outcomes_alone(tmp_path: Path) -> None:
-    """A save and a load are four and three small messages of purpose control to each rank: no values."""
+    """A save and a load are four and two small messages of purpose control to each rank: no values."""
     for rows in on_threads(Topology(1, 3), _sent, tmp_path):
-        assert rows == [("control", 7 * 2 * MESSAGE_BYTES, 7 * 2)]
+        assert rows == [("control", 6 * 2 * MESSAGE_BYTES, 6 * 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from impl.checkpoint import manifest as checkpoint_files
-from impl.checkpoint.commit import checkpoints
-from impl.checkpoint.json_values import NUMBER
-from impl.checkpoint.manifest import MANIFEST
+from impl.checkpoint.commit import MANIFEST, checkpoints
 from impl.checkpoint.save_load import CheckpointError, latest, load, save
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
@@ -61,7 +57,7 @@ def _spoil(path: Path, how: str) -> None:
         case "foreign":
             manifest.write_text('{"format": "pt"}')
         case "newer":
-            manifest.write_text(json.dumps({**held, "version": 2}))
+            manifest.write_text(json.dumps({**held, "version": 3}))
         case "altered":
             manifest.write_text(json.dumps({**held, "step": 7}))
 
@@ -75,7 +71,7 @@ def _spoil(path: Path, how: str) -> None:
         ("gone", "not a checkpoint: manifest.json: No such file"),
         ("cut", "manifest.json: cut short, or not JSON"),
         ("foreign", "not a manifest of a zeropp checkpoint"),
-        ("newer", "version 2 of the format; this program reads version 1"),
+        ("newer", "version 3 of the format; this program reads version 2"),
         ("altered", "manifest.json: altered since it was written"),
     ],
 )
@@ -107,15 +103,20 @@ class Fewer(Net):
             model(hidden=24),
             torch.optim.AdamW,
             1,
-            r"parameter 'blocks.0.up.weight' is \(40, 16\) in it, \(24, 16\)",
+            r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in it, {.*\[24, 16\]} in the model",
         ),
         (
             model(depth=2),
             torch.optim.AdamW,
             1,
-            "5 parameters differ, first 'blocks.2.down.weight', not in the model",
+            "5 entries of the state dict differ, first 'blocks.2.down.weight', not in the model",
         ),
-        (model(Fewer), torch.optim.AdamW, 1, r"buffer 'scale' is F32 \(\) in it, F32 \(1,\) in the model"),
+        (
+            model(Fewer),
+            torch.optim.AdamW,
+            1,
+            r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in",
+        ),
         (NET, torch.optim.Adagrad, 1, "optimizer 0 is Adagrad, it holds the state of AdamW"),
         (NET, torch.optim.AdamW, 2, "optimizer 1 holds a master that is held twice"),
     ],
@@ -129,17 +130,6 @@ def test_checkpoints_of_others_are_refused(
     (told,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
     with pytest.raises(CheckpointError, match=words):
         raise CheckpointError(told)
-
-
-def test_numbers_that_no_optimizer_has_are_refused_before_anything_changes(tmp_path: Path) -> None:
-    """A type that there is not, in a manifest with a right digest."""
-    on_threads(Topology(1, 2), written, tmp_path, EXACT, NET, 16)
-    file = tmp_path / "checkpoint-000001" / MANIFEST
-    held = json.loads(re.sub(rf'("{NUMBER}":\s*\[\s*)"F32"', r'\1"XX"', file.read_text()))
-    del held["sha256"]
-    file.write_text(json.dumps({**held, "sha256": checkpoint_files._digest(held)}))
-    (told,) = set(on_threads(Topology(1, 2), _refused, tmp_path, NET, torch.optim.AdamW, 1))
-    assert "is no number of an optimizer" in told
 
 
 def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
@@ -190,7 +180,7 @@ def _bad_save(mesh: Mesh, folder: Path, how: str) -> str:
         ("foreign", "optimizer 0 holds what is no master of this engine"),
         ("shape", "state 'factor' has 3 elements for a master of"),
         ("keep", "keep = 0: expected 1 or more"),
-        ("folder", "file: Not a directory"),
+        ("folder", "file: File exists"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_all_ranks(tmp_path: Path, how: str, words: str) -> None:
