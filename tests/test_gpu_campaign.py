@@ -90,16 +90,17 @@ def test_benches_of_a_gpu_lack_nothing_but_the_gpu(
 @NO_GPU
 def test_tests_of_a_gpu_are_found(tmp_path: Path) -> None:
     """Each of its paths holds tests that are marked for a GPU."""
-    for stage in stages("cuda", tmp_path):
-        if "pytest" in stage.command[:2]:
-            paths = [word for word in stage.command if word.startswith("tests/")]
-            command = [sys.executable, *stage.command, "--collect-only"]
-            told = subprocess.run(
-                command, cwd=gpu_campaign._REPOSITORY, capture_output=True, text=True, check=False
-            )
-            assert told.returncode == 0, told.stdout + told.stderr
-            for path in paths:
-                assert re.search(rf"^{path}", told.stdout, re.MULTILINE), (path, told.stdout)
+    testing = [stage.command for stage in stages("cuda", tmp_path) if "pytest" in stage.command[:2]]
+    paths = [word for words in testing for word in words if word.startswith("tests/")]
+    options = testing[0][: testing[0].index(paths[0])]
+    assert all(words[: len(options)] == options for words in testing)
+    told = subprocess.run(
+        [sys.executable, *options, *paths, "--collect-only"],
+        cwd=gpu_campaign._REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout + told.stderr
+    for path in paths:
+        assert re.search(rf"^{path}", told.stdout, re.MULTILINE), (path, told.stdout)
 
 
 def test_a_stage_that_fails_hangs_or_lacks_something_is_a_line(tmp_path: Path) -> None:

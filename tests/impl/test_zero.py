@@ -57,8 +57,9 @@ def _gradients(mesh: Mesh, net: nn.Module, policy: Policy) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("topology", [*FIVE, Topology(1, 1), Topology(5, 1)], ids=str)
-@pytest.mark.parametrize("gather", ["hierarchical", "flat"])
-@pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "ring"])
+@pytest.mark.parametrize(
+    ("gather", "reduce"), [("hierarchical", "two_hop"), ("hierarchical", "ring"), ("flat", "one_hop")]
+)
 def test_exact_gradients_are_those_of_one_process(topology: Topology, gather: Any, reduce: Any) -> None:
     """With policy exact the reduced gradient is the mean over ranks, within 1e-5, on any topology."""
     net = model()

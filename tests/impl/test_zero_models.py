@@ -330,7 +330,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("secondary", "transport"), [(0, "backend"), ("node", "backend"), (0, "shm")])
+@pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), (0, "shm")])
 def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any, transport: str) -> None:
     """However a model uses its blocks and parameters, it is trained as in one process."""
     torch.manual_seed(0)

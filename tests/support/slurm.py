@@ -60,7 +60,7 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
             with (folder / f"{command[0]}.out").open("ab") as output:
                 started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
             time.sleep(0.5)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             told = subprocess.run(
                 ["sinfo", "-h", "-o", "%D %t"], env=environment, capture_output=True, text=True, check=False

@@ -481,7 +481,7 @@ if __name__ == "__main__":
 
 def gone(processes: list[int | None] | list[int]) -> bool:
     """Whether all ended within a while."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{process}").exists() for process in processes):
         if time.monotonic() > end:
             return False

@@ -113,7 +113,7 @@ if __name__ == "__main__":
     assert out.strip() == ("clean" if number == signal.SIGINT else "")
 
 
-def until(true: object, seconds: float = 120) -> None:
+def until(true: object, seconds: float = 240) -> None:
     """Wait until ``true()`` is."""
     end = time.monotonic() + seconds
     while not true():  # type: ignore[operator]

@@ -102,12 +102,19 @@ def test_the_formula_of_shared_scales_is_their_worst(text: str) -> None:
     assert most == pytest.approx(1 / float(formula(codec).partition(" / ")[2]), rel=1e-3)
 
 
-def test_the_default_is_every_kind_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without options all representative codecs are tried, and hold, on the backends found."""
-    assert cli.main(["check", "codecs", "--examples", "2", "--elements", "3000"]) == cli.OK
+def test_the_default_is_every_representative_on_every_backend(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without options the representative codecs, of which three stand here for all, are tried, and hold, on
+    the backends found.
+    """
+    few = ("bf16", "int4:32:asym", "mxfp4:stochastic")
+    monkeypatch.setattr("harness.laws.subject.REPRESENTATIVE", few)
+    assert cli.main(["check", "codecs", "--examples", "2", "--elements", "100"]) == cli.OK
     out = capsys.readouterr().out
-    for text in REPRESENTATIVE:
+    for text in few:
         assert f"  {text} on reference " in out
+    assert out.count(" on reference ") == len(few)
     assert (" on cpu " in out) == (missing("cpu") is None)
 
 
@@ -215,7 +222,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     """An object that claims to be a codec holds if its bits do; one that is deaf to where it is fails."""
     monkeypatch.setattr("harness.laws.laws.DRAWS", 64)
     (folder / "kernels_of_mine.py").write_text(KERNEL, encoding="utf-8")
-    arguments = ["check", "codecs", "--examples", "100", "--elements", "3000", "--codec"]
+    arguments = ["check", "codecs", "--examples", "10", "--elements", "300", "--codec"]
     assert cli.main([*arguments, "kernels_of_mine:kernel"]) == cli.OK
     capsys.readouterr()
     assert cli.main([*arguments, "kernels_of_mine:Deaf"]) == command.VIOLATED

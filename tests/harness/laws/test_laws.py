@@ -27,7 +27,6 @@ BACKENDS = [
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.needs("CuPy")]),
 ]
 HOLD = [claim for claim in (*Duty, *Law) if claim is not Law.UNBIASED]
-BUDGET = settings(max_examples=3 * settings.default.max_examples)
 ROW = torch.tensor([-1e-45, 0.0, 1e-45])
 
 
@@ -45,7 +44,6 @@ def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
 
 @pytest.mark.parametrize("claim", HOLD)
 @pytest.mark.parametrize("backend", BACKENDS)
-@BUDGET
 @given(trial=trials(st.one_of(codecs, codecs, stochastic_codecs)))
 @example(trial=(parse("int4:8"), Case(ROW)))
 @example(trial=(parse("int8:shard"), Case(torch.tensor([3.4028234e38, -3.4028234e38, 1.0]))))
@@ -311,7 +309,7 @@ def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
     subject = of_object("toy", toy)
     assert len(subject.claims) == 2 + len(toy.laws)  # frame, local
     for claim in subject.claims:
-        assert search(subject, claim, examples=30, seed=1) is None
+        assert search(subject, claim, examples=10, seed=1) is None
 
 
 @pytest.mark.parametrize(
@@ -510,11 +508,8 @@ class Averaging(Summing):
 )
 def test_what_a_short_row_alone_does_not_show_is_found(toy: type[Toy], claim: Claim, words: str) -> None:
     """Kernels that end too early, look beside their block, or add up otherwise, are found by their claim."""
-    violation = broken(toy, claim)
-    assert words in str(violation)
-    others = [each for each in of_object("toy", toy).claims if each is not claim]
-    assert Duty.FRAME in others
-    assert broken(toy, Duty.FRAME) is None
+    assert words in str(broken(toy, claim))
+    assert search(of_object("toy", toy), Duty.FRAME, examples=10, seed=1) is None
 
 
 def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
@@ -649,9 +644,10 @@ def test_a_product_instead_of_a_quotient_is_found(bits: int, option: str, of_sca
 @pytest.mark.parametrize(
     ("bits", "option"),
     [
-        *((bits, option) for bits in range(2, 9) for option in ("", ":asym")),
+        *((bits, option) for bits in (2, 5, 8) for option in ("", ":asym")),
         # Each of their octets is tried where it stands, of which wider codes have thousands.
-        *((bits, option) for bits in range(2, 5) for option in (":stochastic", ":asym:stochastic")),
+        (2, ":asym:stochastic"),
+        (4, ":stochastic"),
     ],
 )
 def test_a_product_instead_of_a_quotient_is_found_in_few_elements(

@@ -137,7 +137,7 @@ class Folder:
             if victim.is_running():
                 victim.kill()
         ended(processes, self.folder)
-        _, alive = psutil.wait_procs(below, timeout=30)
+        _, alive = psutil.wait_procs(below, timeout=120)
         assert not alive, f"left behind: {alive}"
         now = results(self.folder)
         assert self.there.items() <= now.items(), "a finished trial is lost"

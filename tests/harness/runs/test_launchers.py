@@ -72,8 +72,8 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(
     tmp_path: Path, local: Callable[[bool], Found], *, whole: bool
 ) -> None:
     """Two hosts, torchrun on each: of eight trials one crashes, one hangs and one runs out of memory on one
-    rank of the other host; five are results, records and report are on the first host, and a second run
-    does nothing more.
+    rank of the other host; five are results, records and report are on the first host, and a second run,
+    nightly, does nothing more.
     """
     with hosts(2, tmp_path, walk("torchrun", whole=whole)) as both:
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1], both[0].output
@@ -82,10 +82,11 @@ def test_a_suite_with_failing_ranks_finishes_across_hosts(
         own, _, _ = second.output.partition("failed (exitcode")  # what follows is torchrun's
         assert "Traceback" not in own
         check(first.folder, "real", "distinct hosts", local(whole))
-        before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
-        assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1]
-        assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
-        assert FAILED_BEFORE[whole] in first.output
+        if whole:
+            before = {path: path.read_bytes() for path in first.folder.rglob("*.json")}
+            assert type_lines(both, lines_of("torchrun"), "walk.toml") == [1, 1]
+            assert {path: path.read_bytes() for path in first.folder.rglob("*.json")} == before
+            assert FAILED_BEFORE[whole] in first.output
 
 
 def rates() -> str:
@@ -110,15 +111,13 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
     """
     text = rates().replace("faulty:model", "gpt-tiny").replace('["zero3", "qgz"]', '["qgz"]')
     text = text.replace('launcher = "torchrun"', 'launcher = "torchrun"\nlink = "paced"')
+    text = text.replace("['50 Mbit/s', '200 Mbit/s']", "['200 Mbit/s']")
     with hosts(2, tmp_path, {"walk.toml": text}) as both:
         assert type_lines(both, lines_of("torchrun"), "walk.toml") == [0, 0], both[0].output
-        records = read_all(both[0].folder / "results" / "walk")
-        assert len(records) == 2
-        for record in records:
-            asked = record.trial["cluster"]["rate"]
-            assert record.link is not None
-            assert (record.link.kind, record.link.why) == ("paced", "distinct hosts")
-            assert reached(record.link, asked)
+        (record,) = read_all(both[0].folder / "results" / "walk")
+        assert record.link is not None
+        assert (record.link.kind, record.link.why) == ("paced", "distinct hosts")
+        assert reached(record.link, record.trial["cluster"]["rate"])
         page = (both[0].folder / "results" / "walk" / "report.html").read_text()
         assert "modelled" in page
 
@@ -255,7 +254,7 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(
         command(["scontrol", "update", f"JobId={job}", "StartTime=now"], environment)  # not in two minutes
         log = next((first / "jobs").glob("*_0_log.out"))
         until(lambda: log.read_text().count("Starting with JobEnvironment") == 2)
-        assert f"Requeued job {job}" in log.read_text()
+        assert "Caught signal SIGUSR2" in log.read_text()
         followed = subprocess.run(
             [*line, "show", "walk.toml", "--follow"],
             capture_output=True, check=False, timeout=300, **common,
@@ -299,7 +298,7 @@ def test_a_suite_with_failing_ranks_finishes_on_hosts(
         check(both[0].folder, "real", "distinct hosts", local(whole))
         assert not list(both[1].folder.rglob("*.json"))
         command[3] = "doctor"
-        assert both[0].start(command, PATH=wrapped).wait(timeout=100) == 0, both[0].output
+        assert both[0].start(command, PATH=wrapped).wait(timeout=240) == 0, both[0].output
         assert "What differs: interface." in both[0].output  # which are named after their hosts here
         assert "2 nodes on 2 hosts." in both[0].output
 

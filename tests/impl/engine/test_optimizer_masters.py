@@ -149,8 +149,7 @@ def _broken(mesh: Mesh, policy: Policy, value: float, where: str) -> tuple[float
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-@pytest.mark.parametrize("where", ["gradient", "weight"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("where", "value"), [("gradient", float("nan")), ("weight", float("inf"))])
 def test_nonfinite_values_reach_the_norm_on_all_ranks(name: str, where: str, value: float) -> None:
     """A NaN or an infinity on one rank makes the norm non-finite on every rank, for every preset."""
     for norm, overflowed in on_threads(Topology(2, 2), _broken, preset(name, memory=ROOMY), value, where):

@@ -26,12 +26,10 @@ def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[st
     }
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2)], ids=str)
-def test_every_policy_trains_as_without_staging(topology: Topology) -> None:
+def test_every_policy_trains_as_without_staging() -> None:
     """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
-    assert on_threads(topology, _all_policies, "staged", ()) == on_threads(
-        topology, _all_policies, "backend", ()
-    )
+    staged, plain = (on_threads(Topology(2, 2), _all_policies, way, ()) for way in ("staged", "backend"))
+    assert staged == plain
 
 
 def test_over_gloo_too() -> None:
