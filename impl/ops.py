@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Codec, OwnCodec
-from impl.codecs.reference import REFERENCE, Carried, Operations
+from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw
+from impl.codecs.reference import DTYPES, NAMES, REFERENCE, Carried, Operations
 from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
 from impl.cpu import kernels as cpu
@@ -99,12 +99,38 @@ def encode(
     codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
 ) -> None:
     """Write the frames (..., F) uint8 of ``x`` (..., S): :meth:`Operations.encode`."""
+    if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
+        elements.copy_(x)
+        return
     _choose(x.device.type)[0].encode(codec, x, frames, noise=noise, carried=carried)
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
     """Write the elements (..., S) of ``frames`` (..., F): :meth:`Operations.decode`."""
+    if isinstance(codec, Raw) and (elements := _cast_of(codec, out, frames)) is not None:
+        out.copy_(elements)
+        return
     _choose(out.device.type)[0].decode(codec, frames, out)
+
+
+def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
+    """(..., S) ``frames`` as the elements that ``x`` is cast to or from; None where it is more than a cast.
+
+    Casts are torch's on all devices; a copy without one, padded or misaligned frames, and whatever is to be
+    refused are a backend's.
+    """
+    kind = DTYPES[codec.dtype]
+    item, shape = kind.itemsize, x.shape
+    if x.dtype is kind or x.dtype not in NAMES or not shape or frames.dtype is not torch.uint8:
+        return None
+    nbytes = shape[-1] * item
+    if nbytes % FRAME_ALIGNMENT or frames.shape != (*shape[:-1], nbytes) or x.device != frames.device:
+        return None
+    *steps, last = frames.stride()
+    for step in (frames.storage_offset(), *steps):
+        if step % item:
+            return None
+    return frames.view(kind) if last == 1 else None
 
 
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:

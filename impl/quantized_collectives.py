@@ -24,12 +24,11 @@ from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, apart
-from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
+from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.error_feedback import Errors, encoded_shapes
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction, reduced
-from impl.comm.transfer import finish
+from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Feedback, Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
@@ -82,17 +81,15 @@ def quantized_all_gather(
     noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
     flat = x.detach().reshape(-1)
 
-    def write(frame: Tensor) -> None:
-        ops.encode(codec, flat, frame, noise=noise)
-
-    tag = Tag("forward", "weights")
     whole = out.view(-1)
     into = as_frames(codec, whole, numel)
-    exchange = finish(gather_frames(wire, axes, write, nbytes, tag, ring=gather == "flat", into=into))
-    frames = gathered(exchange, axes, nbytes)
+    hops = FrameGather(wire, axes, nbytes, ring=gather == "flat")
+    ops.encode(codec, flat, hops.open(Tag("forward", "weights"), into), noise=noise)
+    hops.post()
+    frames = hops.frames()
     if into is None or frames.data_ptr() != into.data_ptr():
         ops.decode(codec, frames, placed(whole, axes[::-1], numel))
-    exchange.close()
+    hops.close()
     return out
 
 
@@ -161,12 +158,12 @@ def quantized_reduce_scatter(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
+        piece=shard,
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
-        key=None if key is None else dataclasses.replace(key, source=mesh.rank),
-        errors=errors,
         stays=True,
     )
-    mean = finish(reduced(how, reduce, x.detach().reshape(-1)))
+    own_key = None if key is None else dataclasses.replace(key, source=mesh.rank)
+    mean = Average(how, reduce, x.detach().reshape(-1), key=own_key, errors=errors).finish()
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
 
 

@@ -114,12 +114,12 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _row(path: str, field: Any) -> tuple[str, str, str]:
     limits = [
-        f"{sign} {bound}"
+        f"{words} {getattr(limit, name)}"
         for limit in field.metadata
-        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if (bound := getattr(limit, name, None)) is not None and (sign, bound) != ("≥", 0)
+        for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+        if getattr(limit, name, None) is not None
     ]
-    value = ", ".join([_MORE.get(path) or _type(field.annotation), *limits])
+    value = "; ".join([_MORE.get(path) or _type(field.annotation), *limits])
     return f"`{path}`", value, _default(path, field)
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from impl.comm.reduce_scatter import Reduction
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import Version
 from impl.unit.secondary_shard import SecondaryShard
@@ -38,14 +36,9 @@ def keep_rank_order(zero: Zero) -> None:
 
 
 def _keep_order(reduction: GradientReduction) -> None:
-    how = reduction.how
-
-    def unordered(*args: Any, **named: Any) -> Reduction:
-        right = how(*args, **named)
-        sizes = [axis.size for axis, _ in right.hops]
-        return replace(right, strides=[math.prod(sizes[hop + 1 :]) for hop in range(len(sizes))])
-
-    reduction.how = unordered  # type: ignore[method-assign]
+    right = reduction.how
+    strides = [math.prod(right.sizes[hop + 1 :]) for hop in range(len(right.sizes))]
+    reduction.how = replace(right, strides=strides)
 
 
 def _freeze(secondary: SecondaryShard) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.adapters.joined import HostError, Joined
-from impl.comm.reduce_scatter import reduced, replicated
-from impl.comm.transfer import Steps, Transfer
+from impl.comm.reduce_scatter import Average, Replicas
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
 from impl.plan.policy import Policy
@@ -62,7 +61,7 @@ class InDDP(Joined):
         self._places = {
             parameters[slot.spec.name]: (unit, slot) for unit in self._units for slot in unit.geometry.slots
         }
-        self._transfers: list[Transfer] = []
+        self._under_way: list[tuple[_Unit, Average]] = []
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         model.register_comm_hook(None, self._taker())
 
@@ -95,25 +94,25 @@ class InDDP(Joined):
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
             unit.back.append((gradient, slot))
             if len(unit.back) == len(unit.geometry.slots):
-                for transfer in self._transfers:  # the units under way go on by one
-                    transfer.proceed()
-                self._transfers = [transfer for transfer in self._transfers if not transfer.complete]
-                self._transfers.append(Transfer(self._averaging(unit), "reduction"))
+                for _, average in self._under_way:  # the units under way go on by a hop
+                    average.post_next_hop()
+                self._under_way.append((unit, self._average(unit)))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():
             self._finish()
         return future
 
-    def _averaging(self, unit: _Unit) -> Steps[None]:
+    def _average(self, unit: _Unit) -> Average:
+        """The mean of a unit's gradients under way."""
         axes, codec = self._replicas
-        how = self._reduction(unit.geometry.name, unit.geometry.piece, goes_on=bool(axes))
-        mean = yield from reduced(how, self.policy.reduce, unit.flat)  # (piece,) fp32
+        how, replicas = self._reduction(unit.geometry.name, unit.geometry.piece), None
         if axes:  # one rank has the whole mean
-            strides = [axis.stride for axis in axes]
-            mean = yield from replicated(
-                self.wire, axes, codec, how.tag, mean, strides=strides, hop=len(how.hops)
-            )  # (padded,) fp32
+            replicas = Replicas(axes=axes, codec=codec, strides=[axis.stride for axis in axes])
+        return Average(how, self.policy.reduce, unit.flat, replicas=replicas)
+
+    def _hand_back(self, unit: _Unit, mean: Tensor) -> None:
+        """Write ``mean`` (padded,) fp32 to DDP's buckets."""
         if self.wire.observer is not None:
             first, end = unit.geometry.received_piece(self.wire.mesh.rank)
             self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])
@@ -128,9 +127,9 @@ class InDDP(Joined):
                     f"DDP brought {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
                     f"{unit.geometry.name!r}: none may be frozen or ignored after InDDP took it"
                 )
-        for transfer in self._transfers:
-            transfer.wait()
-        self._transfers.clear()
+        for unit, average in self._under_way:
+            self._hand_back(unit, average.finish())
+        self._under_way.clear()
         for unit in self._units:
             unit.back.clear()
         for future, buffer in self._futures:

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from impl import ops
 from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
+from impl.codecs.codec import Codec
 from impl.codecs.reference import NAMES
-from impl.comm.all_gather import as_frames, gather_frames, gathered, placed
+from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.ledger import Tag
-from impl.comm.reduce_scatter import reduced
-from impl.comm.transfer import Steps, Transfer
+from impl.comm.reduce_scatter import Average
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
@@ -101,23 +101,15 @@ class InFSDP2(Joined):
     def _leave(self, *_: Any) -> None:
         self._phase = "backward"
 
-    def gathering(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> Steps[None]:
-        """Gather ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
+    def gather(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> _Pending:
+        """Post the gather of ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
         policy, numel = self.policy, shard.numel()
         axes, _ = policy.gather_axes(self.wire.mesh.topology)
-        nbytes = policy.weights.frame_bytes(numel)
-
-        def write(frame: Tensor) -> None:
-            ops.encode(policy.weights, shard, frame)
-
+        hops = FrameGather(self.wire, axes, policy.weights.frame_bytes(numel), ring=policy.gather == "flat")
         into = as_frames(policy.weights, whole, numel)
-        tag = Tag(self._phase, "weights", group.name)
-        ring = policy.gather == "flat"
-        exchange = yield from gather_frames(self.wire, axes, write, nbytes, tag, ring=ring, into=into)
-        frames = gathered(exchange, axes, nbytes)
-        if into is None or frames.data_ptr() != into.data_ptr():
-            ops.decode(policy.weights, frames, placed(whole, axes[::-1], numel))
-        exchange.close()
+        ops.encode(policy.weights, shard, hops.open(Tag(self._phase, "weights", group.name), into))
+        hops.post()
+        return _Pending(hops, policy.weights, into, placed(whole, axes[::-1], numel))
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Refuse a message that is not the group's, naming the group and what does not fit."""
@@ -137,15 +129,28 @@ class InFSDP2(Joined):
 
 
 class _Pending(dist.Work):
-    """A gather under way, as FSDP2 waits for it."""
+    """A gather under way, as FSDP2 waits for it.
 
-    def __init__(self, transfer: Transfer) -> None:
+    Args:
+        hops: that were posted.
+        codec: of the frames.
+        into: (bytes,) where they may arrive.
+        target: (sizes of the axes from the last to the first..., S) where their elements belong.
+    """
+
+    def __init__(self, hops: FrameGather, codec: Codec, into: Tensor | None, target: Tensor) -> None:
         super().__init__()
-        self._transfer = transfer
+        self._hops: FrameGather | None = hops
+        self._codec, self._into, self._target = codec, into, target
 
     def wait(self, timeout: Any = None) -> bool:
         """Carry the gather to its end; the wire's own timeout holds."""
-        self._transfer.wait()
+        if self._hops is not None:
+            frames = self._hops.frames()
+            if self._into is None or frames.data_ptr() != self._into.data_ptr():
+                ops.decode(self._codec, frames, self._target)
+            self._hops.close()
+            self._hops = None
         return True
 
 
@@ -172,8 +177,7 @@ class _Gather(_OfGroup, AllGather):
     ) -> dist.Work:
         """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
         self._joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        steps = self._joined.gathering(self._group, input_tensor, output_tensor)
-        return _Pending(Transfer(steps, "gather"))
+        return self._joined.gather(self._group, input_tensor, output_tensor)
 
 
 class _Scatter(_OfGroup, ReduceScatter):
@@ -193,14 +197,10 @@ class _Scatter(_OfGroup, ReduceScatter):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise HostError(f"FSDP2 reduces {name!r} by {op}; expected a mean or a sum")
         how = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
-
-        def run() -> Steps[None]:
-            mean = yield from reduced(how, joined.policy.reduce, input_tensor)  # (S,) fp32
-            if (observer := joined.wire.observer) is not None:
-                observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
-            output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
-
-        Transfer(run(), "reduction").wait()
+        mean = Average(how, joined.policy.reduce, input_tensor).finish()  # (S,) fp32
+        if (observer := joined.wire.observer) is not None:
+            observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
+        output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))
 
 
 def _check_sharded(model: nn.Module, topology: Topology) -> None:

@@ -79,14 +79,14 @@ class Joined:
             self.wire.reserve(axis, slices * largest)
             slices //= axis.size
 
-    def _reduction(self, name: str, piece: int, *, goes_on: bool = False) -> Reduction:
+    def _reduction(self, name: str, piece: int) -> Reduction:
         return Reduction(
             wire=self.wire,
             hops=self.policy.reduce_axes(self.wire.mesh.topology),
             tag=Tag("backward", "gradients", name),
+            piece=piece,
             chunks=chunks_of(self.policy, piece),
             stays=True,
-            goes_on=goes_on,
         )
 
 

@@ -7,7 +7,7 @@ so all ranks decode the same bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,70 +15,92 @@ from torch import Tensor
 from impl.codecs.codec import Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.ledger import Tag
-from impl.comm.transfer import Steps, finish
 from impl.comm.wire import Exchange, Wire
 from impl.plan.topology import Axis
 
 
-def gather_frames(
-    wire: Wire,
-    axes: Sequence[Axis],
-    write: Callable[[Tensor], None],
-    nbytes: int,
-    tag: Tag,
-    *,
-    ring: bool = False,
-    into: Tensor | None = None,
-) -> Steps[Exchange]:
-    """Forward frames along ``axes``, one hop after the other.
+class FrameGather:
+    """All-gathers frames along ``axes``, one hop after the other; one at a time is under way.
+
+    :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it;
+    :meth:`finish` waits for it, and posts and waits for the hops after it.
 
     Args:
         wire: what sends.
-        axes: at least one.
-        write: fills the first hop's message, (nbytes,) uint8.
-        nbytes: size of that message.
-        tag: for the ledger.
+        axes: at least one, of which those of one rank send nothing.
+        nbytes: size of the first hop's message.
         ring: the hop is the library's ring over the whole world.
-        into: (world * nbytes,) uint8 where all frames are to arrive, which only a single hop uses; or none.
 
-    Returns:
-        The last exchange, received but not closed: :func:`gathered` gives its frames.
+    Attributes:
+        left: hops that are still to be posted.
     """
-    held: Exchange | None = None
-    hops = sending(axes)
-    for axis in hops:
-        exchange = wire.all_gather(axis, nbytes, tag, ring=ring, into=into if len(hops) == 1 else None)
-        if held is None:
-            write(exchange.send)
-        else:
-            received = held.wait()
-            exchange.send.view(received.shape).copy_(received)
-            held.close()
+
+    def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
+        self._wire, self._nbytes, self._ring = wire, nbytes, ring
+        self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # others would only copy
+        sizes = [math.prod(axis.size for axis in self._hops[:hop]) for hop in range(len(self._hops))]
+        self._sizes = [nbytes * size for size in sizes]  # of each hop's message
+        self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
+        self._crosses = wire.mesh.topology.crosses(self._hops[-1])
+        self._exchange: Exchange | None = None
+        self._tag = Tag("step", "state")
+        self.left = 0
+
+    def __repr__(self) -> str:
+        posted = len(self._hops) - self.left if self._exchange is not None else 0
+        return f"FrameGather({self._tag.unit!r}, {posted} of {len(self._hops)} hops posted)"
+
+    def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
+        """(nbytes,) uint8, the first hop's message, to be written before :meth:`post`.
+
+        Args:
+            tag: for the ledger.
+            into: (ranks * nbytes,) uint8 where all frames are to arrive, which only a single hop uses.
+        """
+        self._tag, self.left = tag, len(self._hops)
+        to = into if self.left == 1 else None
+        self._exchange = self._wire.all_gather(self._hops[0], self._nbytes, tag, ring=self._ring, into=to)
+        return self._exchange.send
+
+    def post(self) -> None:
+        """Send the first hop's message."""
+        assert self._exchange is not None  # noqa: S101  # it is open
+        self._exchange.post()
+        self.left -= 1
+
+    def post_next_hop(self) -> None:
+        """Wait for the hop under way, and forward what it brought along the next axis."""
+        before, hop = self._exchange, len(self._hops) - self.left
+        assert before is not None  # noqa: S101  # it is open
+        rows = before.wait()
+        exchange = self._wire.all_gather(self._hops[hop], self._sizes[hop], self._tag, ring=self._ring)
+        exchange.send.view(rows.shape).copy_(rows)
+        before.close()
+        self._exchange = exchange
         exchange.post()
-        yield axis is hops[-1] and wire.mesh.topology.crosses(axis)
-        exchange.wait()
-        nbytes *= axis.size
-        held = exchange
-    assert held is not None  # noqa: S101  # there is an axis
-    return held
+        self.left -= 1
 
+    @property
+    def waits_for_nodes(self) -> bool:
+        """Whether nothing is left but to wait for a hop that crosses nodes."""
+        return not self.left and self._crosses
 
-def sending(axes: Sequence[Axis]) -> Sequence[Axis]:
-    """The axes along which something is sent: hops among one rank would only copy; but at least one."""
-    return [axis for axis in axes if axis.size > 1] or axes[:1]
+    def finish(self) -> Tensor:
+        """(ranks of the last hop, bytes of its message) uint8, all frames; valid until :meth:`close`."""
+        while self.left:
+            self.post_next_hop()
+        assert self._exchange is not None  # noqa: S101  # it is open
+        return self._exchange.wait()
 
+    def frames(self) -> Tensor:
+        """(sizes of all axes from the last to the first..., nbytes) uint8: what :meth:`finish` gives."""
+        return self.finish().view(self._shape)
 
-def gathered(exchange: Exchange, axes: Sequence[Axis], nbytes: int) -> Tensor:
-    """(sizes of ``axes`` from the last to the first..., nbytes) what :func:`gather_frames` brought.
-
-    Args:
-        exchange: that it returned.
-        axes: that it was given.
-        nbytes: of a frame of the first hop's message.
-    """
-    sizes = [axis.size for axis in reversed(sending(axes))]
-    frames = torch.unflatten(exchange.wait(), 1, (*sizes[1:], nbytes))
-    return frames.view(*(axis.size for axis in reversed(axes)), nbytes)
+    def close(self) -> None:
+        """Give the last hop's buffers back."""
+        assert self._exchange is not None  # noqa: S101  # it is open
+        self._exchange.close()
+        self._exchange = None
 
 
 def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
@@ -121,12 +143,11 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
     if not numel:
         return whole.view(ranks, 0)
 
-    def write(frame: Tensor) -> None:
-        frame.view(torch.float32).copy_(part)
-
-    exchange = finish(gather_frames(wire, axes, write, part.nbytes, tag))
-    placed(whole, axes[::-1], numel).copy_(gathered(exchange, axes, part.nbytes).view(torch.float32))
-    exchange.close()
+    gather = FrameGather(wire, axes, part.nbytes)
+    gather.open(tag).view(torch.float32).copy_(part)
+    gather.post()
+    placed(whole, axes[::-1], numel).copy_(gather.frames().view(torch.float32))
+    gather.close()
     return whole.view(ranks, numel)
 
 

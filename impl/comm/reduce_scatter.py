@@ -3,13 +3,23 @@
 A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0,
 summed in fp32 in ascending source order, encoded again for axis 1, and so on; the result is the mean.
 Beside it a ring, and the gather of the mean between groups that hold copies.
+
+A reduction under way is an object: it starts when it is made, :meth:`Average.post_next_hop` lets it go on by
+a message, and :meth:`Average.finish` gives the mean.  What is sent, and in which order, follows from the
+:class:`Reduction` alone.
+
+[Note: deferred last hop]
+After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
+one has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
+nodes, on the slowest link, its wait is left to :meth:`Average.finish`; inside a node it is over by the time
+that anybody asks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,11 +28,10 @@ from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
-from impl.comm.all_gather import are_elements, as_frames, gather_frames, gathered, placed
+from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
 from impl.comm.reduction_observer import Hop
-from impl.comm.transfer import Steps
 from impl.comm.wire import Exchange, Wire
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
@@ -30,267 +39,397 @@ from impl.plan.topology import Axis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How a gradient is reduced, beside its values.
+    """How gradients of one size are reduced, beside their values.
 
     Attributes:
         hops: axes with their codecs, first hop first; together they number the world; none for one
             rank.
+        piece: elements that each rank ends with.
         strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
         chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
-        key: of stochastic codecs, with this rank as the source; the hop is filled in.
-        errors: of the gradient codecs, for error feedback.
         stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
             they lie.
-        opened: the first hop's exchange, in whose message the gradient lies already (:func:`opened`).
-        out: (piece,) fp32 where the mean is written; a fresh tensor by default.
-        goes_on: whether the mean is sent on, to other groups.
+        sizes: ranks along each hop.
+        frames: bytes of a frame by hop and chunk.
+        in_order: whether pieces lie in the order of ranks.
     """
 
     wire: Wire
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    strides: Sequence[int] | None = None
-    chunks: Sequence[tuple[int, int]] | None = None
-    key: Key | None = None
-    errors: Errors | None = None
+    piece: int
+    strides: Sequence[int] = ()
+    chunks: Sequence[tuple[int, int]] = ()
     stays: bool = False
-    opened: Exchange | None = None
-    out: Tensor | None = None
-    goes_on: bool = False
+    sizes: Sequence[int] = field(init=False)
+    frames: Sequence[Sequence[int]] = field(init=False)
+    in_order: bool = field(init=False)
 
-    @property
-    def spacing(self) -> Sequence[int]:
-        """Along each hop, pieces from one rank's to its neighbour's."""
-        return [axis.stride for axis, _ in self.hops] if self.strides is None else self.strides
+    def __post_init__(self) -> None:
+        own = tuple(axis.stride for axis, _ in self.hops)
+        chunks = tuple(self.chunks) or ((0, self.piece),)
+        frames = tuple(
+            tuple(codec.frame_bytes(end - start) for start, end in chunks) for _, codec in self.hops
+        )
+        for name, value in {
+            "strides": tuple(self.strides) or own,
+            "chunks": chunks,
+            "sizes": tuple(axis.size for axis, _ in self.hops),
+            "frames": frames,
+            "in_order": not self.strides or tuple(self.strides) == own,
+        }.items():
+            object.__setattr__(self, name, value)
 
-    def noise(self, hop: int, shard: int, start: int) -> Noise | None:
-        """Random bits of what ``hop`` encodes from element ``start`` of each shard on."""
-        if self.key is None or not self.hops[hop][1].stochastic:
+    def noise(self, key: Key | None, hop: int, start: int) -> Noise | None:
+        """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
+
+        Args:
+            key: with this rank as the source; the hop is filled in.
+            hop: which.
+            start: first element of a chunk.
+        """
+        if key is None or not self.hops[hop][1].stochastic:
             return None
-        rank, strides = self.wire.mesh.rank, [stride * apart(shard) for stride in self.spacing]
+        rank, strides = self.wire.mesh.rank, [stride * apart(self.piece) for stride in self.strides]
         done = zip(self.hops[:hop], strides[:hop], strict=True)
         before = sum(axis.digit(rank) * stride for (axis, _), stride in done)
-        return replace(self.key, hop=hop).noise(before + start, tuple(strides[hop:]))
+        return replace(key, hop=hop).noise(before + start, tuple(strides[hop:]))
 
-    def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Error feedback of elements [start, end) of each shard."""
-        return None if self.errors is None else self.errors.carried(hop, start, end)
+    def collects(self, dtype: torch.dtype) -> bool:
+        """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
 
-    def tell(self, hop: Hop, values: Tensor | None, frames: Tensor | None) -> None:
-        """Tell an observer, if there are values for one (:func:`_observed`), what became which frames."""
-        if values is not None and self.wire.observer is not None:
-            self.wire.observer.encoded(self.tag.unit, hop, values, frames)
+        So they may where frames are the elements themselves, and the ranks of the hop either get whole rows
+        of it, or see each other's messages as a whole and pick their part.  Not with error feedback.
+        """
+        if not self.hops or len(self.chunks) > 1 or not self.in_order:
+            return False
+        (axis, codec), *rest = self.hops
+        return are_elements(codec, dtype, self.piece) and (not rest or self.wire.shares_memory(axis))
 
-
-def opened(how: Reduction, piece: int, dtype: torch.dtype) -> Exchange | None:
-    """The first hop's exchange, if the gradient may be collected in its message, in the order of the unit.
-
-    So it may where frames are the elements themselves, and the ranks of the hop either get whole rows of
-    it, or see each other's messages as a whole and pick their part.
-
-    Args:
-        how: of :func:`reduce_gradients`.
-        piece: elements that each rank ends with.
-        dtype: of the gradient.
-
-    Returns:
-        An exchange whose ``send`` is (world * piece,) elements; None where frames must be encoded.
-    """
-    if not how.hops or len(how.chunks or ()) > 1 or how.errors is not None or how.strides is not None:
-        return None
-    (axis, codec), *rest = how.hops
-    if not are_elements(codec, dtype, piece):
-        return None
-    if rest and not how.wire.shares_memory(axis):
-        return None
-    nbytes = math.prod(other.size for other, _ in rest) * codec.frame_bytes(piece)
-    return how.wire.all_to_all(axis, nbytes, how.tag)
+    def open_message(self) -> Exchange:
+        """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
+        return self.wire.all_to_all(self.hops[0][0], math.prod(self.sizes[1:]) * self.frames[0][0], self.tag)
 
 
-def _picked(how: Reduction, exchange: Exchange, sizes: Sequence[int], frame: int) -> Tensor:
-    """(source, sizes of the later hops..., F): this rank's part of gradients in the order of the unit."""
-    rows = exchange.whole()  # (source, world * F)
-    axes = [axis for axis, _ in how.hops]
-    first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
-    strides = [axis.stride * frame for axis in axes[1:]]
-    shape = (len(rows), *sizes, frame)
-    return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
-
-
-def reduce_gradients(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
-    """Average ``gradient`` over all ranks; each rank gets its shard.
+class ReduceScatter:
+    """One reduction along the hops of ``how`` under way.
 
     A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
     the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
-    in this one order.  ``gradient`` may be overwritten once the generator stops for the first time: then the
-    first hop of all chunks is posted.
+    in this one order.  Once it is made, the first hop of all chunks is posted and ``gradient`` may be
+    overwritten.
 
     Args:
         how: along which hops, with which codecs.
         gradient: (world * S,) of any floating-point type.
+        key: of stochastic codecs, with this rank as the source; the hop is filled in.
+        errors: of the gradient codecs, for error feedback.
+        opened: the first hop's exchange, in whose message the gradient lies already
+            (:meth:`Reduction.open_message`).
 
-    Returns:
-        (S,) fp32 mean of this rank's shard.
+    Attributes:
+        left: hops that are still to be posted.
     """
-    axes = [axis for axis, _ in how.hops]
-    sizes = [axis.size for axis in axes]
-    world = math.prod(sizes)
-    shard = gradient.numel() // world
-    chunks = how.chunks or ((0, shard),)
-    slices = placed(gradient, axes, shard, how.spacing)  # (axis 0, axis 1, ..., S)
-    under_way: list[tuple[Codec, Exchange]] = []  # of the last hop, chunk by chunk
-    hops = len(how.hops)
-    for turn in range(len(chunks) + hops - 1):  # in each, all chunks that can go one hop further do
-        for hop, (axis, codec) in enumerate(how.hops):
-            index = turn - hop
-            if not 0 <= index < len(chunks):
-                continue
-            start, end = chunks[index]
-            rest = sizes[hop + 1 :]  # the axes that are still to come
-            frame = codec.frame_bytes(end - start)
-            noise, carried = how.noise(hop, shard, start), how.carried(hop, start, end)
-            if hop == 0 and how.opened is not None:
-                under_way.append((codec, how.opened))
-                how.tell(Hop(hop, axis.name, codec), _observed(how, slices[..., start:end], None), None)
-                how.opened.post()
-                continue
+
+    def __init__(
+        self,
+        how: Reduction,
+        gradient: Tensor,
+        *,
+        key: Key | None = None,
+        errors: Errors | None = None,
+        opened: Exchange | None = None,
+    ) -> None:
+        self._how, self._key, self._errors, self._opened = how, key, errors, opened
+        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
+        self._turn = 0
+        self.left = len(how.hops)
+        for index in range(len(how.chunks)):
+            self._send_first(gradient, index)
+            self._take_turn()
+
+    def post_next_hop(self) -> None:
+        """Let every chunk go on by a hop."""
+        self._take_turn()
+
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        """(S,) fp32 mean of this rank's shard, in ``out`` if it is given."""
+        while self.left:
+            self._take_turn()
+        how, device = self._how, self._how.wire.mesh.device
+        codec = how.hops[-1][1]
+        mean = torch.empty(how.piece, dtype=torch.float32, device=device) if out is None else out
+        for (start, end), exchange in zip(how.chunks, self._under_way, strict=True):
+            ops.decode_sum(codec, exchange.wait(), mean[start:end])  # (source, F)
+            exchange.close()
+        return mean.div_(math.prod(how.sizes))
+
+    def _take_turn(self) -> None:
+        """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
+        hops, chunks = len(self._how.hops), len(self._how.chunks)
+        for hop in range(1, hops):
+            if 0 <= self._turn - hop < chunks:
+                self._forward(hop, self._turn - hop)
+        self._turn += 1
+        if self._turn >= chunks:  # the last chunk was posted on one more hop
+            self.left -= 1
+
+    def _send_first(self, gradient: Tensor, index: int) -> None:
+        """Encode a chunk of all shards, transposed, and send it along the first hop."""
+        how, wire = self._how, self._how.wire
+        (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
+        exchange, carried = self._opened, self._carried(0, start, end)
+        values = None  # for an observer
+        if exchange is None or wire.observer is not None:
+            slices = gradient.as_strided(
+                (*how.sizes, how.piece),
+                (*(stride * how.piece for stride in how.strides), 1),
+            )[..., start:end]  # (axis 0, axis 1, ..., chunk)
+            values = _observed(wire, slices, carried)
+        if exchange is None:
             source = None
-            if how.stays and how.strides is None and hops == len(chunks) == 1 and carried is None:
-                source = as_frames(codec, gradient, shard)
-            exchange = how.wire.all_to_all(axis, math.prod(rest) * frame, how.tag, source=source)
-            send = exchange.send.view(axis.size, *rest, frame)
-            if hop == 0:
-                values = _observed(how, slices[..., start:end], carried)
-                if source is None or exchange.send.data_ptr() != source.data_ptr():
-                    ops.encode(codec, slices[..., start:end], send, noise=noise, carried=carried)
-                under_way.append((codec, exchange))
-            else:
-                before, received = under_way[index]
-                if hop == 1 and how.opened is not None:
-                    frames = _picked(how, received, sizes[1:], before.frame_bytes(end - start))
-                else:
-                    frames = _frames(under_way[index], sizes[hop:], end - start)
-                values = _observed_sum(how, before, frames, end - start, carried)
-                ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
-                received.close()
-                under_way[index] = codec, exchange
-            how.tell(Hop(hop, axis.name, codec), values, send)
-            exchange.post()
-        done = turn - len(chunks) + 1  # the hop on which the last chunk was posted
-        if done >= 0:
-            yield done == hops - 1 and not how.goes_on and how.wire.mesh.topology.crosses(axes[done])
-    mean = how.out
-    if mean is None:
-        mean = torch.empty(shard, dtype=torch.float32, device=gradient.device)
-    for (start, end), last in zip(chunks, under_way, strict=True):
-        ops.decode_sum(last[0], _frames(last, [], end - start), mean[start:end])
-        last[1].close()
-    return mean.div_(world)
+            if how.stays and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
+                source = as_frames(codec, gradient, how.piece)
+            row = math.prod(how.sizes[1:]) * frame
+            exchange = wire.all_to_all(axis, row, how.tag, source=source)
+            if source is None or exchange.send.data_ptr() != source.data_ptr():
+                send = exchange.send.view(*how.sizes, frame)
+                ops.encode(codec, slices, send, noise=how.noise(self._key, 0, start), carried=carried)
+        if values is not None:
+            frames = None if self._opened is not None else exchange.send.view(*how.sizes, frame)
+            _tell(how, Hop(0, axis.name, codec), values, frames)
+        exchange.post()
+        self._under_way.append(exchange)
+
+    def _forward(self, hop: int, index: int) -> None:
+        """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
+        how, wire, received = self._how, self._how.wire, self._under_way[index]
+        (_, before), (axis, codec) = how.hops[hop - 1 : hop + 1]
+        (start, end), frame, rest = how.chunks[index], how.frames[hop][index], how.sizes[hop:]
+        exchange = wire.all_to_all(axis, math.prod(rest[1:]) * frame, how.tag)
+        send = exchange.send.view(*rest, frame)
+        if hop == 1 and self._opened is not None:
+            frames = self._own_part(received)
+        else:
+            rows = received.wait()
+            frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
+        carried = self._carried(hop, start, end)
+        values = None
+        if wire.observer is not None:
+            held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
+            ops.decode_sum(before, frames, held)
+            values = _observed(wire, held, carried)
+        noise = how.noise(self._key, hop, start)
+        ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
+        received.close()
+        if values is not None:
+            _tell(how, Hop(hop, axis.name, codec), values, send)
+        exchange.post()
+        self._under_way[index] = exchange
+
+    def _own_part(self, exchange: Exchange) -> Tensor:
+        """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""
+        how, frame = self._how, self._how.frames[0][0]
+        rows = exchange.whole()  # (source, world * F)
+        axes = [axis for axis, _ in how.hops]
+        first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
+        strides = [axis.stride * frame for axis in axes[1:]]
+        shape = (len(rows), *how.sizes[1:], frame)
+        return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
+
+    def _carried(self, hop: int, start: int, end: int) -> Carried | None:
+        """Error feedback of elements [start, end) of each shard."""
+        return None if self._errors is None else self._errors.carried(hop, start, end)
 
 
-def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | None:
-    """What is encoded of ``x``, for an observer: with the errors that feedback adds; None without one."""
-    if how.wire.observer is None:
-        return None
-    return x if carried is None else x.float() + carried.error.float()
-
-
-def _observed_sum(
-    how: Reduction, codec: Codec, frames: Tensor, numel: int, carried: Carried | None
-) -> Tensor | None:
-    """The same of the sum (..., numel) of ``frames`` (sources, ..., F)."""
-    if how.wire.observer is None:
-        return None
-    held = torch.empty((*frames.shape[1:-1], numel), dtype=torch.float32, device=frames.device)
-    ops.decode_sum(codec, frames, held)
-    return _observed(how, held, carried)
-
-
-def _frames(received: tuple[Codec, Exchange], rest: Sequence[int], numel: int) -> Tensor:
-    """(source, rest..., F) uint8: what an exchange brought."""
-    codec, exchange = received
-    return torch.unflatten(exchange.wait(), 1, (*rest, codec.frame_bytes(numel)))
-
-
-def ring_reduce(how: Reduction, gradient: Tensor) -> Steps[Tensor]:
-    """The same mean by one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
+class RingReduce:
+    """The same mean by one ring over all ranks under way: ``world - 1`` steps, partial sums on the wire.
 
     Blind to nodes: what a library does without knowing the topology.  A partial sum is encoded again
     at every step, so errors add up ``world - 1`` times (paper section 3.3).
 
     Args:
         how: one hop over the world.
-        gradient: (world * S,) of any floating-point type.
+        gradient: (world * S,) of any floating-point type, which may be overwritten once this is made.
+        key: as of :class:`ReduceScatter`.
+
+    Attributes:
+        left: steps that are still to be posted.
     """
-    ((axis, codec),) = how.hops
-    size, me = axis.size, axis.digit(how.wire.mesh.rank)
-    slices = gradient.view(size, -1).to(
-        torch.float32, copy=True
-    )  # (rank, S); the caller's buffer is free again
-    shard = slices.shape[1]
-    partial = slices[(me - 1) % size].clone()
-    for step in range(size - 1):
-        exchange = how.wire.shift(axis, codec.frame_bytes(shard), how.tag)
+
+    def __init__(self, how: Reduction, gradient: Tensor, *, key: Key | None = None) -> None:
+        ((axis, self._codec),) = how.hops
+        self._how, self._key, self._axis = how, key, axis
+        self._me = axis.digit(how.wire.mesh.rank)
+        self._slices = gradient.view(axis.size, -1).to(torch.float32, copy=True)  # (rank, S)
+        self._partial = self._slices[(self._me - 1) % axis.size].clone()
+        self._exchange: Exchange | None = None
+        self._step, self.left = 0, axis.size - 1
+        self._post()
+
+    def post_next_hop(self) -> None:
+        """Add what a step brought to this rank's part, and send the sum on."""
+        self._receive()
+        self._post()
+
+    def finish(self, out: Tensor | None = None) -> Tensor:
+        """(S,) fp32 mean of this rank's shard, in ``out`` if it is given."""
+        while self.left:
+            self.post_next_hop()
+        self._receive()
+        return torch.div(self._partial, self._axis.size, out=self._partial if out is None else out)
+
+    def _post(self) -> None:
+        how, codec, size, piece = self._how, self._codec, self._axis.size, self._how.piece
+        exchange = self._exchange = how.wire.shift(self._axis, how.frames[0][0], how.tag)
         noise = None
-        if codec.stochastic and how.key is not None:
-            noise = replace(how.key, hop=step).noise((me - 1 - step) % size * apart(shard))
-        ops.encode(codec, partial, exchange.send, noise=noise)
-        how.tell(Hop(step, axis.name, codec), _observed(how, partial, None), exchange.send)
+        if codec.stochastic and self._key is not None:
+            first = (self._me - 1 - self._step) % size * apart(piece)
+            noise = replace(self._key, hop=self._step).noise(first)
+        ops.encode(codec, self._partial, exchange.send, noise=noise)
+        if (values := _observed(how.wire, self._partial, None)) is not None:
+            _tell(how, Hop(self._step, self._axis.name, codec), values, exchange.send)
         exchange.post()
-        yield step == size - 2 and how.wire.mesh.topology.crosses(axis)
-        ops.decode(codec, exchange.wait()[0], partial)
-        exchange.close()
-        partial += slices[(me - 2 - step) % size]
-    return partial.div_(size)
+        self.left -= 1
+
+    def _receive(self) -> None:
+        assert self._exchange is not None  # noqa: S101  # it was posted
+        ops.decode(self._codec, self._exchange.wait()[0], self._partial)
+        self._exchange.close()
+        self._partial += self._slices[(self._me - 2 - self._step) % self._axis.size]
+        self._step += 1
 
 
-def reduced(how: Reduction, reduce: Reduce, gradient: Tensor) -> Steps[Tensor]:
-    """The mean by the algorithm that a policy names: (S,) fp32 of this rank's shard."""
-    if how.wire.observer is not None:
-        how.wire.observer.local(how.tag.unit, gradient)
-    if not how.hops:  # one rank
-        return gradient.to(torch.float32, copy=True)
-    return (yield from (ring_reduce if reduce == "ring" else reduce_gradients)(how, gradient))
-
-
-def replicated(
-    wire: Wire,
-    axes: Sequence[Axis],
-    codec: Codec,
-    tag: Tag,
-    mean: Tensor,
-    *,
-    strides: Sequence[int],
-    noise: Noise | None = None,
-    hop: int = 0,
-) -> Steps[Tensor]:
-    """Gather the pieces of a shard's mean from the ranks of all groups that hold the shard.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """How the pieces of a shard's mean are gathered from the groups that hold copies of the shard.
 
     Every rank decodes what was sent, its own piece too, so that groups stay bit-equal.
 
-    Args:
-        wire: what sends.
+    Attributes:
         axes: between the groups, first hop first.
-        codec: in which it travels.
-        tag: for the ledger.
-        mean: (piece,) fp32 of this rank.
+        codec: in which a piece travels.
         strides: along each axis, pieces of the shard from one rank's to its neighbour's.
         noise: of a stochastic codec, for this rank's piece.
-        hop: number of this hop after those of the reduction, for an observer.
-
-    Returns:
-        (S,) fp32 mean of this rank's shard.
     """
-    piece, nbytes = mean.numel(), codec.frame_bytes(mean.numel())
 
-    def write(frame: Tensor) -> None:
-        ops.encode(codec, mean, frame, noise=noise)
-        if wire.observer is not None:
-            name = "+".join(axis.name for axis in axes)
-            wire.observer.encoded(tag.unit, Hop(hop, name, codec), mean, frame)
+    axes: Sequence[Axis]
+    codec: Codec
+    strides: Sequence[int]
+    noise: Noise | None = None
 
-    exchange = yield from gather_frames(wire, axes, write, nbytes, tag)
-    whole = mean.new_empty(piece * math.prod(axis.size for axis in axes))
-    ops.decode(codec, gathered(exchange, axes, nbytes), placed(whole, axes[::-1], piece, strides[::-1]))
-    exchange.close()
-    return whole
+
+class Average:
+    """The mean of a gradient over all ranks under way: reduced, and gathered between groups that hold copies.
+
+    Args:
+        how: along which hops it is reduced, with which codecs.
+        reduce: by which algorithm.
+        gradient: (world * S,) of this rank, which may be overwritten once this is made, unless
+            :attr:`Reduction.stays` says otherwise.
+        key, errors, opened: as of :class:`ReduceScatter`.
+        out: (piece,) fp32 where the mean is written; a fresh tensor by default.
+        replicas: how it is sent on, to other groups, if there are any.
+    """
+
+    def __init__(
+        self,
+        how: Reduction,
+        reduce: Reduce,
+        gradient: Tensor,
+        *,
+        key: Key | None = None,
+        errors: Errors | None = None,
+        opened: Exchange | None = None,
+        out: Tensor | None = None,
+        replicas: Replicas | None = None,
+    ) -> None:
+        self._how, self._out, self._replicas = how, out, replicas
+        self._hops: ReduceScatter | RingReduce | None = None
+        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
+        self._mean: Tensor | None = None  # (S,) fp32, once it is there
+        if how.wire.observer is not None:
+            how.wire.observer.local(how.tag.unit, gradient)
+        if not how.hops:  # one rank
+            self._mean = gradient if gradient is out else _copied(gradient, out)
+        elif reduce == "ring":
+            self._hops = RingReduce(how, gradient, key=key)
+        else:
+            self._hops = ReduceScatter(how, gradient, key=key, errors=errors, opened=opened)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the mean is there."""
+        return self._mean is not None
+
+    def post_next_hop(self) -> None:
+        """Let the next message go; after the last hop inside a node take the mean.
+
+        See [Note: deferred last hop].
+        """
+        if self._mean is not None or self._hops is None:
+            return
+        if self._gather is not None:
+            if self._gather.left:
+                self._gather.post_next_hop()
+            elif not self._gather.waits_for_nodes:
+                self.finish()
+        elif self._hops.left:
+            self._hops.post_next_hop()
+        elif self._replicas is not None:
+            self._gather = self._send_to_replicas(self._replicas)
+        elif not self._how.wire.mesh.topology.crosses(self._how.hops[-1][0]):
+            self.finish()
+
+    def finish(self) -> Tensor:
+        """(S,) fp32 mean of this rank's shard."""
+        if self._mean is None:
+            assert self._hops is not None  # noqa: S101  # there are several ranks
+            if self._replicas is None:
+                self._mean = self._hops.finish(self._out)
+            else:
+                gather = self._gather or self._send_to_replicas(self._replicas)
+                self._mean = self._receive_from_replicas(gather, self._replicas)
+        return self._mean
+
+    def _send_to_replicas(self, replicas: Replicas) -> FrameGather:
+        assert self._hops is not None  # noqa: S101  # there are several ranks
+        how, codec = self._how, replicas.codec
+        mean = self._hops.finish()  # (piece,)
+        gather = FrameGather(how.wire, replicas.axes, codec.frame_bytes(how.piece))
+        message = gather.open(how.tag)
+        ops.encode(codec, mean, message, noise=replicas.noise)
+        if how.wire.observer is not None:
+            name = "+".join(axis.name for axis in replicas.axes)
+            how.wire.observer.encoded(how.tag.unit, Hop(len(how.hops), name, codec), mean, message)
+        gather.post()
+        return gather
+
+    def _receive_from_replicas(self, gather: FrameGather, replicas: Replicas) -> Tensor:
+        piece, axes = self._how.piece, replicas.axes
+        whole = torch.empty(
+            piece * math.prod(axis.size for axis in axes),
+            dtype=torch.float32,
+            device=self._how.wire.mesh.device,
+        )
+        ops.decode(replicas.codec, gather.frames(), placed(whole, axes[::-1], piece, replicas.strides[::-1]))
+        gather.close()
+        return whole
+
+
+def _copied(gradient: Tensor, out: Tensor | None) -> Tensor:
+    """``gradient`` in fp32, in ``out`` if it is given."""
+    return gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
+
+
+def _observed(wire: Wire, x: Tensor, carried: Carried | None) -> Tensor | None:
+    """What is encoded of ``x``, for an observer: with the errors that feedback adds; None without one."""
+    if wire.observer is None:
+        return None
+    return x if carried is None else x.float() + carried.error.float()
+
+
+def _tell(how: Reduction, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+    """Tell the observer what became which frames."""
+    if how.wire.observer is not None:
+        how.wire.observer.encoded(how.tag.unit, hop, values, frames)

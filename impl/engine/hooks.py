@@ -111,7 +111,7 @@ class Hooks:
                 self._seen.append(unit.index)
             unit.pre_forward("forward" if training else "evaluate")
         if training and units and module is not self._model:
-            self.backward.reshard_after(module, (args, kwargs))
+            self.backward.reshard_after(module, (*args, *kwargs.values()))
         return changed
 
     def _begin_forward(self) -> None:
@@ -182,8 +182,13 @@ class Hooks:
         kept = self._passes.schedule.kept
         for tensor in outputs:
             if tensor.requires_grad:
-                return not any(unit.index in kept and unit.written() for unit in units)
-        return False
+                break
+        else:
+            return False
+        for unit in units:  # noqa: SIM110  # one call in place of one for each unit
+            if unit.index in kept and unit.written():
+                return False
+        return True
 
     def _end_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
         """The model has run; names of written parameters, of units that were gathered ahead and not used."""
@@ -324,14 +329,17 @@ class BackwardHooks:
             unit.check_flags()
         self._calls.clear()
 
-    def reshard_after(self, module: nn.Module, inputs: Any) -> None:
+    def reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
         """Once the gradients of a block's inputs are there, its weights are not needed any more.
 
         Units that count gradients are resharded before; this is for frozen and unused parameters.
         Leaves are left out: they outlive the pass, and so would the hook.
         """
         self._calls[module] = self._calls.get(module, 0) + 1
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.grad_fn is not None]
+        tensors: list[Tensor] = []
+        for value in inputs:
+            tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
+        tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
         if tensors:
             hook = _InputHook(self, module, len(tensors))
             for tensor in tensors:
@@ -351,13 +359,15 @@ class BackwardHooks:
         """The gradient of one of ``module``'s outputs is there."""
         if torch.is_grad_enabled():
             raise ZeroError("create_graph=True: gradients of gradients are not supported")
-        self._begin_backward()
+        if not self._passes.in_backward:
+            self._begin_backward()
         for unit in self._units_of[module]:
             unit.pre_backward()
 
     def collect_gradient(self, unit: int, number: int) -> None:
         """The gradient of a parameter is there."""
-        self._begin_backward()
+        if not self._passes.in_backward:
+            self._begin_backward()
         self._units[unit].collect_gradient(number)
 
     def collect_outside(self, unit: int, number: int) -> None:
@@ -397,7 +407,8 @@ class BackwardHooks:
             passes.reductions.start_all()
         passes.reductions.finish()
         for unit in self._units:
-            written += unit.reshard()
+            if unit.in_use:
+                written += unit.reshard()
             unit.end_backward()
         self._weights.trim()
         self._calls.clear()

@@ -26,7 +26,7 @@ from impl.codecs.reference import DTYPES
 from impl.plan.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.member import Gathers, Holder, InUnit, Member, Place, Taken
-from impl.unit.placeholder import hide, keep, release, unhide
+from impl.unit.placeholder import Placeholder, hide, keep, release
 
 
 class FlatBuffer:
@@ -101,13 +101,18 @@ class FlatBuffer:
             self.bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return self._flat
 
+    def attach_bytes(self) -> Tensor:
+        """(bytes,) uint8 the same memory, where frames are its elements."""
+        return self.attach().view(torch.uint8)
+
     def detach(self) -> None:
         """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
         flat = self._flat
-        if flat is None or any(member.whole is not None for member in self.members):
+        if flat is None or _handles(flat) != self._own_views:
             return
-        if _handles(flat) != self._own_views:
-            return
+        for member in self.members:
+            if member.whole is not None:
+                return
         self._flat, self.bounds = None, (0, 0)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member in self.members:
@@ -124,39 +129,46 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member in self.members:
                 if member.whole is None:
-                    member.parameter.data = member.place.in_flat(flat)
+                    place = member.place
+                    member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
 
     # What is seen of it
 
     def show(self, *, gathered: bool) -> None:
         """Let modules hold the parameters, or their placeholders."""
         for member in self.members:
-            member.put(member.parameter if gathered else member.placeholder)
+            shown = member.parameter if gathered else member.placeholder
+            for holder in member.holders:
+                holder.module._parameters[holder.name] = shown  # noqa: SLF001  # setattr would re-register
 
     def unhide(self) -> None:
-        """The parameters have their values; what is written from here on is noticed."""
+        """Let modules hold the parameters, with their values: what is written from here on is noticed."""
+        self._marks = marks = []
         for member in self.members:
-            unhide(member.parameter)
-        self._marks = [member.mark for member in self.members]
+            parameter = member.parameter
+            parameter.__class__ = nn.Parameter
+            marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
+            for holder in member.holders:
+                holder.module._parameters[holder.name] = parameter  # noqa: SLF001
 
     def hide(self) -> None:
-        """Whoever took a parameter during a pass asks for its values from now on."""
+        """Let modules hold placeholders; whoever took a parameter during a pass asks for its values."""
         for member in self.members:
-            hide(member.parameter)
+            member.parameter.__class__ = Placeholder
+            for holder in member.holders:
+                holder.module._parameters[holder.name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
         """Names of the parameters that were written in place since :meth:`unhide`, or lie elsewhere now.
 
         Not those written through a tensor that shares no version counter with them, as ``.data``.
         """
-        return [
-            slot.spec.name
-            for slot, member, (version, address) in zip(
-                self._geometry.slots, self.members, self._marks, strict=True
-            )
-            if member.whole is None
-            and (member.parameter._version != version or member.parameter.data_ptr() != address)  # noqa: SLF001
-        ]
+        names = []
+        for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=True):
+            parameter = member.parameter
+            if member.whole is None and (parameter._version, parameter.data_ptr()) != mark:  # noqa: SLF001
+                names.append(slot.spec.name)
+        return names
 
     def show_member(self, number: int) -> None:
         """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""

@@ -13,7 +13,8 @@ from impl.unit.memory_pool import Meter, Pool
 class GradientBuffer:
     """(padded,) gradients of one unit on this rank, while there are any.
 
-    They lie in a buffer of the pool or, once a message was opened for them, in that message.
+    They lie in a buffer of the pool or, once a message was opened for them, in that message; of one rank,
+    whose mean they are, where the mean lies.
 
     Args:
         dtype: of local gradients; what adds up over passes is at least fp32.
@@ -31,6 +32,7 @@ class GradientBuffer:
             for slot in geometry.slots
         ]
         self._flat: Tensor | None = None  # (padded,)
+        self._at_place = False  # whether that is not of the pool
         self._written: set[int] = set()  # members whose part of it holds something
         self.opened: Exchange | None = None
 
@@ -44,6 +46,10 @@ class GradientBuffer:
         self.opened = message
         self._flat = message.send.view(-1).view(self._dtype)
         self._meter.add("local_gradients", self._flat.nbytes)
+
+    def lie_at(self, place: Tensor) -> None:
+        """Collect at ``place`` (padded,), which is somebody else's, from the first one on."""
+        self._flat, self._at_place = place, True
 
     def add(self, index: int, leaf: nn.Parameter, *, accumulating: bool) -> None:
         """Move the gradient of ``leaf`` to the place of member ``index``; nothing need be cleared before.
@@ -82,9 +88,10 @@ class GradientBuffer:
         """They have been encoded, or belong to the message."""
         if self._flat is not None and self.opened is not None:
             self._meter.add("local_gradients", -self._flat.nbytes)
-        elif self._flat is not None:
+        elif self._flat is not None and not self._at_place:
             self._pool.give_back(self._flat)
         self._flat = self.opened = None
+        self._at_place = False
         self._written.clear()
 
     def drop(self, *, post: bool) -> None:

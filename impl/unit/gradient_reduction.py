@@ -7,7 +7,7 @@ queue of :mod:`impl.unit.reduction_queue` starts the reduction in its turn, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from impl.codecs.codec import Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES
-from impl.codecs.rounding_noise import Noise, apart
+from impl.codecs.rounding_noise import Key, apart
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
-from impl.comm.reduce_scatter import Reduction, opened, reduced, replicated
-from impl.comm.transfer import Steps, Transfer
-from impl.comm.wire import Exchange
+from impl.comm.reduce_scatter import Average, Reduction, Replicas
 from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis
@@ -40,6 +38,7 @@ class GradientReduction:
 
     Attributes:
         gradients: what this rank collected, and has not sent.
+        how: along which hops it is reduced, with which codecs.
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
     """
 
@@ -50,16 +49,26 @@ class GradientReduction:
         self.gradients = GradientBuffer(geometry, DTYPES[policy.compute], context.gradients, context.meter)
         self.missing: set[int] = set()
         self._members = frozenset(range(len(geometry.slots)))
-        self._transfer: Transfer | None = None  # while REDUCING
+        self._average: Average | None = None  # while REDUCING
         self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
-        self._hops = policy.reduce_axes(topology)
-        self._replicas = policy.replica_axes(topology)
+        hops, name = policy.reduce_axes(topology), geometry.name
         whole = geometry.shards == topology.world
-        self._strides = None if whole else self._strides_of([axis for axis, _ in self._hops])
-        self._chunks = chunked(geometry.piece, policy.chunks, policy.grain)
+        self.how = Reduction(
+            wire=wire,
+            hops=hops,
+            tag=Tag("backward", "gradients", name),
+            piece=geometry.piece,
+            strides=() if whole else self._strides_of([axis for axis, _ in hops]),
+            chunks=chunked(geometry.piece, policy.chunks, policy.grain),
+        )
+        plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
+        self._collects = plain and self.how.collects(DTYPES[policy.compute])
+        self._replicas: Replicas | None = None
+        axes, codec = policy.replica_axes(topology)
+        if axes:
+            self._replicas = Replicas(axes=axes, codec=codec, strides=self._strides_of(axes))
         self._draws = any(codec.stochastic for codec in policy.gradients)
-        self._tag = Tag("backward", "gradients", geometry.name)
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
@@ -67,9 +76,8 @@ class GradientReduction:
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages."""
         slices = self._wire.mesh.topology.world
-        for axis, codec in self._hops:
-            largest = max(codec.frame_bytes(end - start) for start, end in self._chunks)
-            self._wire.reserve(axis, slices * largest)
+        for (axis, _), frames in zip(self.how.hops, self.how.frames, strict=True):
+            self._wire.reserve(axis, slices * max(frames))
             slices //= axis.size
 
     def __repr__(self) -> str:
@@ -105,10 +113,14 @@ class GradientReduction:
         If this unit is the next to be reduced its message is opened now and, where frames are the elements
         themselves, collects them in place.
         """
-        self.begin_collecting()
+        if self.phase is Phase.IDLE:
+            self.begin_collecting()
         passes, gradients = self._passes, self.gradients
-        if not gradients.held and not passes.accumulating and passes.reductions.is_next(self):
-            self._open_message()
+        if not gradients.held and not passes.accumulating:
+            if not self.how.hops and self._in_place:  # one rank: the mean is the gradient
+                gradients.lie_at(self._master_shard.place())
+            elif self._collects and passes.reductions.is_next(self):
+                gradients.lie_in(self.how.open_message())
         gradients.add(number, leaf, accumulating=passes.accumulating)
         self.missing.discard(number)
         if not self.missing:
@@ -134,38 +146,53 @@ class GradientReduction:
         self.missing.clear()
         self.phase = checked(self._geometry.name, self.phase, Phase.IDLE)
 
-    def _open_message(self) -> None:
-        """Collect in the message of the first hop, where gradients need not be encoded."""
-        if self._policy.reduce != "ring":
-            message = opened(self.how(), self._geometry.piece, DTYPES[self._policy.compute])
-            if message is not None:
-                self.gradients.lie_in(message)
-
     # Reducing
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the mean may be written where the masters' gradients lie."""
+        shard = self._master_shard
+        return self._replicas is None and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
         """Hand the gradient over, and post its first hop."""
         self.phase = checked(self._geometry.name, self.phase, Phase.REDUCING)
         try:
-            steps = self.reducing(self.gradients.whole(), self.gradients.opened)
-            self._transfer = Transfer(steps, "reduction")
+            self._average = Average(
+                self.how,
+                self._policy.reduce,
+                self.gradients.whole(),
+                key=self._key() if self._draws else None,
+                errors=None if self._policy.feedback is None else self.feedback(),
+                opened=self.gradients.opened,
+                out=self._master_shard.place() if self._in_place else None,
+                replicas=None if self._replicas is None else self._noisy_replicas(self._replicas),
+            )
         except BaseException:
             self.phase = Phase.FAILED
             raise
         self.gradients.forget()
-        if self._transfer.complete:
-            self.phase = Phase.REDUCED
+        if self._average.complete:
+            self.finish()
 
     def post_next_hop(self) -> None:
         """Post the next hop's message; after the last hop inside a node, take the mean.
 
         After a last hop that crosses nodes nothing is left to post, and the wait for the slowest link is left
-        to :meth:`finish`.
+        to :meth:`finish` ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
 
         Raises:
             ZeroError: if it was interrupted.
         """
-        self._go_on(Transfer.proceed)
+        self._check_whole()
+        if self._average is not None:
+            try:
+                self._average.post_next_hop()
+            except BaseException:
+                self.phase = Phase.FAILED
+                raise
+            if self._average.complete:
+                self.finish()
 
     def finish(self) -> None:
         """Wait until the mean is in this rank's shard.
@@ -173,45 +200,22 @@ class GradientReduction:
         Raises:
             ZeroError: if it was interrupted.
         """
-        self._go_on(Transfer.wait)
-
-    def _go_on(self, how: Callable[[Transfer], None]) -> None:
-        if self.phase is Phase.FAILED:
-            raise ZeroError(_INTERRUPTED)
-        if self.phase is Phase.REDUCING and self._transfer is not None:
+        self._check_whole()
+        if self._average is not None:
             try:
-                how(self._transfer)
+                self._take(self._average.finish())
             except BaseException:
                 self.phase = Phase.FAILED
                 raise
-            if self._transfer.complete:
-                self.phase, self._transfer = Phase.REDUCED, None
+            self._average = None
+            self.phase = checked(self._geometry.name, self.phase, Phase.REDUCED)
 
-    def drop(self) -> None:
-        """Forget what was collected and not reduced, and the errors that codecs carry."""
-        self.gradients.drop(post=self.phase is not Phase.FAILED)
-        self.missing.clear()
-        if self.phase in (Phase.COLLECTING, Phase.READY):
-            self.phase = Phase.IDLE
-        self.clear_feedback()
+    def _check_whole(self) -> None:
+        if self.phase is Phase.FAILED:
+            raise ZeroError(_INTERRUPTED)
 
-    def reducing(self, gradient: Tensor, message: Exchange | None) -> Steps[None]:
-        """Average ``gradient`` (padded,), and let this rank's shard take the mean.
-
-        Args:
-            gradient: of this rank.
-            message: in which it lies already, of :meth:`open_message`.
-        """
-        axes, codec = self._replicas
-        master_shard = self._master_shard
-        in_place = master_shard.fresh and not axes and not master_shard.placement.shard
-        how = self.how(message, master_shard.place() if in_place else None, goes_on=bool(axes))
-        mean = yield from reduced(how, self._policy.reduce, gradient)
-        if axes:
-            noise, strides = self._replica_noise(how, codec), self._strides_of(axes)
-            mean = yield from replicated(
-                self._wire, axes, codec, how.tag, mean, strides=strides, noise=noise, hop=len(how.hops)
-            )
+    def _take(self, mean: Tensor) -> None:
+        """Let this rank's shard take ``mean`` (S,)."""
         for start, end in self._pads:
             mean[start:end] = 0
         if self._wire.observer is not None:
@@ -219,32 +223,30 @@ class GradientReduction:
             first, end = self._geometry.received_piece(rank)
             low, _ = self._geometry.bounds(rank)
             self._wire.observer.averaged(self._geometry.name, first, mean[first - low : end - low])
-        master_shard.take(mean)
+        self._master_shard.take(mean)
 
-    def how(
-        self, message: Exchange | None = None, out: Tensor | None = None, *, goes_on: bool = False
-    ) -> Reduction:
-        """How the gradient is reduced now."""
-        return Reduction(
-            wire=self._wire,
-            hops=self._hops,
-            tag=self._tag,
-            strides=self._strides,
-            chunks=self._chunks,
-            key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
-            errors=self.feedback(),
-            opened=message,
-            out=out,
-            goes_on=goes_on,
-        )
+    def drop(self) -> None:
+        """Forget what was collected and not reduced, and the errors that codecs carry."""
+        self.gradients.drop(post=self.phase is not Phase.FAILED)
+        self._average = None if self.phase is Phase.FAILED else self._average
+        self.missing.clear()
+        if self.phase in (Phase.COLLECTING, Phase.READY):
+            self.phase = Phase.IDLE
+        self.clear_feedback()
 
-    def _replica_noise(self, how: Reduction, codec: Codec) -> Noise | None:
-        """Random bits of this rank's mean on its way to the other groups."""
-        if not codec.stochastic or how.key is None:
-            return None
+    def _key(self) -> Key:
+        """Of stochastic codecs, with this rank as the source."""
+        return self._clock.gradients(self._geometry.name, self._wire.mesh.rank)
+
+    def _noisy_replicas(self, replicas: Replicas) -> Replicas:
+        """How the mean goes to the other groups now: a stochastic codec draws anew each time."""
+        if not replicas.codec.stochastic:
+            return replicas
         rank, piece = self._wire.mesh.rank, self._geometry.piece
         number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
-        return replace(how.key, hop=len(how.hops)).noise(number * apart(piece))
+        return replace(
+            replicas, noise=replace(self._key(), hop=len(self.how.hops)).noise(number * apart(piece))
+        )
 
     def _strides_of(self, axes: Sequence[Axis]) -> list[int]:
         """Along each axis, pieces of the shard from one rank's to its neighbour's."""
@@ -273,8 +275,8 @@ class GradientReduction:
         return {} if errors is None else errors.state()
 
 
-_BEGUN: Final = frozenset((Phase.COLLECTING, Phase.READY))
-_STARTED: Final = frozenset((Phase.REDUCING, Phase.REDUCED, Phase.FAILED))
+_BEGUN: Final = (Phase.COLLECTING, Phase.READY)
+_STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
 
 
 def _keeps_zeros(codec: Codec) -> bool:

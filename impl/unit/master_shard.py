@@ -204,7 +204,10 @@ class MasterShard:
     @property
     def fresh(self) -> bool:
         """Whether the masters have no gradients yet."""
-        return all(master.grad is None for _, master in self.masters)
+        for _, master in self.masters:  # noqa: SIM110  # one call in place of one for each master
+            if master.grad is not None:
+                return False
+        return True
 
     def take(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) fp32 to the masters' gradients; where offloaded, in :meth:`land`."""

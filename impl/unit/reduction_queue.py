@@ -29,23 +29,27 @@ class Phase(enum.Enum):
     FAILED = enum.auto()
 
 
-_NEXT: Final = {
-    Phase.IDLE: {Phase.COLLECTING, Phase.READY, Phase.IDLE},
-    Phase.COLLECTING: {Phase.READY, Phase.IDLE},
-    Phase.READY: {Phase.REDUCING, Phase.READY, Phase.IDLE},
-    Phase.REDUCING: {Phase.REDUCED, Phase.FAILED},
-    Phase.REDUCED: {Phase.IDLE},
-    Phase.FAILED: {Phase.IDLE},
-}
+_NEXT: Final = (
+    (Phase.IDLE, Phase.COLLECTING),
+    (Phase.IDLE, Phase.READY),  # no gradient will come
+    (Phase.COLLECTING, Phase.READY),
+    (Phase.COLLECTING, Phase.IDLE),  # the pass reduces nothing, or failed
+    (Phase.READY, Phase.REDUCING),
+    (Phase.READY, Phase.IDLE),
+    (Phase.REDUCING, Phase.REDUCED),
+    (Phase.REDUCING, Phase.FAILED),
+    (Phase.REDUCED, Phase.IDLE),
+    (Phase.FAILED, Phase.IDLE),
+)
 
 
 def checked(unit: str, now: Phase, then: Phase) -> Phase:
-    """``then``, if a reduction may go there from ``now``.
+    """``then``, if a reduction may go there from ``now``, or is there.
 
     Raises:
         ZeroError: naming the unit and both.
     """
-    if then not in _NEXT[now]:
+    if now is not then and (now, then) not in _NEXT:
         raise ZeroError(f"the reduction of unit {unit!r} goes from {now.name} to {then.name}")
     return then
 

@@ -17,7 +17,6 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from impl.comm.transfer import Transfer
 from impl.errors import WrittenError, ZeroError
 from impl.plan.offload_plan import ON_DEVICE, Placement
 from impl.plan.prefetch_schedule import MOST_AHEAD
@@ -48,12 +47,15 @@ class State(enum.Enum):
     HIDDEN = enum.auto()
 
 
-_NEXT: Final = {
-    State.SHARDED: {State.GATHERING},
-    State.GATHERING: {State.UNSHARDED, State.SHARDED},  # sharded: it was interrupted
-    State.UNSHARDED: {State.HIDDEN, State.SHARDED},
-    State.HIDDEN: {State.UNSHARDED, State.SHARDED},
-}
+_NEXT: Final = (
+    (State.SHARDED, State.GATHERING),
+    (State.GATHERING, State.UNSHARDED),
+    (State.GATHERING, State.SHARDED),  # it was interrupted
+    (State.UNSHARDED, State.HIDDEN),
+    (State.UNSHARDED, State.SHARDED),
+    (State.HIDDEN, State.UNSHARDED),
+    (State.HIDDEN, State.SHARDED),
+)
 
 
 class Unit:
@@ -98,7 +100,6 @@ class Unit:
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
         self.state = State.SHARDED
         self._version: Version | None = None  # of the weights that were last gathered
-        self._transfer: Transfer | None = None  # while GATHERING
         self._stays = self.policy.stage < 3  # gathered until the weights change
 
     def __repr__(self) -> str:
@@ -122,7 +123,7 @@ class Unit:
         self.start_gather(phase)  # this one first: all ranks post in one order
         for ahead in self._passes.schedule.ahead_in_forward(self.index):
             self._siblings[ahead].gather_ahead(phase)  # travels while this one computes
-        self.all_gather(phase)
+        self.wait()
 
     def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
         """Reshard the weights once the unit's module has run, unless they are to be used again.
@@ -146,7 +147,7 @@ class Unit:
         self.start_gather("backward")
         for ahead in self._passes.schedule.ahead_in_backward(self.index):
             self._siblings[ahead].gather_ahead("backward")
-        self.all_gather("backward")
+        self.wait()
         if self.geometry.trainable:
             self.reduction.begin_collecting()
 
@@ -184,20 +185,20 @@ class Unit:
                 raise ZeroError(
                     f"a pass inside GatheredParameters of {slot.spec.name!r}: leave its context first"
                 )
-        if self.gathered and self._version != self.master_shard.version:
-            self._end_use()  # a master was written by hand
+        version = self.master_shard.version
         if self.state is not State.SHARDED:
-            return
+            if self.state is State.GATHERING or self._version == version:
+                return
+            self._end_use()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
             self.gather_earlier(phase)
-        self._version = self.master_shard.version
-        steps = self.weight_gather.gathering(phase, self.flat)
+        self._version = version
         if self.master_shard.placement.crosses:
             with self.host.ahead() as arrival:
-                self._transfer = Transfer(steps, "gather")
+                self.weight_gather.start(phase, version, self.flat)
             self.master_shard.arrival = arrival
         else:
-            self._transfer = Transfer(steps, "gather")
+            self.weight_gather.start(phase, version, self.flat)
         self._enter(State.GATHERING)
         self._passes.gathering.add(self.index)
 
@@ -213,14 +214,21 @@ class Unit:
 
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
-        if self._transfer is not None:
-            self._finish_gather()
-            self._transfer = None
+        if self.state is State.GATHERING:
+            try:
+                self.master_shard.arrival.join()
+                self.weight_gather.finish(self.flat)
+            except BaseException:  # one that is interrupted brings nothing
+                self._enter(State.SHARDED)
+                raise
+            finally:
+                self._passes.gathering.discard(self.index)
             self.flat.unhide()
             self._passes.weights_at[self.flat.bounds[0]] = self.index
-            self._show(State.UNSHARDED)
+            self._enter(State.UNSHARDED)
         elif self.state is State.HIDDEN:
-            self._show(State.UNSHARDED)
+            self.flat.show(gathered=True)
+            self._enter(State.UNSHARDED)
 
     def all_gather(self, phase: Phase) -> None:
         """:meth:`start_gather` and :meth:`wait`."""
@@ -236,14 +244,12 @@ class Unit:
         Returns:
             Names of the parameters that were written, or given other values, since they were gathered.
         """
-        if self._transfer is not None:
+        if self.state is State.GATHERING:
             self.wait()
-        if self.state is State.SHARDED:
+        if self._stays or self.state is State.SHARDED:
+            self.hide()
             return ()
-        self.hide()
-        if self._stays:
-            return ()
-        written = self.written()
+        written = self.flat.written()
         if written:
             self.flat.lay_again()
         self._end_use()
@@ -270,22 +276,26 @@ class Unit:
     def hide(self) -> None:
         """Let modules hold placeholders from here on."""
         if self.state is State.UNSHARDED:
-            self._show(State.HIDDEN)
+            self.flat.show(gathered=False)
+            self._enter(State.HIDDEN)
 
     def written(self) -> Sequence[str]:
         """The parameters that were written in place since they were gathered, or lie elsewhere now.
 
         None below stage 3, where gathered weights stay.
         """
-        return self.flat.written() if self.gathered and not self._stays else ()
+        if self._stays or self.state is State.SHARDED or self.state is State.GATHERING:
+            return ()
+        return self.flat.written()
 
     def weights_changed(self) -> None:
         """The weights have new values: what was kept of the old ones is stale."""
         self.master_shard.changed()
         self.weight_gather.secondary.end()
-        if self._transfer is not None:
+        if self.state is State.GATHERING:
             self.wait()
-        self._end_use()
+        if self.state is not State.SHARDED:
+            self._end_use()
         if not self._stays:
             self.flat.detach()
 
@@ -300,35 +310,14 @@ class Unit:
         Raises:
             ZeroError: for one that does not follow.
         """
-        if state not in _NEXT[self.state]:
+        if (self.state, state) not in _NEXT:
             raise ZeroError(f"unit {self.geometry.name!r} goes from {self.state.name} to {state.name}")
         self.state = state
 
-    def _show(self, state: State) -> None:
-        """Let modules hold the parameters, or their placeholders."""
-        self.flat.show(gathered=state is State.UNSHARDED)
-        self._enter(state)
-
     def _end_use(self) -> None:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
-        self.hide()
-        if self.state is State.HIDDEN:
-            self.flat.hide()
-            self._enter(State.SHARDED)
-
-    def _finish_gather(self) -> None:
-        """Carry the gather under way to its end; where its unit is next used, it has arrived."""
-        if self._transfer is None:
-            return
-        try:
-            self.master_shard.arrival.join()
-            self._transfer.wait()
-        except BaseException:  # one that is interrupted brings nothing
-            self._transfer = None
-            self._enter(State.SHARDED)
-            raise
-        finally:
-            self._passes.gathering.discard(self.index)
+        self.flat.hide()
+        self._enter(State.SHARDED)
 
     # Gradients
 
@@ -338,11 +327,11 @@ class Unit:
         Raises:
             ZeroError: if the unit was reduced in this pass already.
         """
-        passes, reduction = self._passes, self.reduction
+        reduction = self.reduction
         if reduction.started:
             _refuse_more_gradients(self.geometry.name)
         if not reduction.begun:  # the first of its unit: all ranks' reductions are here
-            passes.reductions.post_next_hops()
+            self._passes.reductions.post_next_hops()
         if reduction.collect(number, self.members[number].parameter):
             self.post_backward()
 
@@ -389,7 +378,7 @@ class Unit:
         """
         for member, shown, slot in zip(self.members, self.visible, self.geometry.slots, strict=True):
             for holder in member.holders:
-                if holder.held is not shown:
+                if holder.module._parameters.get(holder.name) is not shown:  # noqa: SLF001
                     raise ZeroError(
                         f"parameter {slot.spec.name!r} was replaced by another object in its module after "
                         "the model was sharded: write its values under GatheredParameters"
@@ -404,8 +393,11 @@ class Unit:
         trainable = self.geometry.trainable
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
-                check_hooks(slot.spec.name, member.parameter, own=trainable)
-                if member.parameter.requires_grad is trainable is member.placeholder.requires_grad:
+                parameter = member.parameter
+                after = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # there is no public way
+                if parameter._backward_hooks or len(after or ()) > trainable:  # noqa: SLF001
+                    check_hooks(slot.spec.name, parameter, own=trainable)
+                if parameter.requires_grad is trainable is member.placeholder.requires_grad:
                     continue
                 was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
                 raise ZeroError(

@@ -163,9 +163,9 @@ def _hop_noise(mesh: Mesh, hop: int, start: int) -> list[list[int]]:
         wire=Wire(mesh),
         hops=Policy(gradients=(codec, codec)).reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
-        key=replace(KEY, source=mesh.rank),
+        piece=20,
     )
-    noise = how.noise(hop, 20, start)
+    noise = how.noise(replace(KEY, source=mesh.rank), hop, start)
     assert noise is not None
     sizes = torch.Size([axis.size for axis, _ in how.hops[hop:]])
     return random_bits(noise, sizes, 8, mesh.device).flatten(0, -2).tolist()

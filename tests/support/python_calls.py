@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import impl
 from impl.comm.mesh import Mesh
-from impl.plan.policy import preset
+from impl.plan.policy import MemoryLimits, preset
 from impl.zero import shard
 
 OURS = str(Path(impl.__file__).parent)
@@ -96,3 +96,18 @@ def calls_of_step(mesh: Mesh, units: int, name: str = "zero3") -> tuple[Calls, C
     with counted(FSDP2) as theirs:
         _step(peer, other, lambda: None)
     return summed(ours), summed(theirs)
+
+
+def calls_of_gather(mesh: Mesh, name: str) -> Calls:
+    """Calls from the hook before a block to its visible weights, nothing being gathered ahead."""
+    model = nn.Sequential(Block(), Block())
+    zero = shard(model, mesh=mesh, policy=preset(name, memory=MemoryLimits(prefetch=0)))
+    x = torch.ones(4, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        with counted(OURS) as calls:
+            zero.hooks._pre_forward(model[0], (x,), {})
+        assert zero.units[0].gathered
+        zero.hooks._post_forward(model[0], (x,), {}, x)
+    return summed(calls)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from impl.codecs import reference
 from impl.codecs.codec import FP32, Codec, IntCodec, parse
 from impl.codecs.rounding_noise import Clock, Noise
-from impl.comm.all_gather import are_elements, gather_frames, gathered, placed
+from impl.comm.all_gather import FrameGather, are_elements, placed
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.transfer import finish
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
@@ -34,18 +33,12 @@ def _gathered(mesh: Mesh, policy: Policy) -> torch.Tensor:
     mine = torch.randn(shard, generator=generator)
     axes, _ = policy.gather_axes(mesh.topology)
     frame = policy.weights.frame_bytes(shard)
-    exchange = finish(
-        gather_frames(
-            Wire(mesh),
-            axes,
-            lambda out: reference.encode(policy.weights, mine, out, noise=weights_noise(policy, mesh.rank)),
-            frame,
-            WEIGHTS,
-            ring=policy.gather == "flat",
-        )
-    )
+    gather = FrameGather(Wire(mesh), axes, frame, ring=policy.gather == "flat")
+    message = gather.open(WEIGHTS)
+    reference.encode(policy.weights, mine, message, noise=weights_noise(policy, mesh.rank))
+    gather.post()
     flat = torch.empty(mesh.topology.world * shard)
-    reference.decode(policy.weights, gathered(exchange, axes, frame), placed(flat, axes[::-1], shard))
+    reference.decode(policy.weights, gather.frames(), placed(flat, axes[::-1], shard))
     return flat
 
 

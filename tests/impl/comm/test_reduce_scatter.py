@@ -16,9 +16,7 @@ from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction
-from impl.comm.reduce_scatter import reduced as reduction
-from impl.comm.transfer import finish
+from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import chunked
@@ -38,11 +36,11 @@ def reduced(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=GRADIENTS,
+        piece=shard,
         chunks=chunked(shard, policy.chunks, policy.grain),
-        key=Clock(7).gradients("u", mesh.rank),
-        errors=errors,
     )
-    return finish(reduction(how, policy.reduce, gradient))
+    key = Clock(7).gradients("u", mesh.rank)
+    return Average(how, policy.reduce, gradient, key=key, errors=errors).finish()
 
 
 ALL_SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
@@ -158,7 +156,7 @@ def test_chunks_change_no_bit(topology: Topology, texts: tuple[str, str]) -> Non
 
 
 def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
-    """Axes of the exchanges in the order of opening, how many before the first stop, and whether the mean
+    """Axes of the exchanges in the order of opening, how many when it is made, and whether the mean
     survives that the gradient is overwritten there.
     """
     wire, codecs = Wire(mesh), (parse("int8:64"), parse("int4:32"))
@@ -174,19 +172,19 @@ def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
         wire=wire,
         hops=Policy(gradients=codecs).reduce_axes(mesh.topology),
         tag=GRADIENTS,
+        piece=8 * 64,
         chunks=chunked(8 * 64, chunks, 64),
     )
-    steps = reduction(how, "two_hop", gradient)
-    next(steps)
+    average = Average(how, "two_hop", gradient)
     before = len(opened)
     gradient.fill_(math.nan)
-    return opened, before, torch.equal(finish(steps), expected)
+    return opened, before, torch.equal(average.finish(), expected)
 
 
 @pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
 def test_a_chunk_goes_on_while_later_ones_are_encoded(chunks: int, before: int) -> None:
     """Each chunk's second hop is posted right after the first hop of the chunk behind it, on all ranks alike;
-    at the first stop all first hops are posted, and the gradient is the caller's again.
+    once it is made all first hops are posted, and the gradient is the caller's again.
     """
     order = ["local", *["local", "node"] * (chunks - 1), "node"]
     assert on_threads(Topology(2, 2), _opened_in_order, chunks) == [(order, before, True)] * 4
