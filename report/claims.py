@@ -1,4 +1,4 @@
-"""What the records of a suite claim, one line each: the statement, its interval, the command, the table.
+"""What the records of a suite claim: of each contender its speed and bytes, and its validation loss.
 
 Each is of one cell (the same model, batch, link and seeds) and one contender, beside what it is compared
 with.
@@ -7,68 +7,72 @@ with.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Final
 
-import pandas as pd
-
 from harness.records.confidence_intervals import FEWEST, Interval
-from harness.suites.labels import counted
 from report.data import learning
 from report.data.frames import groups
 from report.data.metrics import Derived, speedup
+from report.data.text import NOTHING
 from report.tables.table import markdown
 
-HEAD: Final = ("claim", "by the records", "expected again", "table")
-_EXACT: Final = "the same"
+_STEPS: Final = ("where", "beside", "contender", "speed-up", "expected again", "pairs", "share of bytes")
+_LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", "expected again", "seeds")
 
 
-def claims(derived: Derived) -> list[tuple[str, str, str, str]]:
-    """(claim, by the records, expected again, table) of every contender; speeds from 6 pairs on."""
-    found: list[tuple[str, str, str, str]] = []
+def steps(derived: Derived) -> list[tuple[str, ...]]:
+    """Rows of :data:`_STEPS`: the speed-up of every contender, from 6 pairs on, and its share of the bytes
+    between nodes, which is expected to be the same again.
+    """
     pairs = derived.pairs
     compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
-    keys = ["where", "contender", "baseline_contender"]
-    for (where, contender, baseline), mine in groups(compared, keys):
-        found += _of_pairs(f"{contender} beside {baseline}, {where}", mine)
-    return found + _of_losses(derived)
+    rows: list[tuple[str, ...]] = []
+    for (where, contender, baseline), mine in groups(compared, ["where", "contender", "baseline_contender"]):
+        fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
+        speed = (f"{fast.estimate:.2f}", _ends(fast, ".2f"), str(len(mine)))
+        sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
+        if fast.known or sent != NOTHING:
+            rows.append((where, baseline, contender, *(speed if fast.known else (NOTHING,) * 3), sent))
+    return rows
 
 
-def table(derived: Derived, suite: str) -> str:
-    """The claims of a suite as a table in Markdown, under the command that tries them again."""
-    rows = claims(derived)
-    head = f"`zeropp run suites/{suite}.toml`, then `zeropp report {suite}`.\n\n"
-    lines = [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
-    lines += [f"| {' | '.join(markdown(cell) for cell in row)} |" for row in rows]
-    return head + "\n".join(lines) + "\n" if rows else f"{head}Nothing is compared in it.\n"
-
-
-def _of_pairs(what: str, mine: pd.DataFrame) -> list[tuple[str, str, str, str]]:
-    found = []
-    fast = speedup(mine)
-    if fast.known:
-        count = counted(len(mine), "pair")
-        found.append((f"{what}: speed-up", f"{fast.estimate:.2f}, {count}", _ends(fast, ".2f"), "Summary"))
-    shares = mine["bytes_ratio"].dropna().unique()
-    if len(shares) == 1 and math.isfinite(shares[0]):
-        found.append(
-            (f"{what}: share of its bytes between nodes", f"{shares[0]:.4f}", _EXACT, "Volume between nodes")
-        )
-    return found
-
-
-def _of_losses(derived: Derived) -> list[tuple[str, str, str, str]]:
+def losses(derived: Derived) -> list[tuple[str, ...]]:
+    """Rows of :data:`_LOSSES`: of every contender with a verdict."""
     rows: list[dict[str, Any]] = learning.losses(derived).to_dict("records")  # type: ignore[assignment]
-    margin = f"{learning.MARGIN:.0%}"
     return [
         (
-            f"{row['contender']}: validation loss is {row['verdict']} to {row['base']}'s by {margin}",
-            f"{row['difference'].estimate:+.4f} nats, {counted(row['seeds'], 'seed')}",
+            row["base"],
+            row["contender"],
+            row["verdict"],
+            f"{row['difference'].estimate:+.4f}",
             _ends(row["difference"], "+.4f"),
-            "Losses",
+            str(row["seeds"]),
         )
         for row in rows
         if row["verdict"] and row["difference"].known and row["seeds"] >= FEWEST
     ]
+
+
+def table(derived: Derived, suite: str) -> str:
+    """The claims of a suite as tables in Markdown, under the command that tries them again."""
+    parts = [f"`zeropp run suites/{suite}.toml`, then `zeropp report {suite}`.\n"]
+    if fast := steps(derived):
+        parts.append(_table("Tables *Summary* and *Volume between nodes*", _STEPS, fast))
+    if learnt := losses(derived):
+        parts.append(_table(f"Table *Losses*, by {learning.MARGIN:.0%}", _LOSSES, learnt))
+    return "\n".join(parts) if len(parts) > 1 else f"{parts[0]}Nothing is compared in it.\n"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns of one value, but for the contender's, stand in the line above it."""
+    columns = list(zip(head, zip(*rows, strict=True), strict=True))
+    common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
+    shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
+    said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))
+    lines = [[name for name, _ in shown], ["---"] * len(shown)]
+    lines += [list(map(markdown, row)) for row in zip(*(cells for _, cells in shown), strict=True)]
+    return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _ends(found: Interval, form: str) -> str:

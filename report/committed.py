@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -45,9 +46,18 @@ _HEAD: Final = """\
 
 What the committed records say of each suite: the question, the answer, one figure and one table.
 `zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
-[Notes on the columns](#notes-on-the-columns) are at the end.
+Columns and marks are explained in [metrics.md](reference/metrics.md).
 This file is written from the records (`python -m report.committed`), and CI compares.
 """
+_FACTS: Final = (
+    "trials", "model", "repetition", "processor", "cores", "commit", "checkout",
+)  # fmt: skip
+"""Those that stand below a suite's table; the others are on its page."""
+_ON_THE_PAGE: Final = (
+    "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
+    "in 16 bits",
+)  # fmt: skip
+"""Titles of columns that are left to the page, as is the share of bytes, which docs/claims.md has."""
 _CLAIMS_HEAD: Final = """\
 # Claims
 
@@ -143,12 +153,10 @@ def _wrapped(sentence: str) -> str:
 
 def _results(found: Mapping[str, Derived]) -> str:
     parts: list[str] = [_HEAD]
-    notes: dict[str, str] = {}
     for suite, derived in found.items():
-        facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name != "suite")
+        facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name in _FACTS)
         first, *others = answer(derived).sentences
         shown = _table(derived)
-        notes |= {shown.title: _note(shown)}
         parts.append(
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
@@ -156,24 +164,18 @@ def _results(found: Mapping[str, Derived]) -> str:
             f"\n**{shown.title}.**\n\n{shown.markdown_rows()}\n"
             f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
-    parts.append("\n## Notes on the columns\n")
-    parts += [f"\n**{title}.** {markdown(note)}\n" for title, note in notes.items()]
     return "".join(parts)
 
 
 def _table(derived: Derived) -> Table:
-    """The table of a suite's answer; else its Summary."""
+    """The table of a suite's answer, else its Summary, without what is left to the page."""
     asked = answer(derived).quantity
     name = _TABLES.get(asked, "summary")
     if asked == "step" and tables.some_tables(derived, ("peers",)):
         name = "peers"
     (shown,) = tables.some_tables(derived, (name,)) or tables.some_tables(derived, ("summary",))
-    return shown
-
-
-def _note(table: Table) -> str:
-    """A table's caption, without what all rows of this one suite share."""
-    return re.sub(r" All: [^.]*\.", "", table.caption)
+    kept = (one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key != "bytes_ratio")
+    return replace(shown, columns=tuple(kept))
 
 
 def _claims(found: Mapping[str, Derived]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 48_000
-"""Words of all documents; it falls to 40,000 with the pages that are written from records."""
+MOST = 40_000
 
 
 def test_the_documents_are_short() -> None:

@@ -69,13 +69,13 @@ _MORE: Final = {
     "optimizer.arguments": "table: its arguments; `lr` below 1000",
     "corpus": "`stdlib`, a text, token files or `module:function`; `glyphs` with a model that reads images, "
     "and there the default",
-    "sequence": "tokens; of an image, patches: 1, 4, 16, 64, 256 or 1024, and there 64 is the default",
+    "sequence": "tokens; of an image, patches: 1, 4, 16, 64 (the default), 256 or 1024",
     "validate_every": "steps between validations; 0: one, after the last step; none: no validation",
     "validation_batches": "batches of each rank in a validation",
     "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat; try codecs",
     "memory_limit": "text with MiB or GiB",
-    "control": "`none`, or what trains worse, to show that the test of losses sees it: `stale_secondary`, "
-    "hpZ's copy is never renewed; `unordered`, gradients are not reordered before the two hops",
+    "control": "`none`, or what trains worse: `stale_secondary`, hpZ's copy is never renewed; `unordered`, "
+    "gradients are not reordered before the two hops",
 }
 
 
@@ -114,12 +114,12 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _row(path: str, field: Any) -> tuple[str, str, str]:
     limits = [
-        f"{words} {getattr(limit, name)}"
+        f"{sign} {bound}"
         for limit in field.metadata
-        for name, words in (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
-        if getattr(limit, name, None) is not None
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if (bound := getattr(limit, name, None)) is not None and (sign, bound) != ("≥", 0)
     ]
-    value = "; ".join([_MORE.get(path) or _type(field.annotation), *limits])
+    value = ", ".join([_MORE.get(path) or _type(field.annotation), *limits])
     return f"`{path}`", value, _default(path, field)
 
 

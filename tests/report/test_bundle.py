@@ -12,7 +12,7 @@ from harness import cli
 from harness.records import archive
 from harness.records.record import RecordError, read_all
 from report.bundle import bundle
-from report.claims import claims, table
+from report.claims import steps, table
 from report.data.frames import load
 from report.data.metrics import derive
 
@@ -52,15 +52,16 @@ def test_all_is_in_one_file(folder: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_claims_are_of_every_contender(folder: Path) -> None:
     """Speeds with an interval, and shares of bytes without one, as the summary has them."""
-    found = claims(derive(load(folder)))
-    said = {row[0].partition(" beside ")[0] for row in found}
-    assert said == {"flat ZeRO-3", "qwZ", "hpZ", "qgZ", "ZeRO++"}
-    speed = {row[0].partition(" beside ")[0]: row for row in found if row[0].endswith("speed-up")}
-    assert len(speed) == len(said)
-    for _, estimate, expected, _ in speed.values():
+    derived = derive(load(folder))
+    rows = steps(derived)
+    assert {row[2] for row in rows} == {"flat ZeRO-3", "qwZ", "hpZ", "qgZ", "ZeRO++"}
+    for where, baseline, _, speed, expected, pairs, share in rows:
         low, high = (float(end) for end in expected.split(" to "))
-        assert low <= float(estimate.partition(",")[0]) <= high  # as rounded
-    assert table(derive(load(folder)), "quickstart").count("\n|") == len(found) + 2
+        assert low <= float(speed) <= high  # as rounded
+        assert (baseline, pairs) == ("ZeRO-3", "6")
+        assert 0 < float(share) < 2
+        assert "2x2 ranks" in where
+    assert table(derived, "quickstart").count("\n|") == len(rows) + 2
 
 
 def test_what_cannot_be_bundled_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
