@@ -115,7 +115,7 @@ def of_own(codec: OwnCodec) -> Subject:
         block=codec.block,
         encode=by_rows(thing.encode, stochastic=stochastic),
         decode=by_rows(thing.decode),
-        kinds=thing.kinds,  # type: ignore[arg-type]  # looked at where it was read
+        kinds=thing.kinds,
         device=device,
         decode_sum=thing.decode_sum,
         decode_sum_encode=_with_noise(thing.decode_sum_encode, stochastic=stochastic),

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from impl.codecs import own_object
 from impl.codecs.own_object import OwnObject, OwnObjectError
+from impl.errors import raised
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
@@ -417,9 +419,9 @@ class OwnCodec(_Framed):
         Raises:
             CodecError: for a text that means none.
         """
-        text = self.thing.claimed
+        text = self.thing.codec
         try:
-            return None if text is None else built_in(text)
+            return None if text is None else built_in(str(text))
         except CodecError as error:
             raise CodecError(f"{self.name}: {error}") from None
 
@@ -441,12 +443,12 @@ class OwnCodec(_Framed):
     def laws(self) -> frozenset[Law]:
         """What it promises."""
         claimed = self.claimed
-        return frozenset(Law[law.upper()] for law in self.thing.laws) if claimed is None else claimed.laws
+        return frozenset(Law[law.upper()] for law in self.thing.promised) if claimed is None else claimed.laws
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
         """Whether it takes random bits."""
-        return self.thing.stochastic if (claimed := self.claimed) is None else claimed.stochastic
+        return bool(self.thing.stochastic) if (claimed := self.claimed) is None else claimed.stochastic
 
     def own_bytes(self, numel: int) -> int:
         """Bytes of its object's frame, before padding.
@@ -456,12 +458,17 @@ class OwnCodec(_Framed):
         """
         if (claimed := self.claimed) is not None:
             return claimed.frame_bytes(numel)
-        count = self.thing.frame_bytes
+        count, where = self.thing.frame_bytes, f"{self.name}: frame_bytes({numel})"
         assert count is not None  # noqa: S101  # looked at where it was read
         try:
-            return count(numel)
-        except OwnObjectError as error:
-            raise CodecError(str(error)) from error
+            size = count(numel)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: it is no end of ours
+            raise CodecError(f"{where} raised {raised(error)}") from error
+        if not hasattr(size, "__index__") or not 0 <= operator.index(size) < 2**63:
+            raise CodecError(f"{where} returned {size!r}, expected an int below 2^63")
+        return operator.index(size)
 
     def frame_bytes(self, numel: int) -> int:
         """Bytes of the frame of ``numel`` elements, with padding."""

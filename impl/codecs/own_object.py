@@ -1,26 +1,6 @@
-"""Reads a user's own codec: an object with methods ``encode`` and ``decode``, named as ``module:object``.
+"""Reads a user's own objects, named as ``module:object``; of codecs, checks what :class:`OwnObject` lists.
 
-A class is instantiated without arguments.  The object has
-
-- ``encode(x, frame)``: write the frame (F,) uint8 of x (S,); all of it, and nothing beyond it;
-- ``decode(frame, out)``: write the elements (S,) of a frame;
-
-and either ``codec``, the text form of a codec of ours, which it then claims to be, bit for bit; or
-
-- ``laws``: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`impl.codecs.codec.Law`);
-- ``block``: elements that share a scale, or ``"shard"``;
-- ``frame_bytes(numel)``: bytes of a frame;
-- ``error_bound(low, high, out)``: largest error of finite values in [low, high] of one block, decoded to
-  ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked only where it promises ``bound`` or ``unbiased``.
-
-It may also offer ``decode_sum(frames, out)``: write to out (S,) the fp32 sum of frames (sources, F), in
-ascending order; and ``decode_sum_encode(frames, frame, numel)``: write the frame (F,) of that sum, with
-``noise`` as a fourth argument where it is stochastic.  ``zeropp check codecs`` tries both; the engine calls
-the first, and encodes the sum by ``encode``.
-
-Optional, with these defaults: ``stochastic`` (False; if True, ``encode(x, frame, noise)`` gets
-an :class:`impl.codecs.rounding_noise.Noise`), ``kinds`` (``["fp32"]``: types of x and out), ``device``
-(``"cpu"``).  No torch.
+No torch.
 """
 
 from __future__ import annotations
@@ -29,8 +9,8 @@ import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -52,28 +32,80 @@ class OwnObjectError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnObject:
-    """What a user's object declares and can do, checked; attributes are named as there.
+    """What a user's codec, an object or a class that is instantiated without arguments, has by these names.
+
+    It has either ``codec``, or ``laws``, ``block`` and ``frame_bytes``; all others may be left out.
 
     Attributes:
-        claimed: text of the codec of ours that it claims to be; then ``laws``, ``frame_bytes`` and
-            ``error_bound`` are that codec's, and not read here.
-        laws: names, in lower case.
-        device: ``cpu`` or ``cuda``, as it says it.
+        encode: (x, frame): writes the frame (F,) uint8 of x (S,); all of it, and nothing beyond it.
+        decode: (frame, out): writes the elements (S,) of a frame.
+        codec: text form of a codec of ours, which it then claims to be, bit for bit.
+        laws: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`impl.codecs.codec.Law`).
+        block: elements that share a scale, or ``"shard"``.
+        frame_bytes: (numel): bytes of a frame.
+        error_bound: (low, high, out): largest error of finite values in [low, high] of one block, decoded to
+            ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked where it promises ``bound`` or ``unbiased``.
+        stochastic: whether ``encode(x, frame, noise)`` gets an :class:`impl.codecs.rounding_noise.Noise`.
+        kinds: types of x and out.
+        device: ``cpu`` or ``cuda``, maybe with a number.
+        decode_sum: (frames, out): writes to out (S,) the fp32 sum of frames (sources, F), in ascending order.
+        decode_sum_encode: (frames, frame, numel), and noise where it is stochastic: writes the frame (F,) of
+            that sum; ``zeropp check codecs`` tries it, the engine encodes the sum by ``encode``.
+
+    Raises:
+        OwnObjectError: naming what it lacks.
     """
 
-    name: str
-    encode: Callable[..., None]
-    decode: Callable[..., None]
-    claimed: str | None
-    laws: tuple[str, ...]
-    block: Any
-    stochastic: bool
-    kinds: tuple[str, ...]
-    device: str
-    frame_bytes: Callable[[int], int] | None
-    error_bound: Callable[..., float] | None
-    decode_sum: Callable[..., None] | None
-    decode_sum_encode: Callable[..., None] | None
+    encode: Any = None
+    decode: Any = None
+    codec: str | None = None
+    laws: Any = None
+    block: Any = None
+    frame_bytes: Callable[[int], Any] | None = None
+    error_bound: Callable[..., float] | None = None
+    stochastic: bool = False
+    kinds: Any = ("fp32",)
+    device: Any = "cpu"
+    decode_sum: Callable[..., None] | None = None
+    decode_sum_encode: Callable[..., None] | None = None
+
+    def __post_init__(self) -> None:
+        for method in ("encode", "decode"):
+            if not callable(getattr(self, method)):
+                raise OwnObjectError(f"has no method {method!r}")
+        kinds, some = self.kinds, isinstance(self.kinds, list | tuple)
+        if not some or not kinds or any(kind not in _KINDS for kind in kinds):
+            raise OwnObjectError(f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
+        if _DEVICE.fullmatch(str(self.device)) is None:
+            raise OwnObjectError(f"device {self.device!r}: expected cpu, cuda, or cuda with a number")
+        for method in ("decode_sum", "decode_sum_encode"):
+            offered = getattr(self, method)
+            if offered is not None and not callable(offered):
+                raise OwnObjectError(f"its {method!r} is a {type(offered).__name__}: expected a method")
+            if offered is not None and "fp32" not in kinds:  # a sum is fp32
+                raise OwnObjectError(f"has a method {method!r}, whose sum is fp32: expected fp32 in kinds")
+        if self.codec is None:
+            self._check_new()
+
+    def _check_new(self) -> None:
+        """Refuse what claims no codec of ours and lacks what a new one has."""
+        if not isinstance(self.laws, list | tuple | set | frozenset):
+            raise OwnObjectError(f"has neither 'codec' nor a list 'laws' with some of {', '.join(LAWS)}")
+        if unknown := [word for word in self.promised if word not in LAWS]:
+            raise OwnObjectError(f"unknown law {unknown[0]!r}: expected some of {', '.join(LAWS)}")
+        if not callable(self.frame_bytes):
+            raise OwnObjectError("has no method 'frame_bytes'")
+        if {"bound", "unbiased"} & set(self.promised) and not callable(self.error_bound):
+            raise OwnObjectError("promises bound or unbiased, and has no method 'error_bound'")
+        if "unbiased" in self.promised and not self.stochastic:
+            raise OwnObjectError("promises unbiased, and is not stochastic")
+        if self.block != "shard" and not (isinstance(self.block, int) and self.block >= 1):
+            raise OwnObjectError(f"block {self.block!r}: expected a number of elements from 1, or 'shard'")
+
+    @property
+    def promised(self) -> list[str]:
+        """Names of its laws, in lower case."""
+        return [str(getattr(law, "name", law)).lower() for law in self.laws]
 
 
 def is_name(text: str) -> bool:
@@ -147,97 +179,18 @@ def imported(name: str) -> OwnObject:
 
 
 def declared(name: str, thing: Any) -> OwnObject:
-    """Check what a user's object has, which the module's docstring lists.
+    """What a user's object has of what :class:`OwnObject` lists.
 
     Raises:
         OwnObjectError: naming what it lacks, or what it raised.
     """
     try:
-        return _declared(name, thing() if isinstance(thing, type) else thing)
-    except (OwnObjectError, KeyboardInterrupt):
+        thing = thing() if isinstance(thing, type) else thing
+        names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]
+        return OwnObject(**{field: getattr(thing, field) for field in names})
+    except OwnObjectError as error:
+        raise OwnObjectError(f"{name}: {error}") from None
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # its constructor and properties may raise whatever they like
         raise OwnObjectError(f"{name}: raised {raised(error)}") from error
-
-
-def _declared(name: str, thing: Any) -> OwnObject:
-    for method in ("encode", "decode"):
-        if not callable(getattr(thing, method, None)):
-            raise OwnObjectError(f"{name}: has no method {method!r}")
-    kinds = getattr(thing, "kinds", ("fp32",))
-    if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
-        raise OwnObjectError(f"{name}: kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
-    device = str(getattr(thing, "device", "cpu"))
-    if _DEVICE.fullmatch(device) is None:
-        raise OwnObjectError(f"{name}: device {device!r}: expected cpu, cuda, or cuda with a number")
-    claimed = getattr(thing, "codec", None)
-    laws = getattr(thing, "laws", None)
-    words: tuple[str, ...] = ()
-    if claimed is None:
-        if not isinstance(laws, list | tuple | set | frozenset):
-            raise OwnObjectError(
-                f"{name}: has neither 'codec' nor a list 'laws' with some of {', '.join(LAWS)}"
-            )
-        words = tuple(str(getattr(law, "name", law)).lower() for law in laws)
-        if unknown := [word for word in words if word not in LAWS]:
-            raise OwnObjectError(f"{name}: unknown law {unknown[0]!r}: expected some of {', '.join(LAWS)}")
-    bound, size = getattr(thing, "error_bound", None), getattr(thing, "frame_bytes", None)
-    stochastic = bool(getattr(thing, "stochastic", False))
-    block = getattr(thing, "block", None)
-    if claimed is None:
-        if not callable(size):
-            raise OwnObjectError(f"{name}: has no method 'frame_bytes'")
-        if {"bound", "unbiased"} & set(words) and not callable(bound):
-            raise OwnObjectError(f"{name}: promises bound or unbiased, and has no method 'error_bound'")
-        if "unbiased" in words and not stochastic:
-            raise OwnObjectError(f"{name}: promises unbiased, and is not stochastic")
-        if block != "shard" and not (isinstance(block, int) and block >= 1):
-            raise OwnObjectError(f"{name}: block {block!r}: expected a number of elements from 1, or 'shard'")
-    return OwnObject(
-        name=name,
-        encode=thing.encode,
-        decode=thing.decode,
-        claimed=None if claimed is None else str(claimed),
-        laws=words,
-        block=block,
-        stochastic=stochastic,
-        kinds=tuple(kinds),
-        device=device,
-        frame_bytes=_counting(name, size) if callable(size) else None,
-        error_bound=bound,
-        decode_sum=_offered(name, thing, "decode_sum", kinds),
-        decode_sum_encode=_offered(name, thing, "decode_sum_encode", kinds),
-    )
-
-
-def _offered(name: str, thing: Any, method: str, kinds: Sequence[str]) -> Callable[..., None] | None:
-    """A method that an object may have; a sum is fp32, so its elements must be, too."""
-    found = getattr(thing, method, None)
-    if found is None:
-        return None
-    if not callable(found):
-        raise OwnObjectError(f"{name}: its {method!r} is a {type(found).__name__}: expected a method")
-    if "fp32" not in kinds:
-        raise OwnObjectError(f"{name}: has a method {method!r}, whose sum is fp32: expected fp32 in kinds")
-    return found  # type: ignore[no-any-return]  # just looked at
-
-
-def _counting(name: str, frame_bytes: Callable[[int], Any]) -> Callable[[int], int]:
-    """A user's ``frame_bytes``, which must return a number of bytes."""
-
-    def checked(numel: int) -> int:
-        try:
-            size = frame_bytes(numel)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit too: it is no end of ours
-            raise OwnObjectError(f"{name}: frame_bytes({numel}) raised {raised(error)}") from error
-        try:
-            found = operator.index(size)
-        except TypeError:
-            raise OwnObjectError(f"{name}: frame_bytes({numel}) returned {size!r}, expected an int") from None
-        if not 0 <= found < 2**63:
-            raise OwnObjectError(f"{name}: frame_bytes({numel}) returned {found}")
-        return found
-
-    return checked
