@@ -44,6 +44,7 @@ class MemoryLimits:
         max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
             between, as far as ``max_live`` allows.  1 keeps what backward needs first, which any schedule
             would gather again at once: what lies outside all blocks, and the last block; 0 keeps nothing.
+            On one rank anything but 0 keeps what ``max_live`` allows.
         persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
             gathered and travels unquantised; 0 for none.
         persist_most: elements that such parameters may have in all; those that would exceed it, in model

@@ -81,7 +81,8 @@ def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None
         )
         for name, size in sizes.items()
     ]
-    held = memory(PRESETS["exact"], Topology(1, 1), units)["gathered"]
+    policy = preset("exact", memory=MemoryLimits(max_reuse=0))
+    held = memory(policy, Topology(1, 1), units)["gathered"]
     assert held == 4 * (64 + 320 + 32 + 128)
     assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]
 

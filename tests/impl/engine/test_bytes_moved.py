@@ -1,0 +1,56 @@
+"""What the engine itself reads and writes of memory in a step, beside computation and optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from impl.comm.mesh import Mesh
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import shard
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+
+WIDTH, DEPTH = 64, 6
+MOST = 16  # bytes a parameter: a cast into the flat buffer is 6, and one into the masters' gradients 6
+COPIES = {"aten::copy_", "aten::_to_copy", "aten::clone", "aten::add_", "aten::div_", "aten::zero_"}
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up the bytes that copies and sums in place read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.name().split(".")[0] in COPIES:
+            given = [arg for arg in args if isinstance(arg, Tensor)]
+            self.nbytes += sum(arg.nbytes for arg in given[-1:]) + out.nbytes
+        return out
+
+
+def _moved(mesh: Mesh) -> float:
+    """Bytes moved a parameter in a forward and a backward pass, after a step."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    zero = shard(net, mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    x = torch.ones(1, WIDTH)
+    for _ in range(2):
+        with _Moved() as moved:
+            loss = net(x).sum()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return moved.nbytes / (DEPTH * WIDTH * WIDTH)
+
+
+def test_one_rank_moves_no_byte_twice() -> None:
+    """Weights are cast straight to where they are computed with, gradients to where they are stepped from."""
+    [nbytes] = on_threads(Topology(1, 1), _moved)
+    assert 0 < nbytes <= MOST
