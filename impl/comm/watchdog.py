@@ -51,6 +51,8 @@ class Stalls:
         return self._seconds
 
     def _recorded(self) -> torch.cuda.Event:
+        if not self._free:
+            self.seconds()  # nobody may ever ask: events that the device has passed are used again here
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
