@@ -83,8 +83,9 @@ def result(one: Trial, log: Path) -> Record:
     return assembled(outcomes(one, log))
 
 
-@pytest.mark.parametrize("strategy", ["exact", "zero3", "hpz", "zeropp"])
-@pytest.mark.parametrize("every", [None, 0, 2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "every"), [("exact", 0), ("zero3", None), ("hpz", 2), ("zeropp", 3), ("zeropp", None)]
+)
 def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, every: int | None) -> None:
     """Whenever validation comes in between, every rank sent what was predicted, to the byte."""
     one = trial(text, strategy, validate_every=every, accumulation=2, clip=1.0)
@@ -156,7 +157,7 @@ def test_a_result_holds_raw_values(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("ddp", "ddp-tuned", "fsdp2", "fsdp2-kept-prefetch", "exact"),
+        *("ddp", "fsdp2-kept-prefetch", "exact"),
         pytest.param("deepspeed", marks=INSTALLED),
     ],
 )
@@ -254,7 +255,7 @@ def test_a_tensor_of_zeros_has_no_error() -> None:
 
 
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
+@pytest.mark.parametrize("strategy", ["zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
@@ -355,23 +356,19 @@ def test_stages_types_and_accumulation_run_as_trials(text: str, tmp_path: Path, 
     )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path, accumulation: int) -> None:
+def test_offload_is_recorded_as_foreseen(text: str, tmp_path: Path) -> None:
     """Bytes held on host and device, and copied between them, are those of the formulas."""
     shares = {"offload_optimizer": 0.5, "offload_weights": 0.5, "prefetch": 0, "max_padding": 1.0}
     policy = {**shares, "weights": "int8:64", "gradients": "int4:64"}
-    for rank in result(trial(text, "zeropp", policy=policy, accumulation=accumulation), tmp_path).ranks:
+    for rank in result(trial(text, "zeropp", policy=policy, accumulation=2), tmp_path).ranks:
         held = rank.memory
         assert held.copied == held.copied_formula != {}
         assert {part: held.engine.get(part, 0) for part in held.formula} == held.formula
 
 
-@pytest.mark.parametrize("strategy", ["exact", "zero3", "zeropp"])
-def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
-    text: str, tmp_path: Path, strategy: str
-) -> None:
+def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(text: str, tmp_path: Path) -> None:
     """Also with quantised weights the sharded model has the loss of equal weights in one process."""
-    found = outcomes(trial(text, strategy), tmp_path / "log")
+    found = outcomes(trial(text, "zeropp"), tmp_path / "log")
     assert math.isfinite(assembled(found).reference_loss or math.nan)
     first = found[1].first_loss
     found[1] = dataclasses.replace(found[1], first_loss=dataclasses.replace(first, found=first.found + 2e-3))
@@ -379,7 +376,7 @@ def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(
         assembled(found)
 
 
-@pytest.mark.parametrize("weights", ["int8:64", "int4:256", "int4:64:asym", "int3:shard", "int2:96:asym"])
+@pytest.mark.parametrize("weights", ["int8:64", "int4:64:asym", "int3:shard"])
 def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Path, weights: str) -> None:
     """The loss before training is exactly that of a process whose weights went through the codec once."""
     one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
@@ -388,12 +385,11 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
         assert outcome.first_loss.expected != outcome.first_loss.reference
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_checks_before_training_shift_no_check_of_order(text: str, tmp_path: Path, every: int) -> None:
-    """Ranks compare the order of their exchanges every few passes, those before training among them, and send
-    what is predicted of it.
+def test_checks_before_training_shift_no_check_of_order(text: str, tmp_path: Path) -> None:
+    """Ranks compare the order of their exchanges every second pass, those before training among them, and
+    send what is predicted of it.
     """
-    one = trial(text, "zero3", policy={"max_padding": 1.0, "order_every": every}, warmup=0, accumulation=1)
+    one = trial(text, "zero3", policy={"max_padding": 1.0, "order_every": 2}, warmup=0, accumulation=1)
     found = result(one, tmp_path / "log")
     assert any(row.purpose == "control" for row in found.ranks[0].ledger or [])
 
@@ -447,12 +443,11 @@ def test_reduced_gradients_are_a_single_processs(
         assembled(found)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
-def test_truncated_gradients_are_no_result(text: str, tmp_path: Path, strategy: str) -> None:
+def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
     """Sixteen bytes of every gradient message sent from the first on: the ledger is the prediction, and the
     reduced gradients betray it, on any link.
     """
-    one = trial(text, strategy, model={"name": f"{__name__}:truncating_at_once"}, steps=1, warmup=0)
+    one = trial(text, "zeropp", model={"name": f"{__name__}:truncating_at_once"}, steps=1, warmup=0)
     with pytest.raises(TrialError, match=r"reduced gradient of unit .* differ by more than the codecs allow"):
         result(one, tmp_path / "log")
 
@@ -472,7 +467,7 @@ def dropping(sequence: int) -> Any:
     return Dropping()
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zeropp"])
+@pytest.mark.parametrize("strategy", ["ddp", "zeropp"])
 def test_dropout_is_no_error(text: str, tmp_path: Path, strategy: str) -> None:
     """A model with dropout passes the check, and is trained with dropout."""
     one = trial(text, strategy, model={"name": f"{__name__}:dropping"}, policy={"max_padding": 1e6})

@@ -192,8 +192,8 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
 
 
 CELLS = {
-    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 45, "block_size": 8, "convergence": 42,
-    "reordering": 18, "signs": 30, "feedback": 33, "formats": 42, "generation": 9, "hpz_group": 10,
+    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 90, "block_size": 8, "convergence": 42,
+    "reordering": 18, "signs": 30, "feedback": 66, "formats": 84, "generation": 9, "hpz_group": 10,
     "models": 6, "nodes": 14, "offload": 8,
     "gpu_node": 12, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3,
     "stages": 32,
@@ -202,8 +202,13 @@ CELLS = {
 
 @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_suites_ask_what_they_say(path: Path) -> None:
-    """No shipped suite loses a cell to merging, and none changes what a strategy is by accident."""
+    """Each is named like its file and states its time at its top; none loses a cell to merging, or changes
+    what a strategy is by accident.
+    """
     found = load(path)
+    assert found.name == path.stem
+    assert path.read_text(encoding="utf-8").startswith("# Time: ")
+    assert found.time != "not stated"
     assert len({trial.model_copy(update={"repeat": 0}).id for trial in found.trials}) == CELLS[path.stem]
     assert found.merged == ()
     assert found.kept == ()
@@ -225,15 +230,6 @@ def test_a_match_on_what_only_generation_has_hits_no_training(tmp_path: Path) ->
         "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n",
     )
     assert [(t.workload, t.steps) for t in found.trials] == [("train", 8), ("generate", 3)]
-
-
-def test_the_readmes_example(tmp_path: Path) -> None:
-    """The README's own suite compares ZeRO-3, DDP and ZeRO++ twice."""
-    text = (SUITES.parent / "README.md").read_text(encoding="utf-8")
-    found = suite(tmp_path, text.partition("```toml\n")[2].partition("```")[0], head="")
-    assert Counter(trial.strategy for trial in found.trials if trial.repeat == 0) == {
-        "zero3": 1, "ddp": 1, "zeropp": 2,
-    }  # fmt: skip
 
 
 def test_exclude_and_override(tmp_path: Path) -> None:
@@ -268,16 +264,6 @@ def test_differing() -> None:
     assert differing(trials) == ["seed"]
 
 
-@pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
-def test_shipped_suites(path: Path) -> None:
-    """Every shipped suite expands, is named like its file, and states its time at its top."""
-    found = load(path)
-    assert found.name == path.stem
-    assert found.trials
-    assert path.read_text(encoding="utf-8").startswith("# Time: ")
-    assert found.time != "not stated"
-
-
 CASES = {
     "unknown key at the top": ("matrx = 1\n", "unknown key 'matrx'", "did you mean 'matrix'?"),
     "unknown field": (
@@ -297,9 +283,7 @@ CASES = {
         '"namespace"',
         "did you mean 'namespaces'?",
     ),
-    "block size 0": ('[defaults]\npolicy.weights = "int8:0"\n', '"int8:0"', "at least 1 element"),
     "bits 9": ('[matrix]\npolicy.gradients = ["int9:256"]\n', '"int9:256"', "2 to 8 bits"),
-    "bits 9 in one hop": ('[defaults]\npolicy.gradients = ["int9:256", "bf16"]\n', "int9", "2 to 8 bits"),
     "one hop of two": (
         '[defaults]\npolicy.gradients = ["bf16"]\n',
         '["bf16"]',
@@ -318,7 +302,6 @@ CASES = {
         "tokens_per_rank = 128: expected a multiple",
     ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
-    "rate of unknown unit": ('[defaults]\ncluster.rate = "50 Mb"\n', '"50 Mb"', "Gbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
     "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "each field once"),
     "value twice": ("[matrix]\nseed = [1, 1]\n", "seed: 1", "twice"),
@@ -332,7 +315,6 @@ CASES = {
     "table for a value": ("[defaults]\nsteps = { a = 1 }\n", "steps.a", "no such field"),
     "value for a table": ("[defaults]\ncluster = 5\n", "cluster = 5", "expected a table"),
     "absurd learning rate": ("[defaults]\noptimizer.arguments.lr = 1e9\n", "1e+09", "less than 1000"),
-    "infinite learning rate": ("[defaults]\noptimizer.arguments.lr = inf\n", "arguments.lr", "finite"),
     "no learning rate": ("[matrix]\noptimizer.arguments.lr = [nan]\n", "arguments.lr", "finite"),
     "no corpus": ('[defaults]\ncorpus = ""\n', 'corpus = ""', "expected text"),
     "absurd accumulation": ("[defaults]\naccumulation = 1000000000000\n", "accumulation", "at most 1000000"),

@@ -208,11 +208,6 @@ def test_bad_size(text: object) -> None:
         Trial(memory_limit=text)  # type: ignore[arg-type]
 
 
-def test_topology() -> None:
-    """A trial's topology is its cluster's nodes and ranks."""
-    assert str(Trial(cluster=Cluster(nodes=3, ranks_per_node=5)).topology()) == "3x5"
-
-
 GENERATES: dict[str, Any] = {"workload": "generate"}
 STAGED: dict[str, Any] = {"cluster": Cluster(device="cuda", transport="staged")}
 DECAYING = Optimizer(schedule=LearningRates(decay="linear"))
@@ -251,13 +246,6 @@ def test_impossible_together(fields: dict[str, Any], words: str) -> None:
     """Fields that are fine alone and impossible together are refused, naming both."""
     with pytest.raises(ValueError, match=words):
         check(Trial(**fields))
-
-
-@pytest.mark.parametrize("text", ["int9:256", "int1:256", "int8:0", "int8", "bf17", "int8:2048:sym"])
-def test_bad_codec(text: str) -> None:
-    """A codec that means nothing is refused where it is named."""
-    with pytest.raises(ValidationError):
-        PolicyChanges(weights=text)
 
 
 def test_an_unknown_model_is_refused_where_it_is_named() -> None:
