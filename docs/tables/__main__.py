@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from docs.tables import COMPILED, DOCS, PAGES, refreshed
-from impl.cuda.cubin import missing
+from tests.support.cubin import missing
 
 for name, render in (PAGES | COMPILED).items():
     path = DOCS / name

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from docs.tables.markdown import table
-from impl.cuda.cubin import Cubin, Prediction, predictions
 from impl.cuda.kernels import VARIANTS
+from tests.support.cubin import Cubin, Prediction, predictions
 
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (

@@ -56,6 +56,7 @@ _MORE: Final = {
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",
     "cluster.hcas": "InfiniBand adapters that NCCL may use: how many, or a list of names",
     "cluster.rate": "text with kbit/s, Mbit/s or Gbit/s, or `unshaped`",
+    "cluster.transport": "`shm`, `gloo`, `nccl`, `staged`, or `package.module`, which gives a backend",
     "cluster.latency": "text with us or ms: one way, beside the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",

@@ -85,7 +85,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
             threads=trial.threads or max(1, machine.cores() // topology.world),
             timeout_seconds=trial.timeout_seconds,
             log=path.with_suffix(".log"),
-            backend=BACKENDS[trial.cluster.transport],
+            backend=BACKENDS.get(trial.cluster.transport, trial.cluster.transport),
         )
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)

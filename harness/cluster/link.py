@@ -55,7 +55,8 @@ class Setting:
 
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
-    ``transport``: gloo, nccl or nccl-rules.  ``hcas``: the InfiniBand adapters of NCCL, how many or which.
+    ``transport``: gloo, nccl, or a module that gives a backend.  ``hcas``: the InfiniBand adapters of NCCL,
+    how many or which.
     """
 
     kind: Kind

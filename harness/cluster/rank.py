@@ -11,10 +11,11 @@ from typing import Final
 from harness.cluster.link import Pacer, Port, opened
 from impl.plan.topology import Topology
 
-GROUPING: Final = (
-    "nccl",
-    "nccl-rules",
-)  # transports over which messages that wait for each other are one call
+
+def groups(transport: str) -> bool:
+    """Whether messages that wait for each other are one call there: over all but gloo."""
+    return transport not in ("shm", "gloo", "staged")
+
 
 # Stages of a trial that measure errors, which first repeats alone have.
 ERRORS: Final = "measuring errors"
@@ -93,7 +94,7 @@ def exchange(
     """Measure the link's rate by messages around the ring of nodes, between their first ranks.
 
     Every rank of the default group must call it.  ``grouped`` sends and receives in one call, for NCCL
-    (:data:`GROUPING`): a receive of its own, waited for by all before any of them sends, never ends there.
+    (:func:`groups`): a receive of its own, waited for by all before any of them sends, never ends there.
     All ranks then call a collective first, which makes the communicator; the barrier is gloo's.
 
     Returns:

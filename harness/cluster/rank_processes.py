@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -65,10 +66,7 @@ ALLOCATOR: Final = {
     "THP_MEM_ALLOC_ENABLE": "0",
 }
 # torch's name of what carries messages between ranks, by that of suites; control messages are CPU tensors.
-BACKENDS: Final = {
-    "shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "nccl-rules": "nccl_rules",
-    "staged": "gloo",
-}  # fmt: skip
+BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed
 _LATER_SECONDS: Final = 30.0  # ends what a rank waits for, had its parent not ended the rank before
@@ -502,12 +500,8 @@ def _run(  # noqa: PLR0917  # as above
         if number == 0:
             pipe.send(progress)
 
-    if launch.backend == BACKENDS["nccl-rules"]:
-        from impl.transport import nccl_rules
-
-        nccl_rules.register()
     with default_group(
-        launch.backend,
+        _registered(launch.backend),
         store=_meet(launch, scratch),
         rank=number,
         world_size=launch.topology.world,
@@ -519,6 +513,25 @@ def _run(  # noqa: PLR0917  # as above
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
+
+
+def _registered(backend: str) -> str:
+    """Torch's name of a backend, made known first where it is a module's (``transport`` of suites).
+
+    Raises:
+        Refusal: if there is no such module, or it has no backend.
+    """
+    if "." not in backend:
+        return backend
+    try:
+        module = importlib.import_module(backend)
+        module.register()
+        name: str = module.NAME
+    except (ImportError, AttributeError) as error:
+        raise Refusal(
+            f"cluster.transport = {backend!r}: expected a module with register() and NAME: {error}"
+        ) from error
+    return name
 
 
 def _meet(launch: Launch, scratch: Path) -> Any:

@@ -566,7 +566,7 @@ def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
 
 
 def _backend(trial: Trial) -> str:
-    return BACKENDS[trial.cluster.transport]
+    return BACKENDS.get(trial.cluster.transport, trial.cluster.transport)  # else a module that gives one
 
 
 def _link_record(link: Link) -> LinkRecord:

@@ -22,7 +22,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
 from harness.cluster.link import PROBES, Counters, counters
-from harness.cluster.rank import ERRORS, GRID, GROUPING, Progress, Rank, exchange
+from harness.cluster.rank import ERRORS, GRID, Progress, Rank, exchange, groups
 from harness.errors import Refusal
 from harness.measure import communication_error, compute_alone, telemetry
 from harness.measure.cpu_usage import ProcessorMeter, Spent
@@ -402,7 +402,7 @@ class TrialRun:
         if self.assignment.probe_bytes is None:
             return []
         self.rank.report(Progress("probe"))
-        grouped = self.trial.cluster.transport in GROUPING
+        grouped = groups(self.trial.cluster.transport)
         staged = self.trial.cluster.transport == "staged"  # gloo carries CPU tensors alone
         device = "cpu" if staged else str(self.device)
         return exchange(self.rank, self.assignment.probe_bytes, PROBES, device, grouped=grouped)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from harness.cluster.link import REPETITIONS
 from harness.cluster.node_supervisors import Work
-from harness.cluster.rank import GROUPING, Rank, exchange
+from harness.cluster.rank import Rank, exchange, groups
 from harness.runs.trial_loop import Assignment, Outcome, run
 from harness.suites.trial import Trial
 
@@ -23,7 +23,7 @@ def measure_link(rank: Rank, argument: tuple[int, str]) -> list[float]:
     """Rates of a calibration (:func:`harness.cluster.rank.exchange`), by message bytes and transport."""
     nbytes, transport = argument
     device = f"cuda:{rank.local}" if transport == "nccl" else "cpu"
-    return exchange(rank, nbytes, REPETITIONS, device, grouped=transport in GROUPING)
+    return exchange(rank, nbytes, REPETITIONS, device, grouped=groups(transport))
 
 
 def _told(assignment: Assignment) -> dict[str, Any]:

@@ -41,9 +41,7 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 
-TRANSPORTS: Final[dict[str, Transport]] = {
-    "shm": "shm", "gloo": "backend", "nccl": "backend", "nccl-rules": "backend", "staged": "staged"
-}  # fmt: skip
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
 
 
 @dataclass(slots=True)
@@ -451,7 +449,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
     """Create the wire of a trial; all ranks must call it."""
     return Wire(
         Mesh.create(rank.topology, device),
-        transport=TRANSPORTS[trial.cluster.transport],
+        transport=TRANSPORTS.get(trial.cluster.transport, "backend"),
         pacer=rank.pacer,
         # Well before the launcher's own limit on the trial, or nobody would be asked where they are.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),

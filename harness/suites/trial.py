@@ -80,6 +80,7 @@ class Model(_Frozen):
         return value
 
 
+OWN_BACKEND: Final = r"^[A-Za-z_]\w*(\.\w+)+$"  # a module
 _HOST: Final = r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$"  # no option of ssh begins so
 
 
@@ -99,7 +100,8 @@ class Cluster(_Frozen):
         hcas: InfiniBand adapters that NCCL may use on every node of a real link: how many, or their names.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
             ``staged`` on GPUs that ranks share, by gloo through host memory;
-            ``nccl-rules`` for CPUs carries bytes by gloo and raises where NCCL would hang or be undefined.
+            or a module (``package.module``) that gives torch a backend for CPU tensors: its ``register()``
+            makes the backend of its ``NAME`` known, to which sends and receives are given in groups.
         launcher: ``local`` starts all ranks on this machine; ``torchrun``, ``hosts`` (by ssh) and ``slurm``
             start one supervisor per node, and each of these its ranks.
         hosts: names for ssh, of launcher ``hosts`` alone; the first is this machine.
@@ -115,7 +117,7 @@ class Cluster(_Frozen):
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
     ) = None
     device: Literal["cpu", "cuda"] = "cpu"
-    transport: Literal["shm", "gloo", "nccl", "nccl-rules", "staged"] = "shm"
+    transport: Literal["shm", "gloo", "nccl", "staged"] | Annotated[str, Field(pattern=OWN_BACKEND)] = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
     hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
     slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}

@@ -16,7 +16,7 @@ constexpr int kHalf = 2;
 #endif
 
 // The main path: all octets before `end` exist, and all starts are aligned, so that nothing is asked about either.
-// impl/cuda/cubin.py defines MAIN_PATH to compile it alone, and counts what it loads and stores.
+// tests/support/cubin.py defines MAIN_PATH to compile it alone, and counts what it loads and stores.
 __device__ __forceinline__ bool whole(const Arguments& a, u32 end) {
 #ifdef MAIN_PATH
     return true;

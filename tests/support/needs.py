@@ -74,7 +74,7 @@ def _cuda_headers() -> str | None:
 
 
 def _cuda_compiler() -> str | None:
-    from impl.cuda.cubin import missing
+    from tests.support.cubin import missing
 
     return None if (why := missing()) is None else f"tox -e compile ({why})"
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from harness.cluster.rank_processes import start_server
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
-from impl.transport import nccl_rules
+from tests.support import nccl_rules
 
 
 def on_threads(
@@ -32,7 +32,7 @@ def on_threads(
 ) -> list[Any]:
     """Run ``body(mesh, *args)`` on every rank, as threads; returns the results in rank order.
 
-    Backend ``nccl_rules`` is :mod:`impl.transport.nccl_rules`, in which a call waits ``seconds`` for others.
+    Backend ``nccl_rules`` is :mod:`tests.support.nccl_rules`, in which a call waits ``seconds`` for others.
     """
     nccl_rules.register()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # groups of one thread are not another's

@@ -125,10 +125,8 @@ def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
         trial(strategy, kind="paced", rate="1 Gbit/s") for strategy in ("zero3", "zero3-flat", "zeropp")
     ]
     asked = [*policies, *(trial(strategy) for strategy in ("ddp", "fsdp2", "zeropp"))]
-    ruled = [
-        one.model_copy(update={"cluster": one.cluster.model_copy(update={"transport": "nccl-rules"})})
-        for one in asked
-    ]
+    rules = {"transport": "tests.support.nccl_rules"}
+    ruled = [one.model_copy(update={"cluster": one.cluster.model_copy(update=rules)}) for one in asked]
     outcome, shown = sweep(ruled, tmp_path)
     assert outcome == SweepOutcome(ok=6, failed=0, skipped=0), shown
     for record in read_all(tmp_path):

@@ -16,7 +16,7 @@ _SHAPED = {"link": "shaped", "rate": "1 Gbit/s"}
     [
         ({"link": "shaped"}, "cluster.link = 'shaped': expected a cluster.rate"),
         (_SHAPED | {"latency": "2 ms"}, "cluster.latency = 2 ms: nothing adds it to cluster.link = 'shaped'"),
-        (_SHAPED | {"transport": "nccl-rules"}, "cluster.link = 'none' or 'paced', not 'shaped'"),
+        (_SHAPED | {"transport": "own.backend"}, "cluster.link = 'none' or 'paced', not 'shaped'"),
         ({"link": "real", "hcas": 2}, "cluster.hcas = 2: expected cluster.transport = 'nccl'"),
         (_ADAPTERS | {"link": "auto", "hcas": 2}, "cluster.link = 'real' with it, not 'nccl' and 'auto'"),
         (

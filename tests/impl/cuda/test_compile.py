@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from impl.cuda.cubin import Cubin, compiled
 from impl.cuda.kernels import VARIANTS
+from tests.support.cubin import Cubin, compiled
 
 ARCHITECTURES = (75, 80, 90, 100)
 # Registers a thread: 65,536 of a multiprocessor over the threads that the launch bounds promise, and

@@ -17,9 +17,9 @@ from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
-from impl.transport.nccl_call import RULES, NcclRuleError
 from tests.golden import record
 from tests.impl.checkpoint.checkpointed import NET, Run, same
+from tests.support.nccl_call import RULES, NcclRuleError
 from tests.support.ranks import on_threads
 
 RULE = "nccl_rules"

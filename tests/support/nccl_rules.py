@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from impl.transport.nccl_call import NcclRuleError, as_bytes, overlap
-from impl.transport.nccl_stream import MOVED, Stream
+from tests.support.nccl_call import NcclRuleError, as_bytes, overlap
+from tests.support.nccl_stream import MOVED, Stream
 
 NAME: Final = "nccl_rules"
 
@@ -51,7 +51,7 @@ class Communicator(Stream):
     @property
     def group_name(self) -> str:
         """By which torch knows it."""
-        return c10d._world.pg_names[self]  # noqa: SLF001  # torch tells groups in Python their name nowhere
+        return c10d._world.pg_names[self]  # torch tells groups in Python their name nowhere
 
     def get_group_store(self) -> Any:
         """At which its ranks met."""

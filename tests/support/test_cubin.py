@@ -14,7 +14,10 @@ import torch
 
 from impl.codecs.codec import parse
 from impl.cuda.compilation import SOURCES, compile_kernels
-from impl.cuda.cubin import (
+from impl.cuda.kernels import VARIANTS, Kernels
+from impl.cuda.launch import Launch, cubin
+from tests.impl.codecs.properties import garbage, noise_of
+from tests.support.cubin import (
     MULTIPROCESSORS,
     PLAIN,
     Cubin,
@@ -24,9 +27,6 @@ from impl.cuda.cubin import (
     predictions,
     threads_of,
 )
-from impl.cuda.kernels import VARIANTS, Kernels
-from impl.cuda.launch import Launch, cubin
-from tests.impl.codecs.properties import garbage, noise_of
 
 LEAST = 0.5  # occupancy
 # Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,

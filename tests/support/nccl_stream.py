@@ -1,6 +1,6 @@
 """One communicator's stream: calls are enqueued, checked against other ranks', and carried out in order.
 
-The lower half of :mod:`impl.transport.nccl_rules`, whose text says what it is for.
+The lower half of :mod:`tests.support.nccl_rules`, whose text says what it is for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.transport.nccl_call import TOLD_BYTES, Call, NcclRuleError, Told, as_bytes, carry_out, overlap
+from tests.support.nccl_call import TOLD_BYTES, Call, NcclRuleError, Told, as_bytes, carry_out, overlap
 
 MOVED: Final = {
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -51,8 +51,8 @@ class Stream(_Group):  # type: ignore[misc]
         world = dist.group.WORLD
         # Of the process: what this rank posted with each other rank, and what is under way.
         first = world if isinstance(world, Stream) else None
-        self._positions: Counter[int] = first._positions if first else Counter()  # noqa: SLF001
-        self._under_way: list[Call] = first._under_way if first else []  # noqa: SLF001
+        self._positions: Counter[int] = first._positions if first else Counter()
+        self._under_way: list[Call] = first._under_way if first else []
         stream = threading.Thread(
             target=carry_out, args=(self._calls, weakref.WeakMethod(self._agree)), daemon=True
         )
