@@ -28,6 +28,7 @@ from tests.support.cubin import (
     threads_of,
 )
 
+pytestmark = pytest.mark.xdist_group("cubins")  # which the page's test compiles too: by one process, once
 LEAST = 0.5  # occupancy
 # Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,
 # and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.

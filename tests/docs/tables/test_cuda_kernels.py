@@ -7,6 +7,7 @@ import pytest
 from docs.tables import COMPILED, DOCS, refreshed
 
 
+@pytest.mark.xdist_group("cubins")
 @pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("name", COMPILED)
 def test_no_page_is_stale(name: str) -> None:
