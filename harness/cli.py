@@ -46,8 +46,16 @@ from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
 from harness.report_command import RESULTS, ResultsFolder
 from harness.runs import launchers, slurm
-from harness.runs.forecast import Host, PlanError, any_host, forecast, this_host
-from harness.runs.refusals import check_feasible, check_folder, check_inputs
+from harness.runs.feasibility import (
+    Host,
+    any_host,
+    check_feasible,
+    check_folder,
+    check_inputs,
+    forecast,
+    this_host,
+)
+from harness.runs.predict_bytes import PlanError
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load

@@ -14,7 +14,7 @@ from typing import Any, Final
 from harness.cluster.interrupts import cleaning_up
 from harness.cluster.node_supervisors import Node
 from harness.measure import machine
-from harness.runs.forecast import PROCESS_BYTES, gib
+from harness.runs.feasibility import PROCESS_BYTES, gib
 from harness.strategies import deepspeed
 
 ENOUGH_CORES: Final = 2

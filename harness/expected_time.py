@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from harness.errors import one_line
 from harness.measure import machine
 from harness.plan_rows import ring_egress
-from harness.runs.forecast import Forecast
+from harness.runs.feasibility import Forecast
 from harness.suites.model_sizes import IMAGE_SIDE
 from harness.suites.trial import Trial
 from harness.workloads import samples

@@ -10,7 +10,7 @@ from typing import Final
 from harness.errors import Refusal
 from harness.expected_time import Expected, expected, spoken
 from harness.measure import machine
-from harness.runs.forecast import PROCESS_BYTES, Host, forecast
+from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
 from harness.suites.suite_file import LONGEST_NAME, NAME, load
 
 WITHIN: Final = 200.0  # seconds that it may be expected to take: five minutes, with a margin

@@ -11,8 +11,8 @@ from typing import Any, Final
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import summarise
-from harness.runs.forecast import Forecast
-from harness.suites.labels import told
+from harness.runs.feasibility import Forecast
+from harness.suites.labels import varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
@@ -33,7 +33,7 @@ def rows(found: Sequence[Forecast]) -> list[dict[str, Any]]:
         memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
         runs_here: whether it can run on this machine; ``why`` says why not.
     """
-    varying = [path for path in told([one.trial.canonical() for one in found]) if path != "repeat"]
+    varying = [path for path in varying_paths([one.trial.canonical() for one in found]) if path != "repeat"]
     return [_row(one, varying) for one in found]
 
 
@@ -105,7 +105,7 @@ def of_records(found: Sequence[Record]) -> list[dict[str, Any]]:
 
     Numbers are those of :class:`harness.records.summary.Summary`.
     """
-    varying = [path for path in told([one.trial for one in found]) if path != "strategy"]
+    varying = [path for path in varying_paths([one.trial for one in found]) if path != "strategy"]
     return [
         {
             "id": one.id,

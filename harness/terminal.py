@@ -21,7 +21,7 @@ from harness.records.confidence_intervals import FEWEST
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import Summary, summarise
-from harness.runs.forecast import Forecast, gib
+from harness.runs.feasibility import Forecast, gib
 from harness.suites.labels import (
     INTERFACES,
     INTERFACES_IN_WORDS,
@@ -31,7 +31,7 @@ from harness.suites.labels import (
     in_words,
     padded,
     padded_in_words,
-    told,
+    varying_paths,
 )
 from harness.suites.peers import PEERS
 from harness.suites.question import LEAST_STEPS
@@ -61,7 +61,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run."""
     once = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
     trials = [one.trial.canonical() for one in once.values()]
-    varying = [path for path in told(trials) if path != "seed"]
+    varying = [path for path in varying_paths(trials) if path != "seed"]
     come = {path: list(dict.fromkeys(at(one.trial.canonical(), path) for one in found)) for path in varying}
 
     def place(trial: dict[str, Any]) -> list[int]:
@@ -206,7 +206,7 @@ def _host_bytes(one: Forecast) -> int:
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
     trials = [record.trial for record in found]
-    varying = [path for path in told(trials) if path != "strategy"]
+    varying = [path for path in varying_paths(trials) if path != "strategy"]
     measured = [summarise(record) for record in found]
     sweeps = [str(record.sweep) for record in found]
     several = [text("sweep", sweeps, rank=2)] if any(record.sweep for record in found) else []

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness import cli
-from harness.runs.forecast import Host, forecast
+from harness.runs.feasibility import Host, forecast
 from harness.suites.suite_file import load
 from tests import gpu_campaign
 from tests.gpu_campaign import ARCHIVE, Stage, main, run, stages, table

@@ -28,7 +28,7 @@ from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import write_whole
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
-from harness.runs.sweep import setting_of
+from harness.runs.cluster import setting_of
 from harness.runs.trial_loop import Assignment, TrialRun
 from harness.suites.trial import Trial
 from impl import ops
@@ -103,12 +103,13 @@ def traced_step(rank: Rank, assignment: Assignment) -> Traced:
     assert wire is not None  # noqa: S101  # refused() let nothing else come
     warmup = max(1, assignment.trial.warmup)
     for index in range(warmup):
-        run.one(index)
+        run.step(index)
     dist.barrier()
-    before = _timed(partial(run.one, warmup))
+    before = _timed(partial(run.step, warmup))
     dist.barrier()
-    with wire.traced(timeline), _operations_noted(timeline), run.clock.noted(partial(timeline.add, _PART)):
-        seconds = _timed(partial(run.one, warmup + 1))
+    clock = run.loop.clock
+    with wire.traced(timeline), _operations_noted(timeline), clock.noted(partial(timeline.add, _PART)):
+        seconds = _timed(partial(run.step, warmup + 1))
     dist.barrier()
     run.strategy.close()
     return Traced(

@@ -1,10 +1,10 @@
 """The link between the nodes of a trial: shaped namespaces or interfaces, an in-process pacer, or none.
 
 ``namespaces``: every node is a Linux network namespace and the kernel's ``tbf`` shapes both
-directions (``harness.cluster.namespaces``), of peers too, which send outside our wire.  ``paced``: all
+directions (``harness.cluster.netns_shaper``), of peers too, which send outside our wire.  ``paced``: all
 ranks share the host's loopback, and our wire books its bytes in a token bucket per node; that limits
 nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a network that exists.
-``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.shaped_interface``).
+``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.nic_shaper``).
 The rate that a link achieves is calibrated, never assumed.
 
 No torch at import.
@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from harness.cluster import namespaces
+from harness.cluster import netns_shaper
 from harness.records.packet_sizes import HEADER_BYTES
 
 Kind = Literal["auto", "namespaces", "paced", "none", "real", "shaped"]
@@ -39,10 +39,9 @@ QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks sen
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
 REACHED: Final = (0.9, 1.05)  # shares of its rate between which an interface is called shaped
-_KEEPER: Final = "harness.cluster.namespaces"
+_KEEPER: Final = "harness.cluster.netns_shaper"
 _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
 _ANSWER_SECONDS: Final = 120.0  # a keeper imports its libraries first; one that dies is noticed at once
-_NAME_LENGTH: Final = 15  # of a Linux interface
 
 
 class LinkError(Exception):
@@ -101,7 +100,7 @@ class Counters:
         return Counters(self.tx_bytes - other.tx_bytes, self.tx_packets - other.tx_packets)
 
 
-def shape(rate_mbit: float) -> namespaces.Shape:
+def shape(rate_mbit: float) -> netns_shaper.Shape:
     """Sizes of the ``tbf`` queue for a rate.
 
     The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
@@ -109,9 +108,11 @@ def shape(rate_mbit: float) -> namespaces.Shape:
     ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
-    segment = int(min(max(rate * 0.002, 2 * namespaces.MTU), 65536))
+    segment = int(min(max(rate * 0.002, 2 * netns_shaper.MTU), 65536))
     burst = int(max(2 * (segment + HEADER_BYTES), rate * 0.001))
-    return namespaces.Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
+    return netns_shaper.Shape(
+        rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment
+    )
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
@@ -184,6 +185,9 @@ class Link:
         ports: one per node.
         details: burst, queue, MTU and the like, for the record.
         calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
+        release: lets go of the interfaces of a shaped link.
+        paced_mbit: Mbit/s at which our wire paces itself, if the link is ``paced``.
+        message_bytes: of a calibration; 0 of one node.
     """
 
     setting: Setting
@@ -193,12 +197,13 @@ class Link:
     details: dict[str, Any] = field(default_factory=dict)
     calibrated_mbit: list[float] = field(default_factory=list)
     _keeper: subprocess.Popen[str] | None = None
-    release: Callable[[], None] | None = None  # of a shaped link
+    release: Callable[[], None] | None = None
+    paced_mbit: float | None = field(init=False)
+    message_bytes: int = field(init=False)
 
-    @property
-    def paced_mbit(self) -> float | None:
-        """Mbit/s at which our wire paces itself, if the link is ``paced``."""
-        return self.setting.rate_mbit if self.kind == "paced" else None
+    def __post_init__(self) -> None:
+        self.paced_mbit = self.setting.rate_mbit if self.kind == "paced" else None
+        self.message_bytes = message_bytes(self.setting) if self.setting.nodes > 1 else 0
 
     def __enter__(self) -> Self:
         return self
@@ -284,19 +289,13 @@ def open_link(setting: Setting, run_id: str) -> Link:
 def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     if not sys.platform.startswith("linux"):
         raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
-    prefix = f"zp{run_id}"
-    if len(longest := namespaces.interface(prefix, setting.nodes - 1)) > _NAME_LENGTH:
-        raise LinkError(f"{longest!r} is longer than an interface's name")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
-    request = namespaces.Request(setting.nodes, prefix, form, setting.latency_ms)
+    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms)
     process = start_keeper(_KEEPER, json.dumps(asdict(request)))
     try:
         answer = answer_of(process, "no network namespaces here", f"; {_advice()}")
         control = answer["control"]
-        ports = tuple(
-            Port(namespaces.interface(prefix, node), namespaces.address(node), holder, control=control)
-            for node, holder in enumerate(answer["holders"])
-        )
+        ports = tuple(Port(name, at, holder, control=control) for name, at, holder in answer["ports"])
         _try_to_join(ports[0])
     except BaseException:
         end_keeper(process)
@@ -304,8 +303,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     details = {
         "mode": answer["mode"],
         "joint": "veth" if setting.nodes == 2 else "bridge",
-        "mtu": namespaces.MTU,
-        "congestion": namespaces.CONGESTION,
+        "mtu": netns_shaper.MTU,
+        "congestion": netns_shaper.CONGESTION,
         "header_bytes": HEADER_BYTES,
         "latency_ms": setting.latency_ms,
     }
@@ -395,7 +394,7 @@ def join(port: Port) -> None:
     if port.holder is None:
         return
     try:
-        namespaces.enter(port.holder)
+        netns_shaper.enter(port.holder)
     except OSError as error:
         raise LinkError(f"cannot enter the namespaces of process {port.holder}: {error}") from error
 
@@ -409,9 +408,9 @@ def opened(control: str) -> Iterator[None]:
     """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(_ANSWER_SECONDS)
-        _ask(keeper, lambda: keeper.connect(control), namespaces.OPEN)
+        _ask(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
         yield
-        _ask(keeper, lambda: keeper.shutdown(socket.SHUT_WR), namespaces.SHAPED)
+        _ask(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)
 
 
 def _ask(keeper: socket.socket, question: Callable[[], None], expected: bytes) -> None:
@@ -487,8 +486,3 @@ class Pacer:
         """Unmap and close the shared file."""
         self._memory.close()
         self._file.close()
-
-
-def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
-    """Rate of the slowest node in each repetition, Mbit/s."""
-    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []

@@ -15,12 +15,15 @@ from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import LinkError, Port
+from harness.cluster.nic_shaper import Request, ShapedInterface
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, Meeting, run_ranks
-from harness.cluster.shaped_interface import Request, ShapedInterface
 from harness.errors import Refusal
+from harness.suites.quantities import CANONICAL
 from impl.plan.topology import Topology
 
 _CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
@@ -36,12 +39,12 @@ class Work:
 
     Attributes:
         target: module-level function of a rank and its argument.
-        argument, result: each to and from JSON.
+        argument, result: types of both, which travel as JSON.
     """
 
     target: Callable[[Rank, Any], Any]
-    argument: tuple[Callable[[Any], Any], Callable[[Any], Any]]
-    result: tuple[Callable[[Any], Any], Callable[[Any], Any]]
+    argument: TypeAdapter[Any]
+    result: TypeAdapter[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ class Nodes:
         self._number += 1
         command = {
             "work": name,
-            "argument": work.argument[0](argument),
+            "argument": work.argument.dump_python(argument, mode="json"),
             "topology": [launch.topology.nodes, launch.topology.ranks_per_node],
             "ports": [astuple(port) for port in launch.ports],
             "threads": launch.threads,
@@ -123,7 +126,9 @@ class Nodes:
             answers = {node: self._answer(number, node, launch.timeout_seconds) for node in others}
             failed = {node: answer for node, answer in answers.items() if "kind" in answer}
             if not failed:
-                results = [work.result[1](one) for node in others for one in answers[node]["results"]]
+                results = [
+                    work.result.validate_python(one) for node in others for one in answers[node]["results"]
+                ]
                 return [*found, *results]
             error = None
         except LaunchError as caught:
@@ -138,7 +143,7 @@ class Nodes:
         """Hold what leaves the interfaces of the first ``count`` nodes to a rate; None: no longer.
 
         Returns:
-            What each node found (:attr:`~harness.cluster.shaped_interface.ShapedInterface.found`).
+            What each node found (:attr:`~harness.cluster.nic_shaper.ShapedInterface.found`).
 
         Raises:
             LinkError: for the first node that refuses; then none is held.  After one that could not let go
@@ -368,8 +373,9 @@ def _done(
             node=place.node,
             meeting=_meeting(place, number),
         )
+        argument = work.argument.validate_python(command["argument"], context=CANONICAL)
         try:
-            found = run_ranks(work.target, work.argument[1](command["argument"]), launch, stopped=stopped)
+            found = run_ranks(work.target, argument, launch, stopped=stopped)
         except LaunchError as error:
             log = "" if error.log is None else error.log.read_text(encoding="utf-8", errors="replace")
             return {
@@ -378,7 +384,7 @@ def _done(
                 "effect": error.effect,
                 "log": log[-_LOG_LETTERS:],
             }
-        return {"results": [work.result[0](one) for one in found]}
+        return {"results": [work.result.dump_python(one, mode="json") for one in found]}
 
 
 def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Path) -> LaunchError:

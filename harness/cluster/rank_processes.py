@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
-from harness.cluster import namespaces
+from harness.cluster import netns_shaper
 from harness.cluster.link import LinkError, Pacer, Port, join, nccl_variables
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, Refusal
@@ -553,7 +553,7 @@ def _die_with_sweep() -> None:
 
     The server alone is not enough: it lives as long as anyone, ranks included, holds its pipe.
     """
-    namespaces.die_with_parent(os.getppid())
+    netns_shaper.die_with_parent(os.getppid())
     sweep = multiprocessing.parent_process()
     if sweep is not None:
         sentinel = sweep.sentinel

@@ -177,13 +177,6 @@ def _main(subject: Subject) -> Dtype:
     return "fp32" if "fp32" in subject.kinds else subject.kinds[0]
 
 
-def search(
-    subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS
-) -> Violation | None:
-    """The violation of the smallest row that is found to break a claim, or None: see :func:`outcome`."""
-    return outcome(subject, claim, examples=examples, seed=seed, elements=elements).violation
-
-
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
     """Try a claim on :func:`standing` rows, on ``examples`` that are drawn, and on :func:`long_cases`.
 

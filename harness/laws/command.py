@@ -101,11 +101,11 @@ def show(found: Mapping[Subject, Mapping[Claim, Outcome]], out: Console) -> None
     for subject, each in found.items():
         for claim, one in each.items():
             if one.violation is not None:
-                for line in told(subject, claim, one.violation):
+                for line in in_lines(subject, claim, one.violation):
                     out.print(escape(line), soft_wrap=True)
 
 
-def told(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
+def in_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
     """A violation in lines: what is broken and how far, the row, its bits, its frame and scales."""
     from harness.laws.laws import title
 

@@ -26,7 +26,7 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
     if not codecs:
         return []
     from harness.laws.adversarial_rows import outcome
-    from harness.laws.command import told
+    from harness.laws.command import in_lines
     from harness.laws.subject import SubjectError, of_own
 
     for codec in sorted(codecs, key=str):
@@ -37,7 +37,7 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
         for claim in subject.claims:
             found = outcome(subject, claim, examples=EXAMPLES, seed=0, elements=5000)
             if found.violation is not None:
-                lines = told(subject, claim, found.violation)
+                lines = in_lines(subject, claim, found.violation)
                 raise Refusal(
                     f"{lines[0]}; `zeropp check codecs --codec {codec}` shows the row: {lines[1].strip()}"
                 )

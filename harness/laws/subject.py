@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from harness.laws.laws import Promises, Subject
 from impl import ops
-from impl.codecs.codec import Block, BuiltIn, CodecError, OwnCodec, Raw, own, parse
+from impl.codecs.codec import Block, BuiltIn, OwnCodec, Raw, parse
 from impl.codecs.own_rows import by_rows
 from impl.codecs.reference import REFERENCE
 
@@ -81,18 +81,6 @@ def read(text: str) -> BuiltIn | Subject:
         codec = parse(text)
         return of_own(codec) if isinstance(codec, OwnCodec) else codec
     except ValueError as error:  # CodecError, or a number of thousands of digits
-        raise SubjectError(str(error)) from error
-
-
-def of_object(name: str, thing: Any) -> Subject:
-    """A user's own codec or kernel.
-
-    Raises:
-        SubjectError: naming what it lacks, or what it raised.
-    """
-    try:
-        return of_own(own(thing, name))
-    except CodecError as error:
         raise SubjectError(str(error)) from error
 
 

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.records.record import GradientCheck
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype, Raw
 from impl.plan.policy import Policy
@@ -57,20 +56,6 @@ class GradientError:
     found: float
     expected: float
     allowed: float
-
-
-def checks_of(ranks: Sequence[Sequence[GradientError]]) -> list[GradientCheck]:
-    """What all ranks compared, by unit."""
-    units = dict.fromkeys(error.unit for rank in ranks for error in rank)
-    mine = {unit: [error for rank in ranks for error in rank if error.unit == unit] for unit in units}
-    return [
-        GradientCheck(
-            unit=unit,
-            elements=sum(error.elements for error in errors),
-            share=max(error.share for error in errors),
-        )
-        for unit, errors in mine.items()
-    ]
 
 
 @dataclass(frozen=True, slots=True)

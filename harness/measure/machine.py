@@ -6,11 +6,13 @@ metadata, so nothing heavy is imported.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -20,6 +22,7 @@ import psutil
 
 from impl.cpu import build
 
+INFINIBAND: Final = Path("/sys/class/infiniband")
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = (
     "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
@@ -103,6 +106,18 @@ def memory_bytes() -> int:
         if text.isdecimal():
             total = min(total, int(text))
     return total
+
+
+def hcas(devices: Path = INFINIBAND) -> list[str]:
+    """InfiniBand adapters, RoCE's too, of which a port is active, in the order of their numbers."""
+    names = set()
+    for state in devices.glob("*/ports/*/state"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if state.read_text(encoding="ascii").strip().endswith(" ACTIVE"):
+                names.add(state.parts[-4])
+    return sorted(
+        names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    )
 
 
 def shared_memory_bytes() -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from harness.measure import hardware, machine
+from harness.measure import machine
 from harness.records.run_record import Changes, Node, Run, Software, SuiteText
 
 MOST_CHANGES: Final = 256 << 10  # bytes of them that are kept
@@ -24,7 +24,6 @@ _PREFIXES: Final = (
     "THP_", "TORCH_",
 )  # fmt: skip
 _SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|(^|_)(KEY|PWD)(_|$)", re.IGNORECASE)
-_UNDER: Final = {"SLURM_JOB_ID": "slurm", "TORCHELASTIC_RUN_ID": "torchrun"}
 _LONGEST: Final = 1000  # letters of a variable
 HIDDEN: Final = "<hidden>"
 _DIFF: Final = (  # whatever the user's configuration of git says
@@ -39,11 +38,8 @@ def identity() -> dict[str, Any]:
         machine=machine.facts(),
         code=machine.code(),
         software=Software(packages=packages(), libraries=libraries()),
-        processors=hardware.processors(),
-        gpus=hardware.gpus(),
         environment=variables(os.environ),
-        hcas=hardware.hcas(),
-        under=[name for variable, name in _UNDER.items() if variable in os.environ],
+        hcas=machine.hcas(),
     ).model_dump(mode="json")
 
 

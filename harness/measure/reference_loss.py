@@ -12,8 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +30,7 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.pytree import cast_tensors
 from impl.zero import find_blocks
 
-TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 Batch = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstLoss:
-    """Mean losses of one rank's batches of the first step, in evaluation mode.
-
-    ``reference`` is of a single process in fp32, ``expected`` of one with weights as all-gathered,
-    ``found`` of the sharded model.
-    """
-
-    reference: float
-    expected: float
-    found: float
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:

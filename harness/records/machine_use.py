@@ -1,8 +1,14 @@
-"""What the machine of a node did during a trial's timed steps, as a record holds it.  No torch."""
+"""What the GPUs of a node did during a trial's timed steps, as a record holds it.  No torch.
+
+Older records hold more, which is not read: of processors, memory and interface, and of PCIe and NVLink.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+_OLDER: Final = {"extra": "ignore"}  # which pydantic reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +22,12 @@ class GpuUse:
         sampled_joules: the integral of its power, by the trapezoidal rule.
         watts: mean power.
         utilisation: mean share of time in which a kernel ran.
-        memory_bytes: the most in use, by anybody.
         clock_mhz: mean clock of its multiprocessors.
         throttled: share of samples in which its clock was held down, by reason.
-        pcie_sent, pcie_received: bytes a second over PCIe, mean; None where not reported.
-        nvlink_sent, nvlink_received: bytes over NVLink; None where not reported.
         others: most processes of others that computed on it at once.
     """
+
+    __pydantic_config__: ClassVar[Any] = _OLDER
 
     index: int
     name: str
@@ -31,37 +36,19 @@ class GpuUse:
     sampled_joules: float
     watts: float
     utilisation: float
-    memory_bytes: int
     clock_mhz: float
     throttled: dict[str, float] = field(default_factory=dict)
-    pcie_sent: float | None = None
-    pcie_received: float | None = None
-    nvlink_sent: int | None = None
-    nvlink_received: int | None = None
     others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """A node's machine; nodes of one machine each say the same of its processors and memory.
+    """The GPUs of a node; ``seconds`` are wall-clock, of the timed steps and what came between them."""
 
-    Attributes:
-        seconds: wall-clock, of the timed steps and the validations between them.
-        samples: readings.
-        sampling_seconds: processor time that they took.
-        processors: mean share of the machine's processors in use.
-        memory_bytes: the most memory in use, by anybody.
-        sent, received: bytes of the interface between nodes; None where none is known.
-    """
+    __pydantic_config__: ClassVar[Any] = _OLDER
 
     node: int
     seconds: float
-    samples: int
-    sampling_seconds: float
-    processors: float
-    memory_bytes: int
-    sent: int | None = None
-    received: int | None = None
     gpus: list[GpuUse] = field(default_factory=list)
 
 

@@ -67,51 +67,19 @@ class Software(_Part):
     libraries: dict[str, str]
 
 
-class Processors(_Part):
-    """Processors of one node; None for what the system does not say.
-
-    Attributes:
-        allowed: those that this process may use, as Linux writes lists of them.
-        numa: processors of each NUMA node, by its number.
-    """
-
-    sockets: int | None
-    cores: int | None
-    threads: int | None
-    allowed: str | None
-    numa: dict[str, str]
-
-
-class Gpus(_Part):
-    """How the GPUs of one node are joined.
-
-    Attributes:
-        links: of each pair, as ``nvidia-smi topo -m`` names them: NV and a number of NVLinks, or PIX, PXB,
-            PHB, NODE, SYS; X with itself, "?" where NVML does not say.
-        pcie: generation and lanes of each, at most.
-    """
-
-    links: list[list[str]] = []
-    pcie: list[str] = []
-
-
-class Node(_Part):
-    """What one node had.
+class Node(BaseModel, extra="ignore", frozen=True):
+    """What one node had; older files hold more, which is not read.
 
     Attributes:
         machine, code: as records have them (``harness.measure.machine``).
         environment: variables that matter, without secrets.
-        under: launchers of jobs under which it ran.
         hcas: names of its InfiniBand adapters that have an active port, in order; empty in older records.
     """
 
     machine: dict[str, Any]
     code: dict[str, Any]
     software: Software
-    processors: Processors
-    gpus: Gpus
     environment: dict[str, str]
-    under: list[str]
     hcas: list[str] = []
 
 

@@ -17,7 +17,7 @@ from harness.errors import one_line
 from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, slowest_seconds
 from harness.runs.repeats import seconds_in, speedups
-from harness.suites.labels import NONE, at, counted, told
+from harness.suites.labels import NONE, at, counted, varying_paths
 from harness.suites.repeats import setting_of
 from harness.suites.trial import Trial
 
@@ -44,7 +44,9 @@ class Display:
         self._console, self._done = console, len(trials) - len(missing)
         self._asked, self._left = [*trials], [*missing]
         self._trials = max(len(trials), total)
-        self._axes = [path for path in told([trial.canonical() for trial in trials]) if path not in _ALWAYS]
+        self._axes = [
+            path for path in varying_paths([trial.canonical() for trial in trials]) if path not in _ALWAYS
+        ]
         self._results, self._role_of, self._took = results, role_of, seconds_in(results)
         self._durations: list[float] = []  # of trials, without measuring errors
         self._apart: list[float] = []  # seconds in which those that measure errors did so
@@ -144,7 +146,7 @@ class Display:
         cell = [one for one in self._asked if setting_of(one, "repeat", "seed") == here]
         bases = [one for one in cell if self._role_of(one) == "baseline"]
         base, found = speedups(cell, bases, self._took)
-        varied = [p for p in told([one.canonical() for one in cell]) if p not in {"seed", "repeat"}]
+        varied = [p for p in varying_paths([one.canonical() for one in cell]) if p not in {"seed", "repeat"}]
 
         def name(one: Trial) -> str:
             return " ".join(value for path in varied if (value := at(one.canonical(), path)) != NONE)

@@ -1,76 +1,45 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-Links are opened when a trial first needs them, calibrated once, and kept until no later trial
-needs them; shaped ones, until another link is needed.  A failed trial is recorded and the sweep goes
-on; Ctrl-C ends it, and the current trial
-is recorded as interrupted, to be run again next time.
+What a trial needs to be known of it is decided before any runs (:class:`_Known`); then it goes one way:
+its ranks run on the cluster, their outcomes are merged, and the record is written.  A failed trial is
+recorded and the sweep goes on; Ctrl-C ends it, and the current trial is recorded as interrupted, to be run
+again next time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from harness.cluster.link import (
-    Link,
-    LinkError,
-    Setting,
-    choose_hcas,
-    message_bytes,
-    nccl_in_words,
-    open_link,
-    shape,
-    slowest,
-)
 from harness.cluster.node_supervisors import Nodes
-from harness.cluster.rank import Progress
-from harness.cluster.rank_processes import (
-    BACKENDS,
-    REFUSALS,
-    Kind,
-    Launch,
-    LaunchError,
-    run_ranks,
-    start_server,
-)
-from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import run_record
-from harness.records.record import Failed, Failure, LinkRecord, Record, RecordError, path_of, read, write
+from harness.records.record import Failed, Failure, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
-from harness.runs.assemble import TrialError, assemble
-from harness.runs.forecast import beyond_limit, findings, forecast, this_host
+from harness.runs.assemble import assemble
+from harness.runs.cluster import LOGS, SCRATCH, Cluster, failure_of
+from harness.runs.comparison import TrialError
+from harness.runs.feasibility import failure_after, failures_before, findings, this_host
 from harness.runs.lease import Lease, sharing_machine
+from harness.runs.predict_bytes import Models
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
-from harness.runs.trial_loop import Assignment, Outcome
-from harness.runs.work import EXCHANGE, TRIAL, WORKS
-from harness.strategies import deepspeed
 from harness.suites.labels import counted
 from harness.suites.on_failure import SKIP, Answer
-from harness.suites.peers import DEEPSPEED
 from harness.suites.question import Said
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
-from impl.plan.topology import Topology
+from impl.deepspeed.recipe import Finding
 
-LOGS: Final = "logs"
 LOCK: Final = ".lock"
-SCRATCH: Final = ".scratch"
-INTERRUPTED: Final = "Ctrl-C; not yet run again"
-_CALIBRATION_SECONDS: Final = 120.0
-_TAIL_LINES: Final = 20  # of a log, on the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +118,8 @@ def run_sweep(
     counts = {"ok": 0, "failed": 0, "skipped": 0}
     interrupted = False
     with contextlib.ExitStack() as stack:
-        sweep = _Sweep(asked, results, nodes, retry_failed, stack.enter_context(alone(results)))
+        lease = stack.enter_context(alone(results))
+        sweep = _Sweep(asked, results, Cluster(results, nodes), retry_failed, lease)
         if (other := stack.enter_context(sharing_machine())) is not None:
             console.print(
                 f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
@@ -163,13 +133,12 @@ def run_sweep(
             Display(console, trials, missing, results, total=total, role_of=asked.role_of)
         )
         display.failed_before(failures)
-        stack.enter_context(sweep)
+        stack.enter_context(sweep.cluster)
         try:
             while batch is not None:
-                wanted = [setting_of(trial) for trial in batch.trials]
+                sweep.prepare(missing)
                 for position, trial in enumerate(missing):
-                    later = [setting_of(one) for one in missing[position:]]
-                    sweep.keep_links(later if more is None else wanted)
+                    sweep.cluster.keep_links(missing[position:] if more is None else batch.trials)
                     _run_one(sweep, trial, display, counts)
                 batch = more() if more is not None else None
                 if batch is not None:
@@ -214,11 +183,13 @@ def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Displa
 
 def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
     """Run one trial, and write its record."""
+    display.began(trial)
     record, earlier = sweep.run(trial, display), list[Failed]()
     answer = sweep.asked.answer(record)
     while record.failure is not None and len(earlier) < answer.retries:
         earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
         display.again(record, len(earlier), answer.retries)
+        display.began(trial)
         record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
         answer = sweep.asked.answer(record)
     sweep.lease.check()
@@ -277,61 +248,67 @@ def alone(results: Path) -> Iterator[Lease]:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
-def setting_of(trial: Trial) -> Setting:
-    """The link that a trial asks for."""
-    cluster = trial.cluster
-    latency = cluster.latency or 0.0
-    nodes = 1 if trial.strategy == "single" else cluster.nodes
-    if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
-        return Setting("none", 1, None)
-    transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
-    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas)
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a record says of a trial that has not run.
+
+    Attributes:
+        order: in which it was asked for.
+        role: what the suite's question compares it as.
+        failure: why it is not run; None if it is.
+        parameters: of its model, where it is not run.
+    """
+
+    order: int
+    role: str
+    inputs: dict[str, str]
+    findings: list[Finding]
+    failure: Failure | None
+    parameters: int
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """State of a sweep between trials: open links, and facts about the machine."""
+    """State of a sweep between trials: what is known of them, and facts about the machine."""
 
     asked: Asked
     results: Path
-    nodes: Nodes | None
+    cluster: Cluster
     retry_failed: bool
     lease: Lease
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)
+    _known: dict[str, _Known] = field(default_factory=dict)
     _run: str | None = None
-    _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
+    pool: str = field(init=False)  # key of its records
 
-    @property
-    def pool(self) -> str:
-        """Pool key of its records."""
-        return machine.pool_key(self._machine, self._code)
-
-    def __enter__(self) -> None:
-        start_server()
-
-    def __exit__(self, *_: object) -> None:
-        self.keep_links([])
-
-    def keep_links(self, settings: Sequence[Setting]) -> None:
-        """Close the links that none of ``settings`` needs."""
-        for setting in [setting for setting in self._links if setting not in settings]:
-            link = self._links.pop(setting)
-            if isinstance(link, Link):
-                try:
-                    link.close()
-                except LinkError as error:  # later links of these nodes are refused
-                    print(error, file=sys.stderr, flush=True)
+    def __post_init__(self) -> None:
+        self.pool = machine.pool_key(self._machine, self._code)
 
     def number_trials(self, batch: Batch) -> None:
         """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
         for trial in batch.trials:
             self._orders.setdefault(trial.id, len(self._orders))
         if batch.sweep != self.number:
-            self.keep_links([])
+            self.cluster.keep_links([])
         self.number = batch.sweep
+
+    def prepare(self, missing: Sequence[Trial]) -> None:
+        """Decide of trials that have to run what can be decided before any of them does."""
+        if not missing:
+            return
+        if self._run is None:
+            nodes = self.cluster.nodes
+            facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
+            self._run = run_record.write(self.results, provenance.run_of(self.asked.text, facts))
+        failures, models = failures_before(missing, this_host()), Models()
+        for trial in missing:
+            failure, parameters = failures.get(trial.id, (None, 0))
+            order, role = self._orders[trial.id], self.asked.role_of(trial)
+            found = list(findings(trial, models))
+            self._known[trial.id] = _Known(order, role, digests(trial), found, failure, parameters)
 
     def run(self, trial: Trial, display: Display) -> Record:
         """Run one trial and return its record, of a failure too.
@@ -339,257 +316,45 @@ class _Sweep:
         Raises:
             KeyboardInterrupt: after its record as interrupted is written.
         """
-        if self._run is None:
-            nodes = [provenance.identity()] if self.nodes is None else [n.facts for n in self.nodes.nodes]
-            self._run = run_record.write(self.results, provenance.run_of(self.asked.text, nodes))
-        display.began(trial)
-        record, link = partial(self._record, trial, _now()), None
-        if trial.memory_limit is not None:
-            (foreseen,) = forecast((trial,), this_host())
-            if foreseen.beyond_limit is not None:
-                failure = Failure(kind="memory", message=f"not run: {foreseen.beyond_limit}", log=None)
-                return record(None, failure, parameters=foreseen.parameters or 0)
-        if (why := deepspeed.why_not(trial)) is not None:
-            return record(None, Failure(kind="refused", message=why, log=None, by=DEEPSPEED))
+        blank = self._record(trial)
+        if blank.failure is not None:
+            return blank
+        ran = self.cluster.run(trial, display.progress)
+        blank = blank.model_copy(update={"finished": _now(), "link": ran.link, "failure": ran.failure})
+        if ran.failure is not None and ran.failure.kind == "interrupted":
+            write(self.results, blank)
+            raise KeyboardInterrupt
+        if ran.failure is not None:
+            return blank
         try:
-            link = self._link(setting_of(trial), trial, display)
-            _check(trial, link)
-            outcomes = self._outcomes(trial, link, display.progress)
-            result = assemble(outcomes, record(link, None))
-            if result.link is not None:
-                link.check(result.link.probed_mbit, after=True)
-        except KeyboardInterrupt:
-            write(self.results, record(link, Failure(kind="interrupted", message=INTERRUPTED, log=None)))
-            raise
-        except LaunchError as error:
-            failure = _failure(error.kind, error)
-            if error.log is not None:
-                log = str(error.log.relative_to(self.results))
-                failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
-            return record(link, failure)
-        except LinkError as error:
-            return record(link, _failure("link", error))
-        except REFUSALS as error:
-            return record(link, _failure("refused", error))
+            result = assemble(ran.outcomes, blank)
         except TrialError as error:
-            return record(link, _failure("wrong", error))
-        return result.model_copy(update={"failure": _beyond_limit(trial, result)})
+            return blank.model_copy(update={"failure": failure_of("wrong", error)})
+        return result.model_copy(update={"failure": failure_after(trial, result)})
 
-    def _link(self, setting: Setting, trial: Trial, display: Display) -> Link:
-        """The open, calibrated link of a setting; that it cannot be opened is kept for its later trials."""
-        for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
-            if other != setting and isinstance(link, Link) and link.kind == "shaped":
-                self._links.pop(other)
-                link.close()
-        if setting not in self._links:
-            display.progress(Progress("link"))
-            try:
-                link = self._opened(setting, trial)
-            except LinkError as error:
-                self._links[setting] = error
-                raise
-            try:
-                self._calibrate(link, trial)
-            except BaseException:  # the next trial that needs it begins anew
-                link.close()
-                raise
-            self._links[setting] = link
-        found = self._links[setting]
-        if isinstance(found, LinkError):
-            raise found
-        return found
-
-    def _opened(self, setting: Setting, trial: Trial) -> Link:
-        if trial.cluster.launcher == "local" or setting.nodes == 1:
-            return open_link(setting, secrets.token_hex(3))
-        nodes = self._nodes(trial)
-        if setting.nodes > len(nodes.nodes):
-            raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
-        if nodes.stuck is not None:
-            raise LinkError(nodes.stuck)
-        same, kind = nodes.on_one_host(setting.nodes), setting.kind
-        told = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
-        if kind == "auto":
-            kind = "real" if same is None else "none"
-        elif kind not in (("real", "shaped") if same is None else ("none",)) and kind != "paced":
-            raise LinkError(
-                f"link {kind!r}: {told}; a real or shaped link joins distinct hosts, 'none' those of one"
-            )
-        ports = nodes.ports[: setting.nodes]
-        if kind == "shaped":
-            return _shaped(setting, nodes, told)
-        link = open_link(replace(setting, kind=kind), "")
-        if setting.hcas is not None:
-            there = [node.facts["hcas"] for node in nodes.nodes]
-            ports = tuple(
-                replace(port, hcas=choose_hcas(setting.hcas, there[node], node))
-                for node, port in enumerate(ports)
-            )
-            link.details["nccl"] = nccl_in_words(ports)
-        link.why, link.ports = told, ports
-        return link
-
-    def _calibrate(self, link: Link, trial: Trial) -> None:
-        if link.setting.nodes == 1:
-            return
-        topology, backend = Topology(link.setting.nodes, 1), _backend(trial)
-        launch = self._launch(link, topology, 1, _CALIBRATION_SECONDS, "calibration", backend)
-        argument = (message_bytes(link.setting), link.setting.transport)
-        found = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
-        link.calibrated_mbit = slowest([rates for rates in found if rates])
-        link.check(link.calibrated_mbit)
-
-    def _launch(  # noqa: PLR0917  # what differs between a calibration and a trial
-        self,
-        link: Link,
-        topology: Topology,
-        threads: int,
-        seconds: float,
-        log: str,
-        backend: str,
-    ) -> Launch:
-        return Launch(
-            topology=topology,
-            ports=link.ports,
-            paced_mbit=link.paced_mbit,
-            paced_latency_ms=link.setting.latency_ms,
-            threads=threads,
-            timeout_seconds=seconds,
-            log=self.results / LOGS / f"{log}.log",
-            scratch=self.results / SCRATCH,
-            backend=backend,
-        )
-
-    def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
-        single = trial.strategy == "single"
-        topology = Topology(1, 1) if single else trial.topology()
-        here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
-        threads = trial.threads or max(1, machine.cores() // here)
-        launch = self._launch(link, topology, threads, trial.timeout_seconds, trial.id, _backend(trial))
-        assignment = Assignment(
-            trial=trial,
-            probe_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else None,
-            count=link.kind == "namespaces",
-        )
-        return self._start(trial, TRIAL, assignment, launch, on_progress)
-
-    def _start(
-        self,
-        trial: Trial,
-        work: str,
-        argument: Any,
-        launch: Launch,
-        on_progress: Callable[[Progress], None],
-    ) -> list[Any]:
-        """Run the ranks where the trial's launcher has them; returns their results by rank."""
-        if trial.cluster.launcher == "local":
-            return run_ranks(WORKS[work].target, argument, launch, on_progress)
-        return self._nodes(trial).run(work, argument, launch, on_progress)
-
-    def _nodes(self, trial: Trial) -> Nodes:
-        """The launcher's nodes; a Refusal without them."""
-        if self.nodes is None:
-            launcher = trial.cluster.launcher
-            raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
-        return self.nodes
-
-    def _record(
-        self,
-        trial: Trial,
-        started: str,
-        link: Link | None,
-        failure: Failure | None,
-        parameters: int = 0,
-    ) -> Record:
+    def _record(self, trial: Trial) -> Record:
+        """The record of a trial as far as it is known without running it."""
+        now, known = _now(), self._known[trial.id]
         return Record(
             id=trial.id,
             suite=self.asked.suite,
             question=self.asked.question,
-            role=self.asked.role_of(trial),
+            role=known.role,
             answer=self.asked.said,
             trial=trial.canonical(),
-            started=started,
-            finished=_now(),
-            order=self._orders[trial.id],
+            started=now,
+            finished=now,
+            order=known.order,
             sweep=self.number,
             machine=self._machine,
             code=self._code,
-            inputs=digests(trial),
+            inputs=known.inputs,
             pool=self.pool,
-            findings=list(findings(trial)),
-            link=None if link is None else _link_record(link),
-            failure=failure,
-            parameters=parameters,
+            findings=known.findings,
+            failure=known.failure,
+            parameters=known.parameters,
             run=self._run,
         )
-
-
-def _beyond_limit(trial: Trial, result: Record) -> Failure | None:
-    """The failure of a trial whose engine exceeded its limit in the predicted parts; else None."""
-    for rank in result.ranks:
-        foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
-        held = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
-        if (why := beyond_limit(trial, held)) is not None:
-            return Failure(kind="memory", message=f"it ran, and {why}", log=None)
-    return None
-
-
-def _check(trial: Trial, link: Link) -> None:
-    """Refuse trials that the link cannot run.
-
-    Raises:
-        LinkError: for a peer whose rate nothing would limit.
-    """
-    if link.paced_mbit is not None and trial.resolved_policy() is None:
-        raise LinkError(
-            f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
-            f"{link.paced_mbit:g} Mbit/s; it needs network namespaces ({link.why})"
-        )
-
-
-def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
-    """The link of hosts whose interfaces are shaped until it closes; a LinkError if one may not be."""
-    assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
-    found, form = nodes.shape(setting.rate_mbit, setting.nodes), shape(setting.rate_mbit)
-    details = {
-        "queue": "tbf",
-        "burst": form.burst,
-        "limit": form.limit,
-        "segment": form.segment,
-        "untimed": "shaped",  # the hosts' keepers are not asked during a trial
-        "nodes": found,
-    }
-    ports = tuple(replace(port, shaped=True) for port in nodes.ports[: setting.nodes])
-    if setting.transport == "nccl":
-        details["nccl"] = nccl_in_words(ports)
-    return Link(setting, "shaped", why, ports, details, release=partial(nodes.unshape, setting.nodes))
-
-
-def _backend(trial: Trial) -> str:
-    return BACKENDS.get(trial.cluster.transport, trial.cluster.transport)  # else a module that gives one
-
-
-def _link_record(link: Link) -> LinkRecord:
-    return LinkRecord(
-        kind=link.kind,
-        why=link.why,
-        requested_mbit=link.setting.rate_mbit,
-        calibrated_mbit=link.calibrated_mbit,
-        probed_mbit=[],
-        message_bytes=message_bytes(link.setting) if link.setting.nodes > 1 else 0,
-        details=link.details,
-    )
-
-
-def _failure(kind: Kind, error: BaseException) -> Failure:
-    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
-
-
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log."""
-    with contextlib.suppress(OSError):
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    return []
 
 
 def _now() -> str:

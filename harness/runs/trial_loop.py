@@ -14,23 +14,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
-from torch import Tensor, nn
+from torch import nn
 
 from harness.cluster.link import PROBES, Counters, counters
-from harness.cluster.rank import ERRORS, GRID, Progress, Rank, exchange, groups
+from harness.cluster.rank import Progress, Rank, exchange, groups
 from harness.errors import Refusal
-from harness.measure import communication_error, compute_alone, telemetry
+from harness.measure import compute_alone, telemetry
 from harness.measure.cpu_usage import ProcessorMeter, Spent
-from harness.measure.first_gradient import GradientError
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
-from harness.measure.quantisation_error import Squares, measure
-from harness.measure.reference_loss import FirstLoss, as_computed, as_computed_by
-from harness.measure.step_clock import StepClock
+from harness.measure.reference_loss import as_computed, as_computed_by
 from harness.measure.telemetry import Telemetry
 from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
@@ -42,9 +38,10 @@ from harness.records.record import (
     RankRecord,
     Validation,
 )
-from harness.runs import before_training
-from harness.strategies.optimizers import built, set_rates
+from harness.runs.comparison import Compared, Comparison
+from harness.strategies.optimizers import built
 from harness.strategies.strategy import Strategy, prepare
+from harness.strategies.training import TrainingLoop
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
@@ -53,18 +50,7 @@ from harness.workloads.generation import Counted, Generator
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
 from impl.plan.offload_plan import CopyKey
-from impl.plan.traffic import Event, LedgerKey, Sent
-
-
-def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
-    """How pydantic writes a dictionary whose keys are not text, and reads it: as a list of pairs."""
-    pairs: TypeAdapter[list[tuple[Any, Any]]] = TypeAdapter(list[tuple[key, value]])
-    return (
-        PlainSerializer(lambda found: pairs.dump_python(list(found.items()), mode="json")),
-        PlainValidator(
-            lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
-        ),
-    )
+from impl.plan.traffic import LedgerKey, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +76,7 @@ class Outcome:
     What is here named as in :class:`~harness.records.record.Record` is this rank's share of it.
 
     Attributes:
-        gradient_errors: of the reduced gradients before training, by unit.
+        compared: with a single process and with exact values.
         predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
         sent: counters of its node's interface over the timed steps, evaluations left out; from the
             first rank of a node.
@@ -104,23 +90,13 @@ class Outcome:
     predicted: list[LedgerRow] | None
     sent: InterfaceCounters | None
     probed: list[float]
-    errors: Annotated[dict[tuple[str, str, str], Squares], *_as_pairs(tuple[str, str, str], Squares)]
-    communicated: Annotated[
-        communication_error.Found, *_as_pairs(communication_error.Place, communication_error.Sums)
-    ]
-    first_loss: FirstLoss
-    gradient_errors: list[GradientError]
+    compared: Compared
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
     machine_use: NodeUse | None
     decoded: list[str]
     spent: Spent
-
-
-def _errors_are_measured(trial: Trial) -> bool:
-    """Whether errors of what is sent are; further repeats send the same, and would take their time for it."""
-    return trial.measure_quantisation and trial.repeat == 0
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
@@ -147,7 +123,7 @@ class TrialRun:
             model = models.of_trial(trial)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         with rank.open_link():
-            expected = before_training.single_process(trial, model, self.data, rank.topology)
+            self.comparison = Comparison(trial, model, self.data, rank)
             self.alone = self._compute_alone(model, "before")
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             why = (
@@ -157,17 +133,13 @@ class TrialRun:
                 rank.report(
                     Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly")
                 )
-            checked = before_training.sharded(trial, self.strategy, self.data, expected)
-        self.gradient_errors = checked.errors
-        self.first_loss = FirstLoss(expected.reference, expected.loss, checked.loss)
-        self.optimizer, self.schedule = self.strategy.make_optimizer(trial.optimizer), trial.schedule()
-        self.clock = StepClock(self.strategy.exposed_seconds, self.device)
+            self.comparison.before_training(self.strategy)
+        self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
+        self.events = self.loop.events
+        self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
-        self.events: list[Event] = [*checked.events]
         self.validations: list[Validation] = []
-        self.train_seconds = 0.0
         self.apart = Counters(0, 0)  # sent by evaluations and measurements so far; they belong to no step
-        self.communicated: communication_error.Found = {}
         self.peak_rss = 0  # before the last measurement, which may have held more
         self.checked = self._booked() or 0  # sent by the checks before training, which is no training
         self.before_training = self._count()
@@ -178,7 +150,7 @@ class TrialRun:
         forget_peak(self.device)
         for index in range(trial.warmup):
             self.rank.report(Progress("warm-up", index, trial.warmup))
-            self.one(index)
+            self.step(index)
         dist.barrier()
         skipped, ledger_before = len(self.events), self.strategy.ledger()
         copied_before = self.strategy.copied()
@@ -188,14 +160,14 @@ class TrialRun:
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
-                self.one(index)
+                self.step(index)
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
         ledger = self.strategy.ledger()
-        engine, formula = self.strategy.memory(self.optimizer), self.strategy.formula()
+        engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula()
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
         memory = Memory(
@@ -212,7 +184,7 @@ class TrialRun:
         self.alone += self._compute_alone(None, "after")
         probed = self._probe()
         with self.rank.open_link():
-            errors = self._quantisation()
+            self.comparison.after_steps(self.strategy)
         ran = self._ran()
         self.strategy.close()
         sent = None
@@ -223,7 +195,7 @@ class TrialRun:
                 rank=self.rank.rank,
                 node=self.rank.node,
                 local=self.rank.local,
-                steps=self.clock.steps,
+                steps=self.loop.clock.steps,
                 ledger=_rows(ledger, ledger_before),
                 memory=memory,
                 tokens=[] if self.generator is None else self.generator.measured,
@@ -235,10 +207,7 @@ class TrialRun:
             ),
             sent=sent,
             probed=probed,
-            errors=errors,
-            communicated=self.communicated,
-            first_loss=self.first_loss,
-            gradient_errors=self.gradient_errors,
+            compared=self.comparison.compared,
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
@@ -259,7 +228,7 @@ class TrialRun:
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
             used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
-        with telemetry.sampling(self.rank.node, uuids, self.rank.port.interface) as found:
+        with telemetry.sampling(self.rank.node, uuids) as found:
             yield found
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
@@ -282,11 +251,11 @@ class TrialRun:
             count=count,
         )
 
-    def one(self, index: int) -> None:
+    def step(self, index: int) -> None:
         """One step of the trial's workload."""
         if self.generator is None:
-            self._measure_communication(index)
-            self._step(index)
+            self._compare(index)
+            self._train(index)
             return
         self.strategy.weights_changed()
         self.events.append("changed")
@@ -309,31 +278,9 @@ class TrialRun:
         )
         return Counted(exposed, inter, intra)
 
-    def _step(self, index: int) -> None:
-        trial, clock, strategy = self.trial, self.clock, self.strategy
-        clock.begin()
-        losses: list[Tensor] = []
-        for number, micro in enumerate(self.data.step(index)):
-            strategy.begin(last=number == trial.accumulation - 1)
-            for batch in micro:
-                with clock.part("forward"):
-                    loss = strategy.model(*batch)
-                with clock.part("backward"):
-                    strategy.backward(loss / (trial.accumulation * self.data.parts))
-                losses.append(loss.detach())
-            with clock.part("backward"):
-                strategy.finish_backward()
-            self.events += ["forward", "backward" if strategy.reduced else "accumulate"]
-        with clock.part("optimizer"):
-            set_rates(self.optimizer, self.schedule, index)
-            norm, done = strategy.step(self.optimizer, trial.clip)
-            self.optimizer.zero_grad()
-        self.events += ["norm"] if norm is not None else []
-        self.events += ["step"] if done else []
-        mean = math.fsum(float(loss) for loss in losses) / len(losses)
-        clock.end(index=index, warmup=index < trial.warmup, loss=mean, norm=norm)
-        self.train_seconds += clock.steps[-1].total
-        if trial.validate_every and (index + 1) % trial.validate_every == 0:
+    def _train(self, index: int) -> None:
+        self.loop.step(index, warmup=index < self.trial.warmup)
+        if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
 
     def _validate(self, step: int) -> None:
@@ -349,7 +296,7 @@ class TrialRun:
             self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
             self.events.append("changed")
         loss = math.fsum(losses) / len(losses)
-        share = Validation(step=step, loss=loss, train_seconds=self.train_seconds, inter_bytes=inter)
+        share = Validation(step=step, loss=loss, train_seconds=self.loop.seconds, inter_bytes=inter)
         self.validations.append(share)
 
     @contextlib.contextmanager
@@ -407,52 +354,15 @@ class TrialRun:
         device = "cpu" if staged else str(self.device)
         return exchange(self.rank, self.assignment.probe_bytes, PROBES, device, grouped=grouped)
 
-    def _measure_communication(self, index: int) -> None:
-        """Errors of what step ``index`` is about to send, in passes of its own, which are not timed.
-
-        They leave no trace but these: the next step, and the ledger, are as without them.
-        """
-        trial, strategy = self.trial, self.strategy
-        measured = sorted(communication_error.measured_steps(trial.warmup + trial.steps))
-        if strategy.wire is None or not _errors_are_measured(trial) or index not in measured:
+    def _compare(self, index: int) -> None:
+        """Compare what step ``index`` is about to send with exact values, if that is due; it is not timed."""
+        if not self.comparison.is_due(index, self.strategy):
             return
-        self.rank.report(Progress(ERRORS, measured.index(index) + 1, len(measured)))
         self.peak_rss = max(self.peak_rss, peak_rss())
-        policy, last = trial.resolved_policy(), index == measured[-1]
-        differ = policy is not None and communication_error.outcomes_differ(policy)
         with self._untimed():
-            for repeated in (1, communication_error.REPEATED) if differ and last else (1,):
-                observed = communication_error.Observed()
-                random = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-                with strategy.wire.observed(observed), strategy.rehearsing(), random:
-                    if repeated == 1:
-                        self.communicated |= strategy.weight_errors(index)
-                    for _ in range(repeated):
-                        self._rehearse(index)
-                self.communicated |= communication_error.of_gradients(index, observed, repeated=repeated)
+            self.comparison.before_step(index, self.strategy)
         self.events.append("changed")
         forget_peak(self.device)
-
-    def _rehearse(self, index: int) -> None:
-        """The passes of a step, without taking it."""
-        trial, strategy = self.trial, self.strategy
-        for number, micro in enumerate(self.data.step(index)):
-            strategy.begin(last=number == trial.accumulation - 1)
-            for batch in micro:
-                strategy.backward(strategy.model(*batch) / (trial.accumulation * self.data.parts))
-            strategy.finish_backward()
-
-    def _quantisation(self) -> dict[tuple[str, str, str], Squares]:
-        """Errors of a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
-        zero = self.strategy.zero
-        if zero is None or not _errors_are_measured(self.trial):
-            return {}
-        self.rank.report(Progress(GRID))
-        for micro in self.data.step(self.trial.warmup + self.trial.steps):
-            for batch in micro:
-                (self.strategy.model(*batch) / self.trial.accumulation).backward()
-            self.strategy.finish_backward()
-        return measure(zero)
 
     def _ran(self) -> dict[str, Any]:
         policy = self.trial.resolved_policy()
@@ -464,7 +374,7 @@ class TrialRun:
             "device": self.device.type,
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
             **({"own_codecs": own_codecs} if own_codecs else {}),
         }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import TypeAdapter
 
@@ -11,12 +10,9 @@ from harness.cluster.link import REPETITIONS
 from harness.cluster.node_supervisors import Work
 from harness.cluster.rank import Rank, exchange, groups
 from harness.runs.trial_loop import Assignment, Outcome, run
-from harness.suites.trial import Trial
 
 TRIAL: Final = "trial"
 EXCHANGE: Final = "exchange"
-
-_OUTCOME: Final = TypeAdapter(Outcome)
 
 
 def measure_link(rank: Rank, argument: tuple[int, str]) -> list[float]:
@@ -26,27 +22,7 @@ def measure_link(rank: Rank, argument: tuple[int, str]) -> list[float]:
     return exchange(rank, nbytes, REPETITIONS, device, grouped=groups(transport))
 
 
-def _told(assignment: Assignment) -> dict[str, Any]:
-    return {
-        "trial": assignment.trial.canonical(),
-        "probe_bytes": assignment.probe_bytes,
-        "count": assignment.count,
-        "folder": str(assignment.folder),
-    }
-
-
-def _understood(told: dict[str, Any]) -> Assignment:
-    trial = Trial.from_canonical(told["trial"])
-    return Assignment(trial, told["probe_bytes"], told["count"], Path(told["folder"]))
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
 WORKS: Final = {
-    TRIAL: Work(
-        run, (_told, _understood), (lambda o: _OUTCOME.dump_python(o, mode="json"), _OUTCOME.validate_python)
-    ),
-    EXCHANGE: Work(measure_link, (list, tuple), (_same, _same)),
+    TRIAL: Work(run, TypeAdapter(Assignment), TypeAdapter(Outcome)),
+    EXCHANGE: Work(measure_link, TypeAdapter(tuple[int, str]), TypeAdapter(list[float])),
 }

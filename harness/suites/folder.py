@@ -32,7 +32,7 @@ def here() -> Path:
     return Path.cwd() if _folder is None else _folder
 
 
-def found(path: str) -> Path:
+def path_of(path: str) -> Path:
     """A path that a suite names; relative ones are of its folder."""
     try:
         return here() / Path(path).expanduser()

@@ -23,7 +23,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
-def told(trials: Sequence[Mapping[str, Any]]) -> list[str]:
+def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Paths in which trials differ, without the layout's, which compare nothing."""
     return [path for path in differing(trials) if path not in _FOLLOWS]
 

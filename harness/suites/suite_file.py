@@ -99,9 +99,9 @@ def load(path: Path) -> Suite:
     Raises:
         SuiteError: for the first error in it.
     """
-    text = _read(path)
+    text, tables = _parse(path)
     folder.find_from(path.parent)
-    expansion = _Expansion(path, _tables(path, text))
+    expansion = _Expansion(path, tables)
     return replace(expansion.suite(), text=text, configurations=expansion.configurations)
 
 
@@ -111,7 +111,7 @@ def name_of(path: Path) -> str:
     Raises:
         SuiteError: if it cannot be read, or has no name that a folder can have.
     """
-    name = _tables(path, _read(path)).get("name")
+    name = _parse(path)[1].get("name")
     if not isinstance(name, str) or len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
         raise SuiteError(
             f"{path}: name = {_text(name)}: expected at most {LONGEST_NAME} letters, digits, '_', '-' and "
@@ -132,22 +132,17 @@ def look_up(trial: Mapping[str, Any], path: str) -> Any:
     return dict(flatten(trial)).get(path)
 
 
-def _read(path: Path) -> str:
-    """The file's text."""
+def _parse(path: Path) -> tuple[str, dict[str, Any]]:
+    """A file's text, and its tables."""
     try:
-        return path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
+        return text, tomllib.loads(text)
     except OSError as error:
         raise SuiteError(f"{path}: cannot read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise SuiteError(
             f"{path}: not a text file: byte {error.start} is not UTF-8; expected a suite in TOML"
         ) from None
-
-
-def _tables(path: Path, text: str) -> dict[str, Any]:
-    """The tables of a file's text."""
-    try:
-        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise SuiteError(f"{path}: not TOML: {error}") from None
 
@@ -161,7 +156,7 @@ class _Expansion:
         self._check_text(tables)
         self.file = self._validated(tables)
         self.fields = dict(_fields(Trial))
-        self.defaults = self._settings(self.file.defaults, "[defaults]")
+        self.defaults = self._settings(self._flat(self.file.defaults), "[defaults]")
         self.axes = self._axes()
 
     def suite(self) -> Suite:
@@ -245,8 +240,7 @@ class _Expansion:
                     f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
                 )
         try:
-            inlined = {name: self._with_configurations(table) for name, table in tables.items()}
-            return _File.model_validate(inlined, strict=True)
+            return _File.model_validate(tables, strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
@@ -254,20 +248,15 @@ class _Expansion:
                 self._refuse(f"key {where!r} is missing")
             self._refuse(f"{where} = {_text(first['input'])}: {allowed([first])}")
 
-    def _with_configurations(self, value: Any) -> Any:
-        """A table, or each of a list, with its DeepSpeed configuration (a path, or a table) as text.
+    def _flat(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """A table's values by dotted path; DeepSpeed configurations, paths or tables, are their text.
 
-        Paths are from the suite's folder.  Tables inside are other fields: an argument of one's own model
-        may have the same name.
+        Paths are from the suite's folder.  An argument of one's own model may have the key's name.
         """
-        if isinstance(value, list):
-            return [self._with_configurations(one) for one in value]
-        if not isinstance(value, dict):
-            return value
-        found = {key: self._with_configurations(value[key]) for key in ("match", "set") if key in value}
-        if _CONFIGURATION in value:
-            found[_CONFIGURATION] = self._configurations(value[_CONFIGURATION])
-        return value | found
+        found = dict(flatten({name: value for name, value in table.items() if name != _CONFIGURATION}))
+        if _CONFIGURATION in table:
+            found[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
+        return found
 
     def _configurations(self, value: Any) -> Any:
         """Text of one configuration, or of each of a list."""
@@ -288,16 +277,17 @@ class _Expansion:
         """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
         axes: list[list[_Settings]] = []
         taken: list[str] = []
-        for path, values in flatten(self.file.matrix):
+        for path, values in self._flat(self.file.matrix).items():
             axes.append(self._points(path, values, "[matrix]", taken))
             self._check_different(values, f"[matrix] {path}")
         for number, table in enumerate(self.file.zip, 1):
             name = f"[[zip]] #{number}"
-            columns = {path: self._points(path, values, name, taken) for path, values in flatten(table)}
+            flat = self._flat(table)
+            columns = {path: self._points(path, values, name, taken) for path, values in flat.items()}
             if len({len(points) for points in columns.values()}) > 1:
                 counts = ", ".join(f"{path} has {len(points)}" for path, points in columns.items())
                 self._refuse(f"{name}: {counts} values; expected equal numbers")
-            self._check_different(list(zip(*dict(flatten(table)).values(), strict=True)), name)
+            self._check_different(list(zip(*flat.values(), strict=True)), name)
             axes.append([functools.reduce(operator.or_, row) for row in zip(*columns.values(), strict=True)])
         return axes
 
@@ -416,7 +406,7 @@ class _Expansion:
         for number, override in enumerate(self.file.override, 1):
             name = f"[[override]] #{number}"
             matches = self._matcher(override.match, f"{name} match", cells)
-            settings = self._settings(override.set, f"{name} set")
+            settings = self._settings(self._flat(override.set), f"{name} set")
             cells = [cell | settings if hit else cell for cell, hit in zip(cells, matches, strict=True)]
         return cells
 
@@ -427,7 +417,7 @@ class _Expansion:
                 _at(self._trial(self._settings({path: choice}, name)), path)
                 for choice in (value if isinstance(value, list) else [value])
             ]
-            for path, value in flatten(match)
+            for path, value in self._flat(match).items()
         }
         trials = [self._trial(cell) for cell in cells]
         hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]

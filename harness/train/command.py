@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -16,7 +17,7 @@ from typer import Option
 from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.measure import machine
-from harness.runs.forecast import this_host
+from harness.runs.feasibility import this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from impl.checkpoint.commit import resolve
@@ -42,17 +43,19 @@ class TrainError(Exception):
     """What ``zeropp train`` is asked cannot be done; one line."""
 
 
-def train(
-    *,
-    preset: Annotated[Literal["1.5b", "10b", "18b"] | None, Option(help="Shape of a tutorial.")] = None,
-    num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None,
-    hidden_size: Annotated[int | None, Option(min=1, help="Width.")] = None,
-    num_attention_heads: Annotated[int | None, Option(min=1, help="Heads; they divide the width.")] = None,
-    vocab_size: Annotated[int | None, Option(min=256, help="Rows of the embedding; data are bytes.")] = None,
-    seq_length: Annotated[int | None, Option(min=1, max=MOST, help="Tokens of a sequence.")] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The flags of ``zeropp train``; where one is None, the configuration or a default decides."""
+
+    preset: Annotated[Literal["1.5b", "10b", "18b"] | None, Option(help="Shape of a tutorial.")] = None
+    num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None
+    hidden_size: Annotated[int | None, Option(min=1, help="Width.")] = None
+    num_attention_heads: Annotated[int | None, Option(min=1, help="Heads; they divide the width.")] = None
+    vocab_size: Annotated[int | None, Option(min=256, help="Rows of the embedding; data are bytes.")] = None
+    seq_length: Annotated[int | None, Option(min=1, max=MOST, help="Tokens of a sequence.")] = None
     batch_size: Annotated[
         int | None, Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
-    ] = None,
+    ] = None
     checkpoint_activations: Annotated[
         bool,
         Option(
@@ -60,109 +63,141 @@ def train(
             "--deepspeed-activation-checkpointing",
             help="Run blocks again in the backward pass instead of keeping their activations.",
         ),
-    ] = False,
-    fp16: Annotated[bool, Option("--fp16", help="Compute in fp16, with a loss scale.")] = False,
-    bf16: Annotated[bool, Option("--bf16", help="Compute in bf16.")] = False,
-    zero_stage: Annotated[int | None, Option(min=0, max=3, help="Of ZeRO.")] = None,
+    ] = False
+    fp16: Annotated[bool, Option("--fp16", help="Compute in fp16, with a loss scale.")] = False
+    bf16: Annotated[bool, Option("--bf16", help="Compute in bf16.")] = False
+    zero_stage: Annotated[int | None, Option(min=0, max=3, help="Of ZeRO.")] = None
     deepspeed_config: Annotated[
         Path | None,
         Option("--deepspeed_config", "--deepspeed-config", help="File in JSON; see docs/guide/deepspeed.md."),
-    ] = None,
-    model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
-    tensor_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
-    pipeline_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1,
-    nodes: Annotated[int | None, Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None,
-    ranks_per_node: Annotated[int | None, Option(min=1, max=64, help="Ranks of each node.")] = None,
-    device: Annotated[Literal["cpu", "cuda"], Option(help="Where states and models lie.")] = "cpu",
-    steps: Annotated[int, Option(min=1, max=MOST, help="Optimizer steps.")] = 10,
-    lr: Annotated[
-        float | None, Option(min=0, help="Learning rate; else the configuration's, or 3e-4.")
-    ] = None,
-    corpus: Annotated[str, Option(help="stdlib, a file or a folder.")] = "stdlib",
-    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0,
-    max_padding: Annotated[
-        float | None, Option(min=0, help="Most padding of a unit, as a share; 0.2.")
-    ] = None,
-    save: Annotated[Path | None, Option(help="Folder of checkpoints: one after the last step.")] = None,
+    ] = None
+    model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
+    tensor_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
+    pipeline_model_parallel_size: Annotated[int, Option(help="Only 1.")] = 1
+    nodes: Annotated[int | None, Option(min=1, help="Virtual nodes; under torchrun, its own.")] = None
+    ranks_per_node: Annotated[int | None, Option(min=1, max=64, help="Ranks of each node.")] = None
+    device: Annotated[Literal["cpu", "cuda"], Option(help="Where states and models lie.")] = "cpu"
+    steps: Annotated[int, Option(min=1, max=MOST, help="Optimizer steps.")] = 10
+    lr: Annotated[float | None, Option(min=0, help="Learning rate; else the configuration's, or 3e-4.")] = (
+        None
+    )
+    corpus: Annotated[str, Option(help="stdlib, a file or a folder.")] = "stdlib"
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Of weights and batches.")] = 0
+    max_padding: Annotated[float | None, Option(min=0, help="Most padding of a unit, as a share; 0.2.")] = (
+        None
+    )
+    save: Annotated[Path | None, Option(help="Folder of checkpoints: one after the last step.")] = None
     save_every: Annotated[
         int | None, Option("--save-every", "--save-interval", min=1, help="And one every so many steps.")
-    ] = None,
-    keep: Annotated[int | None, Option(min=1, help="Checkpoints to keep, the newest.")] = None,
+    ] = None
+    keep: Annotated[int | None, Option(min=1, help="Checkpoints to keep, the newest.")] = None
     resume: Annotated[
         Path | None, Option("--load", help="A checkpoint, or a folder of them, to go on from.")
-    ] = None,
-    plan: Annotated[bool, Option("--plan", help="Print the memory at each stage, and stop.")] = False,
-) -> None:
+    ] = None
+    plan: Annotated[bool, Option("--plan", help="Print the memory at each stage, and stop.")] = False
+
+    @property
+    def precision(self) -> str | None:
+        """The type that a flag says."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else None
+
+    def check(self) -> None:
+        """Refuse flags that contradict each other, and files that cannot be read or written.
+
+        Raises:
+            TrainError, CheckpointError: naming the flag.
+        """
+        for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if (size := getattr(self, name)) != 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise TrainError(
+                    f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here"
+                )
+        if self.save is None and (self.save_every or self.keep):
+            flag = "--save-every" if self.save_every else "--keep"
+            raise TrainError(f"{flag}: where to? give --save FOLDER")
+        if self.fp16 and self.bf16:
+            raise TrainError("--fp16 and --bf16: expected at most one of them")
+        if self.save is not None:
+            _check_writable(self.save)
+        if self.resume is not None:
+            read_manifest(resolve(self.resume))
+
+
+def train(**flags: Any) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
     from harness.train.loop import Job
 
-    for flag, size in (
-        ("--model-parallel-size", model_parallel_size),
-        ("--tensor-model-parallel-size", tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", pipeline_model_parallel_size),
-    ):
-        if size != 1:
-            raise TrainError(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here")
-    if save is None and (save_every or keep):
-        raise TrainError(f"{'--save-every' if save_every else '--keep'}: where to? give --save FOLDER")
-    if fp16 and bf16:
-        raise TrainError("--fp16 and --bf16: expected at most one of them")
-    topology, torchrun = _topology(nodes, ranks_per_node)
-    shape = _shape(preset, num_layers, hidden_size, num_attention_heads, vocab_size)
-    if save is not None:
-        _check_writable(save)
-    if resume is not None:
-        read_manifest(resolve(resume))
+    settings = Settings(**flags)
+    topology, torchrun = _topology(settings.nodes, settings.ranks_per_node)
+    shape = _shape(settings)
+    settings.check()
     try:
-        configuration = {} if deepspeed_config is None else load(deepspeed_config)
+        config = {} if settings.deepspeed_config is None else load(settings.deepspeed_config)
     except DeepSpeedError as error:  # names the file
         raise TrainError(str(error)) from None
-    precision = "fp16" if fp16 else "bf16" if bf16 else None
-    changes = PolicyChanges(max_padding=max_padding)
-    sequence = seq_length or _LENGTHS.get(preset or "", 128)
     try:
-        table = _configured(configuration, batch=batch_size, precision=precision, stage=zero_stage, lr=lr)
-        found = recipe(table, topology=topology, steps=steps)
-        found = replace(found, policy=changes.applied(found.policy))
-        adam = {"type": "AdamW", "lr": LR if lr is None else lr}
-        if found.optimizer is not None:
-            adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
-        elif found.peak is not None:
-            adam["lr"] = found.peak
-        trial = Trial(
-            strategy="recipe",
-            deepspeed_config=json.dumps(table),
-            policy=changes,
-            cluster=Cluster(
-                nodes=topology.nodes,
-                ranks_per_node=topology.ranks_per_node,
-                link="real" if torchrun else "none",
-                device=device,
-                transport="nccl" if device == "cuda" else "shm",
-                launcher="torchrun" if torchrun else "local",
-            ),
-            model=Model(name="gpt-small", arguments=asdict(shape)),
-            corpus=corpus,
-            sequence=sequence,
-            tokens_per_rank=(found.micro_batch or 1) * sequence,
-            accumulation=found.accumulation,
-            optimizer=Optimizer(name=adam.pop("type"), arguments=adam),
-            clip=found.clip,
-            activation_checkpointing=checkpoint_activations,
-            steps=steps,
-            warmup=0,
-            seed=seed,
-            threads=max(1, machine.cores() // topology.world),
-        )
+        trial, found = _trial(settings, config, shape, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
-        raise TrainError(f"{deepspeed_config or 'flags'}: {error}") from None
-    job = Job(trial, shape, load=resume, save=save, every=save_every, keep=keep)
+        raise TrainError(f"{settings.deepspeed_config or 'flags'}: {error}") from None
+    job = Job(
+        trial, shape, load=settings.resume, save=settings.save, every=settings.save_every, keep=settings.keep
+    )
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
     problem = _refused(job, found, speaks=speaks)
-    if problem and not plan:
+    if problem and not settings.plan:
         raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
-    if not plan:
+    if not settings.plan:
         _run(job)
+
+
+train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # for typer
+
+
+def _trial(
+    settings: Settings, config: Mapping[str, Any], shape: GPTShape, topology: Topology, *, torchrun: bool
+) -> tuple[Trial, Recipe]:
+    """The trial that flags and configuration ask for, and what the configuration becomes.
+
+    Raises:
+        Refusal, ValueError: if they contradict each other, or cannot be carried out.
+    """
+    changes, lr = PolicyChanges(max_padding=settings.max_padding), settings.lr
+    table = _configured(settings, config)
+    found = recipe(table, topology=topology, steps=settings.steps)
+    found = replace(found, policy=changes.applied(found.policy))
+    adam = {"type": "AdamW", "lr": LR if lr is None else lr}
+    if found.optimizer is not None:
+        adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
+    elif found.peak is not None:
+        adam["lr"] = found.peak
+    sequence = settings.seq_length or _LENGTHS.get(settings.preset or "", 128)
+    trial = Trial(
+        strategy="recipe",
+        deepspeed_config=json.dumps(table),
+        policy=changes,
+        cluster=Cluster(
+            nodes=topology.nodes,
+            ranks_per_node=topology.ranks_per_node,
+            link="real" if torchrun else "none",
+            device=settings.device,
+            transport="nccl" if settings.device == "cuda" else "shm",
+            launcher="torchrun" if torchrun else "local",
+        ),
+        model=Model(name="gpt-small", arguments=asdict(shape)),
+        corpus=settings.corpus,
+        sequence=sequence,
+        tokens_per_rank=(found.micro_batch or 1) * sequence,
+        accumulation=found.accumulation,
+        optimizer=Optimizer(name=adam.pop("type"), arguments=adam),
+        clip=found.clip,
+        activation_checkpointing=settings.checkpoint_activations,
+        steps=settings.steps,
+        warmup=0,
+        seed=settings.seed,
+        threads=max(1, machine.cores() // topology.world),
+    )
+    return trial, found
 
 
 def told_steps(manifest: Manifest) -> str:
@@ -180,15 +215,13 @@ def told_steps(manifest: Manifest) -> str:
     return f"step {done}, of which {skipped} {'was' if skipped == 1 else 'were'} skipped for an overflow"
 
 
-def _configured(
-    config: Mapping[str, Any], batch: int | None, precision: str | None, stage: int | None, lr: float | None
-) -> dict[str, Any]:
+def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration, completed by the flags; refused if one contradicts it."""
-    table = copy.deepcopy(dict(config))
+    table, precision, lr = copy.deepcopy(dict(config)), settings.precision, settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
-        ("--zero-stage", (ZERO, "stage"), stage),
+        ("--zero-stage", (ZERO, "stage"), settings.zero_stage),
         (f"--{precision}", (str(precision), "enabled"), precision and True),
-        ("--batch-size", ("train_micro_batch_size_per_gpu",), batch),
+        ("--batch-size", ("train_micro_batch_size_per_gpu",), settings.batch_size),
     ]
     if isinstance(adam := table.get("optimizer"), dict):
         params = adam.get("params")
@@ -241,13 +274,16 @@ def _check_writable(folder: Path) -> None:
         raise TrainError(f"--save {folder}: not writable: {place}: {error.strerror}") from None
 
 
-def _shape(
-    preset: str | None, layers: int | None, width: int | None, heads: int | None, vocab: int | None
-) -> GPTShape:
+def _shape(settings: Settings) -> GPTShape:
     """The preset's shape, or a small one, with what the flags change."""
-    base = DEFAULT if preset is None else PRESETS[f"gpt-{preset}"]
+    base = DEFAULT if settings.preset is None else PRESETS[f"gpt-{settings.preset}"]
     assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
-    given: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "vocab": vocab}
+    given: dict[str, Any] = {
+        "layers": settings.num_layers,
+        "width": settings.hidden_size,
+        "heads": settings.num_attention_heads,
+        "vocab": settings.vocab_size,
+    }
     shape = replace(base, **{name: size for name, size in given.items() if size is not None})
     if shape.width % shape.heads:
         raise TrainError(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")

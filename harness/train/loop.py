@@ -7,23 +7,20 @@ are those of the suites; it prints a log line per step and writes no record.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from harness.cluster.rank import Progress, Rank
 from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
-from harness.measure.step_clock import StepClock
 from harness.records.record import Step
 from harness.runs.trial_loop import device_of
-from harness.strategies.optimizers import built, set_rates
 from harness.strategies.strategy import Strategy, sharded, wire_of
+from harness.strategies.training import TrainingLoop
 from harness.suites.model_sizes import GPTShape, tflops_per_rank
 from harness.suites.trial import Trial
 from harness.workloads import models
@@ -87,39 +84,38 @@ class _Training:
         self.strategy: Strategy = sharded(trial, model, wire, policy)
         assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
         self.zero: Zero = self.strategy.zero
-        self.optimizer, self.schedule = built(trial.optimizer, self.strategy.parameters()), trial.schedule()
-        self.clock = StepClock(self.strategy.exposed_seconds, self.device)
-        self.stepped = True  # the last step, rather than skipped for an overflow
+        self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
 
     def run(self) -> list[Step]:
         """Run all steps, reporting a line for each."""
         begin = self._resumed()
         forget_peak(self.device)
         for index in range(begin, self.trial.steps):
-            own = torch.tensor([self._step(index)], dtype=torch.float64, device=self.device)
+            stepped, step = self.loop.step(index), self.loop.clock.steps[-1]
+            own = torch.tensor([step.loss], dtype=torch.float64, device=self.device)
             mean = float(self.zero.wire.all_gather_small(own).mean())  # over all ranks, 8 bytes each
             scale = None if self.zero.policy.loss_scale is None else self.zero.scaler.scale
             peak = peak_device(self.device) or peak_rss()
-            text = line(self.job, self.clock.steps[-1], mean, scale, peak)
-            if not self.stepped:
+            text = line(self.job, step, mean, scale, peak)
+            if not stepped.done:
                 text += " | overflow: nothing was updated"
             self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
             self._save(index + 1)
         self.strategy.close()
-        return self.clock.steps
+        return self.loop.clock.steps
 
     def _resumed(self) -> int:
         """Load the checkpoint, if any; returns the number of steps already done."""
         folder = self.job.load
         if folder is None:
             return 0
-        asked = [_options(group) for group in self.optimizer.param_groups]
+        asked = [_options(group) for group in self.loop.optimizer.param_groups]
         try:
-            loaded = checkpoint.load(folder, self.zero, [self.optimizer])
+            loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
         except CheckpointError as error:
             raise Refusal(str(error)) from None
-        saved = [_options(group) for group in self.optimizer.param_groups]
-        for group, options in zip(self.optimizer.param_groups, asked, strict=True):
+        saved = [_options(group) for group in self.loop.optimizer.param_groups]
+        for group, options in zip(self.loop.optimizer.param_groups, asked, strict=True):
             group.update(options)
         other = dict.fromkeys(
             f"{name} = {here}, not the checkpoint's {there}"
@@ -150,7 +146,7 @@ class _Training:
             return
         extra = self._run() | {"steps": done}
         try:
-            path = checkpoint.save(job.save, self.zero, [self.optimizer], extra=extra, keep=job.keep)
+            path = checkpoint.save(job.save, self.zero, [self.loop.optimizer], extra=extra, keep=job.keep)
         except CheckpointError as error:
             raise Refusal(str(error)) from None
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
@@ -159,29 +155,6 @@ class _Training:
         """Identity of the run, which must be equal on resume: batches are drawn from it."""
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
-
-    def _step(self, index: int) -> float:
-        """One optimizer step; this rank's mean loss."""
-        clock, strategy, accumulation = self.clock, self.strategy, self.trial.accumulation
-        clock.begin()
-        losses: list[Tensor] = []
-        for number, micro in enumerate(self.data.step(index)):
-            strategy.begin(last=number == accumulation - 1)
-            for batch in micro:
-                with clock.part("forward"):
-                    loss = strategy.model(*batch)
-                with clock.part("backward"):
-                    strategy.backward(loss / accumulation)
-                losses.append(loss.detach())
-            with clock.part("backward"):
-                strategy.finish_backward()
-        with clock.part("optimizer"):
-            set_rates(self.optimizer, self.schedule, index)
-            norm, self.stepped = strategy.step(self.optimizer, self.trial.clip)
-            self.optimizer.zero_grad()
-        mean = math.fsum(float(loss) for loss in losses) / len(losses)
-        clock.end(index=index, warmup=False, loss=mean, norm=norm)
-        return mean
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

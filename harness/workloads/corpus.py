@@ -106,7 +106,7 @@ def _files_of(source: str) -> tuple[list[Path], int]:
     Raises:
         CorpusError: if there are none, or more bytes than :data:`LARGEST_BYTES`.
     """
-    place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.found(source)
+    place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():
         files = [place]
     elif place.is_dir():
@@ -161,7 +161,7 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
 
 def holds_arrays(source: str) -> bool:
     """Whether a corpus is arrays, and no text: token files, or a function."""
-    place = folder.found(source)
+    place = folder.path_of(source)
     if place.exists():
         there = [name for name in _TOKEN_FILES if (place / name).exists()]
         if len(there) == 1 or any(not (place / name).is_file() for name in there):
@@ -175,7 +175,7 @@ def holds_arrays(source: str) -> bool:
 @lru_cache(1)
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     """Of a folder of token files, or of a function."""
-    place = folder.found(source)
+    place = folder.path_of(source)
     if place.is_dir():
         parts: Any = [_token_file(source, place / name) for name in _TOKEN_FILES]
     else:

@@ -9,7 +9,7 @@ import pytest
 
 from harness import expected_time
 from harness.expected_time import OVERHEAD, Expected, expected
-from harness.runs.forecast import Forecast, any_host, forecast
+from harness.runs.feasibility import Forecast, any_host, forecast
 from harness.suites.trial import Cluster, Model, Trial
 
 TINY: dict[str, Any] = {"model": Model(name="gpt-tiny"), "sequence": 32, "tokens_per_rank": 64}

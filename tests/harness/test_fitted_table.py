@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness import fitted_table, terminal
 from harness.fitted_table import Column, broken, sizes, text
-from harness.runs.forecast import any_host, forecast
+from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
 
 SUITES = Path(__file__).parents[2] / "suites"

@@ -10,7 +10,7 @@ from docs.tables.suite_keys import fields_of_a_trial
 from harness import cli, expected_time, new_suite
 from harness.errors import Refusal
 from harness.expected_time import Expected
-from harness.runs.forecast import Host, any_host, forecast
+from harness.runs.feasibility import Host, any_host, forecast
 from harness.suites.suite_file import load
 
 GIB = 2**30

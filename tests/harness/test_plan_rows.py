@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.plan_rows import ring_egress, rows
-from harness.runs.forecast import Forecast
+from harness.runs.feasibility import Forecast
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, PeerSettings, Trial
 

@@ -11,7 +11,7 @@ POWER_CAP = 0x4
 
 
 class FakeNvml(ModuleType):
-    """As ``pynvml``: milliwatts, millijoules, per cent, KiB.
+    """As ``pynvml``: milliwatts, millijoules, per cent.
 
     Args:
         watts: of the GPUs, by seconds since this was made; their energy is its exact integral by ``joules``.
@@ -20,8 +20,6 @@ class FakeNvml(ModuleType):
     """
 
     NVML_CLOCK_SM = 1
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
-    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
 
     class NVMLError(Exception):
         """The library's."""
@@ -37,7 +35,6 @@ class FakeNvml(ModuleType):
         super().__init__("pynvml")
         self._begun, self._watts, self._joules = time.monotonic(), watts, joules
         self._lacks, self._pids, self.calls = lacks, pids, 0
-        self._links: dict[str, int] = {}
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -72,9 +69,6 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(gpu=80, memory=20)
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(used=3 << 30, free=77 << 30, total=80 << 30)
-
     def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:  # noqa: N802
         return 1980
 
@@ -87,18 +81,3 @@ class FakeNvml(ModuleType):
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
         return [SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in self._pids]
-
-    def nvmlDeviceGetPcieThroughput(self, handle: str, counter: int) -> int:  # noqa: N802
-        return 1000 * (counter + 1)
-
-    def nvmlDeviceGetFieldValues(  # noqa: N802
-        self, handle: str, fields: list[tuple[int, int]]
-    ) -> list[SimpleNamespace]:
-        self._links[handle] = self._links.get(handle, 0) + 1
-        assert {scope for _, scope in fields} == {2**32 - 1}, "of one link, not of all"
-        return [
-            SimpleNamespace(
-                nvmlReturn=0, value=SimpleNamespace(ullVal=self._links[handle] * (5 if field == 138 else 7))
-            )
-            for field, _ in fields
-        ]

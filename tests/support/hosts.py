@@ -18,8 +18,8 @@ from harness.cluster.link import Setting, open_link
 ROOT = Path(__file__).parents[2]
 _ENTER = """
 import os, sys
-from harness.cluster import namespaces
-namespaces.enter(int(sys.argv[1]))
+from harness.cluster import netns_shaper
+netns_shaper.enter(int(sys.argv[1]))
 os.chdir(sys.argv[2])
 os.execvp(sys.argv[3], sys.argv[3:])
 """

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cluster import link, namespaces
+from harness.cluster import link, netns_shaper
 from harness.cluster.link import (
     Link,
     LinkError,
@@ -31,7 +31,6 @@ from harness.cluster.link import (
     nccl_variables,
     open_link,
     shape,
-    slowest,
 )
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.records.packet_sizes import HEADER_BYTES
@@ -61,7 +60,7 @@ def test_queues_suit_their_rate(rate: float, latency: float) -> None:
     times, the latency 49 times, and 0.19 s.
     """
     form = shape(rate)
-    assert 2 * namespaces.MTU <= form.segment <= 65536
+    assert 2 * netns_shaper.MTU <= form.segment <= 65536
     assert form.segment + HEADER_BYTES <= form.burst < form.limit
     assert form.limit - form.burst == pytest.approx(0.4 * form.rate, abs=1)
     nbytes = message_bytes(Setting("namespaces", 2, rate, latency))
@@ -115,12 +114,6 @@ def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert max(ends) - start >= 2.0 - 1e-6
     for pacer in pacers:
         pacer.close()
-
-
-def test_the_slowest_node_counts() -> None:
-    """A repetition's rate is that of its slowest node."""
-    assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [1.0, 4.0]
-    assert slowest([]) == []
 
 
 @pytest.mark.parametrize(
@@ -238,8 +231,8 @@ def test_a_latency_that_nothing_adds_is_refused(setting: Setting, named: str) ->
 
 ROUND_TRIP = """
 import socket, sys, time
-from harness.cluster import namespaces
-namespaces.enter(int(sys.argv[1]))
+from harness.cluster import netns_shaper
+netns_shaper.enter(int(sys.argv[1]))
 begun = time.monotonic()
 assert socket.socket().connect_ex((sys.argv[2], 9))  # nobody listens, which the other side says
 print(time.monotonic() - begun)
@@ -304,7 +297,7 @@ def test_the_keeper_reports_what_failed() -> None:
     """A keeper that cannot make its nodes answers with the error and ends."""
     request = json.dumps({"nodes": 2, "prefix": "a-name-that-is-too-long", "shape": None})
     done = subprocess.run(
-        [sys.executable, "-m", "harness.cluster.namespaces", request],
+        [sys.executable, "-m", "harness.cluster.netns_shaper", request],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -372,7 +365,7 @@ def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node:
         found = run_ranks(targets.opened, message_bytes(setting), launch_of(joined, tmp_path, per_node))
     shaped = shape(50.0).rate
     for number, (queues, rates, waiting) in enumerate(found):
-        assert queues == [shaped, namespaces._OPEN_RATE, shaped] * 2
+        assert queues == [shaped, netns_shaper._OPEN_RATE, shaped] * 2
         assert len(rates) == (2 if number % per_node == 0 else 0)
         assert all(5 < rate < 52 for rate in rates)
         assert waiting < 1500  # at most a barrier's

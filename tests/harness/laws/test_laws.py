@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.adversarial_rows import LONGEST, cases, outcome, rows, search, standing, violation_of
+from harness.laws.adversarial_rows import ELEMENTS, LONGEST, cases, outcome, rows, standing, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
-from harness.laws.subject import of_codec, of_object
+from harness.laws.subject import of_codec, of_own
 from impl.codecs import reference
-from impl.codecs.codec import Codec, IntCodec, Law, parse
+from impl.codecs.codec import Codec, IntCodec, Law, own, parse
 from impl.codecs.rounding_noise import Noise
 from tests.support.strategies import codecs, stochastic_codecs
 
@@ -296,6 +296,18 @@ class Leaving(Toy):
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
         """Never returns."""
         raise SystemExit(0)
+
+
+def of_object(name: str, thing: Any) -> Subject:
+    """A user's own codec or kernel."""
+    return of_own(own(thing, name))
+
+
+def search(
+    subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS
+) -> Violation | None:
+    """The violation of the smallest row that is found to break a claim, or None."""
+    return outcome(subject, claim, examples=examples, seed=seed, elements=elements).violation
 
 
 def broken(toy: Any, claim: Claim) -> Violation | None:

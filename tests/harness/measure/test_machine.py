@@ -89,3 +89,21 @@ def test_pool_key_follows_the_sources() -> None:
     one = machine.pool_key({}, {"source": "s", "commit": "a"})
     assert one == machine.pool_key({}, {"source": "s", "commit": "b"})
     assert one != machine.pool_key({}, {"source": "t", "commit": "a"})
+
+
+def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:
+    """Those with an active port, the tenth after the second; none without InfiniBand."""
+    assert machine.hcas(tmp_path / "none") == []
+    states = {
+        "mlx5_10": ["4: ACTIVE"],
+        "mlx5_2": ["1: DOWN", "4: ACTIVE"],
+        "mlx5_3": ["1: DOWN"],
+        "hfi1_0": [],
+    }
+    for name, ports in states.items():
+        (tmp_path / name).mkdir()
+        for number, state in enumerate(ports, 1):
+            folder = tmp_path / name / "ports" / str(number)
+            folder.mkdir(parents=True)
+            (folder / "state").write_text(f"{state}\n", encoding="ascii")
+    assert machine.hcas(tmp_path) == ["mlx5_2", "mlx5_10"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from harness.runs.forecast import Host, forecast
+from harness.runs.feasibility import Host, forecast
 from harness.suites.contradictions import check
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load

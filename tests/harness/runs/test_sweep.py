@@ -25,10 +25,11 @@ from harness.cluster.node_supervisors import Node, Nodes
 from harness.measure import provenance
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
-from harness.runs import forecast as plan
+from harness.runs import feasibility as plan
 from harness.runs import lease
+from harness.runs.cluster import SCRATCH
 from harness.runs.repeats import Batch
-from harness.runs.sweep import LOCK, SCRATCH, Asked, SweepOutcome, alone, finished, run_sweep
+from harness.runs.sweep import LOCK, Asked, SweepOutcome, alone, finished, run_sweep
 from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
@@ -219,7 +220,7 @@ def test_an_engine_that_held_more_than_foreseen_is_no_result(
     def blind(trials: Iterable[Trial], host: plan.Host) -> list[plan.Forecast]:
         return [dataclasses.replace(one, beyond_limit=None) for one in foreseen(trials, host)]
 
-    monkeypatch.setattr("harness.runs.sweep.forecast", blind)
+    monkeypatch.setattr("harness.runs.feasibility.forecast", blind)
     assert sweep([limited], tmp_path)[0].failed == 1
     failure = read(tmp_path / f"{limited.id}.json").failure
     assert failure is not None

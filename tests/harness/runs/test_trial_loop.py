@@ -23,7 +23,8 @@ from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
-from harness.runs.assemble import TrialError, assemble
+from harness.runs.assemble import assemble
+from harness.runs.comparison import TrialError
 from harness.runs.trial_loop import Assignment, Outcome, TrialRun, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
@@ -202,7 +203,7 @@ def test_peers_in_16_bits_are_checked_against_a_single_process(
     settings = {"validate_every": 2, "accumulation": 2}
     found = outcomes(trial(text, strategy, peer={"compute": peer}, **settings), tmp_path / "log")
     for outcome in found:
-        first = outcome.first_loss
+        first = outcome.compared.first_loss
         assert first.found == pytest.approx(first.expected, abs=1e-4)
         assert (first.expected == first.reference) == (peer == "fp32")
     expected = result(trial(text, "single", **settings), tmp_path / "log")
@@ -261,9 +262,9 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
     with open_link(Setting("namespaces", 2, 1000.0), "abc123") as link:
         launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
-        found = assembled(run_ranks(run, Assignment(one, 1_000_000, count=True), launch))
-    assert found.link is not None
-    assert len(found.link.probed_mbit) == 2
+        ranks = run_ranks(run, Assignment(one, 1_000_000, count=True), launch)
+    found = assembled(ranks)
+    assert [len(rank.probed) for rank in ranks if rank.record.local == 0] == [2, 2]
     assert found.interfaces is not None
     assert [counted.node for counted in found.interfaces] == [0, 1]
     sent = [counted.tx_bytes - HEADER_BYTES * counted.tx_packets for counted in found.interfaces]
@@ -292,11 +293,11 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
             target = run_shaped if shaped else run
             found.append(run_ranks(target, Assignment(one, 300_000, count=kind == "namespaces"), launch))
     for opened, held in zip(*found, strict=True):
-        assert opened.communicated == held.communicated
-        assert len(opened.communicated) > 0
-        assert opened.errors == held.errors
-        assert opened.first_loss == held.first_loss
-        assert opened.gradient_errors == held.gradient_errors
+        assert opened.compared.communicated == held.compared.communicated
+        assert len(opened.compared.communicated) > 0
+        assert opened.compared.errors == held.compared.errors
+        assert opened.compared.first_loss == held.compared.first_loss
+        assert opened.compared.gradient_errors == held.compared.gradient_errors
         assert [v.loss for v in opened.validations] == [v.loss for v in held.validations]
         assert opened.record.ledger == held.record.ledger == opened.predicted
         assert all(5 < rate < 52 for rate in opened.probed)
@@ -370,8 +371,9 @@ def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(text:
     """Also with quantised weights the sharded model has the loss of equal weights in one process."""
     found = outcomes(trial(text, "zeropp"), tmp_path / "log")
     assert math.isfinite(assembled(found).reference_loss or math.nan)
-    first = found[1].first_loss
-    found[1] = dataclasses.replace(found[1], first_loss=dataclasses.replace(first, found=first.found + 2e-3))
+    compared = found[1].compared
+    first = compared.first_loss
+    compared.first_loss = dataclasses.replace(first, found=first.found + 2e-3)
     with pytest.raises(TrialError, match=r"loss of rank 1 is .* differ by more than"):
         assembled(found)
 
@@ -381,8 +383,9 @@ def test_quantised_weights_have_the_loss_of_their_codec(text: str, tmp_path: Pat
     """The loss before training is exactly that of a process whose weights went through the codec once."""
     one = trial(text, "qwz", policy={"weights": weights, "max_padding": 9.0}, steps=1, warmup=0)
     for outcome in outcomes(one, tmp_path / "log"):
-        assert outcome.first_loss.found == pytest.approx(outcome.first_loss.expected, abs=1e-6)
-        assert outcome.first_loss.expected != outcome.first_loss.reference
+        first = outcome.compared.first_loss
+        assert first.found == pytest.approx(first.expected, abs=1e-6)
+        assert first.expected != first.reference
 
 
 def test_checks_before_training_shift_no_check_of_order(text: str, tmp_path: Path) -> None:
@@ -436,9 +439,9 @@ def test_reduced_gradients_are_a_single_processs(
         check.share < (0.1 if strategy in ("exact", "ddp", "fsdp2") else 1)
         for check in record.first_gradients
     )
-    (worst, *_) = found[1].gradient_errors
+    (worst, *_) = found[1].compared.gradient_errors
     wrong = dataclasses.replace(worst, share=1.01)
-    found[1] = dataclasses.replace(found[1], gradient_errors=[wrong])
+    found[1].compared.gradient_errors = [wrong]
     with pytest.raises(TrialError, match="before training rank 1's reduced gradient of unit"):
         assembled(found)
 

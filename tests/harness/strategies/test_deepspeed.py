@@ -12,7 +12,7 @@ import pytest
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.records.record import read
-from harness.runs.forecast import Host, forecast
+from harness.runs.feasibility import Host, forecast
 from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed
 from harness.suites.trial import Trial

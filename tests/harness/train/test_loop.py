@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.cli import main
 from harness.cluster import rank_processes
-from harness.runs.forecast import forecast, this_host
+from harness.runs.feasibility import forecast, this_host
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Model, Trial
 from harness.train import command as train_command

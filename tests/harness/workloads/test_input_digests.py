@@ -10,7 +10,7 @@ import pytest
 from harness import cli
 from harness.measure import machine
 from harness.records.record import Failure, Record, write
-from harness.runs.refusals import check_inputs
+from harness.runs.feasibility import check_inputs
 from harness.runs.sweep import finished
 from harness.suites.trial import Model, Trial
 from harness.workloads import input_digests as inputs
@@ -55,7 +55,7 @@ def test_another_input(
     what to do.  A failure of which nothing was measured stops no run, and its trial is run again.
     """
     (tmp_path / "text").write_text("some text " * 1000)
-    (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_forecast import tiny as build\n")
+    (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_feasibility import tiny as build\n")
     (tmp_path / "q.toml").write_text(
         'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
         'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'

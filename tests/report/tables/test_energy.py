@@ -26,17 +26,12 @@ def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others
     gpus = [
         GpuUse(
             index=index, name="GPU", samples=9, joules=None if joules is None else joules / 4,
-            sampled_joules=(joules or 8.0) / 4, watts=100.0 * index, utilisation=0.5, memory_bytes=1,
+            sampled_joules=(joules or 8.0) / 4, watts=100.0 * index, utilisation=0.5,
             clock_mhz=1000, throttled={"power cap": throttled} if throttled else {}, others=others,
         )
         for index in range(4)
     ]  # fmt: skip
-    nodes = [
-        NodeUse(
-            node=node, seconds=1, samples=9, sampling_seconds=0, processors=0.1, memory_bytes=1, gpus=mine
-        )
-        for node, mine in enumerate((gpus[:2], gpus[2:]))
-    ]
+    nodes = [NodeUse(node=node, seconds=1, gpus=mine) for node, mine in enumerate((gpus[:2], gpus[2:]))]
     return record_of(trial).model_copy(update={"machine_use": nodes})
 
 

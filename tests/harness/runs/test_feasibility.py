@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.runs.forecast import Forecast, Host, forecast, per_node_bytes
+from harness.runs.feasibility import Forecast, Host, forecast
+from harness.runs.predict_bytes import per_node_bytes
 from harness.suites.peers import PEERS
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
@@ -148,14 +149,14 @@ def test_hundred_billion() -> None:
         ({"policy": PolicyChanges(align=100_000)}, "would be padding"),
         ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
         ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
-        ({"model": Model(name="tests.harness.runs.test_forecast:broken")}, "RuntimeError: two lines"),
+        ({"model": Model(name="tests.harness.runs.test_feasibility:broken")}, "RuntimeError: two lines"),
         ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer; did you mean 'AdamW'?"),
         ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
         ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
         ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
         ({"optimizer": Optimizer(arguments={"betas": [0.9]})}, "optimizer.arguments of AdamW: IndexError"),
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
-        ({"model": Model(name="tests.harness.runs.test_forecast:leaving")}, "SystemExit: 3"),
+        ({"model": Model(name="tests.harness.runs.test_feasibility:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
         ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
         ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
@@ -239,7 +240,7 @@ def test_optimizer_state(strategy: str, optimizer: Optimizer, per_element: int) 
 def test_frozen_root_is_gathered_around_the_rest() -> None:
     """Both units of the root, trained and frozen, count beside the largest other one."""
     found = one(
-        model=Model(name="tests.harness.runs.test_forecast:half_frozen"),
+        model=Model(name="tests.harness.runs.test_feasibility:half_frozen"),
         strategy="exact",
         policy=PolicyChanges(max_padding=9.0),
         sequence=32,
@@ -295,7 +296,7 @@ def test_gpus() -> None:
 def test_standalone(tmp_path: Path) -> None:
     """A model may come from any function that takes the sequence."""
     found = one(
-        model=Model(name="tests.harness.runs.test_forecast:tiny"),
+        model=Model(name="tests.harness.runs.test_feasibility:tiny"),
         strategy="zero3",
         policy=PolicyChanges(align=32),
     )

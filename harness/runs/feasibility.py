@@ -1,47 +1,52 @@
-"""Predicts the bytes and memory of every trial before it runs, and whether it can run here.
+"""What cannot run, decided before anything starts: trials on this machine, and a folder of results.
 
-The model is built on the meta device, its units are planned, and ``impl.plan.traffic`` counts their
-bytes.  So models and clusters that do not fit here, such as 100 B parameters on 64x16, are predicted
-in seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+A suite is planned trial by trial: what it sends and holds (:mod:`harness.runs.predict_bytes`), and why it
+cannot run here, or will be a failure on record without having run.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from harness.cluster.interrupts import cleaning_up
-from harness.errors import CorpusError
+from harness.errors import CorpusError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, without_training
+from harness.records.record import Failure, Record, path_of, read, read_all
+from harness.runs.predict_bytes import (
+    Models,
+    PlanError,
+    build_model,
+    copied_bytes,
+    hosted_bytes,
+    peer_memory,
+    per_node_bytes,
+)
 from harness.strategies import deepspeed
-from harness.suites.peers import PEERS, zero_stage
-from harness.suites.trial import RECIPE, Model, Trial
+from harness.suites.labels import at, counted, varying_paths
+from harness.suites.peers import DEEPSPEED, PEERS
+from harness.suites.trial import RECIPE, Trial
 from harness.workloads import samples
-from impl.adapters.traffic import GroupGeometry, predict_hosted
+from harness.workloads.input_digests import digests, own_objects
+from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import CodecError
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import memory as held
-from impl.plan import traffic
-from impl.plan.policy import Policy, PolicyError
+from impl.plan.policy import PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
-from impl.plan.topology import Topology
 
 if TYPE_CHECKING:
     from torch import nn
 
 # What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
-FP32_BYTES: Final = 4
-
-
-class PlanError(ValueError):
-    """A trial cannot run; the message says why, with its numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ def any_host() -> Host:
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
     """Predict every trial; repeats of a trial share their prediction."""
-    models: dict[str, nn.Module | PlanError] = {}
+    models: Models = {}
     done: dict[str, Forecast] = {}
     forecasts = []
     for trial in trials:
@@ -129,7 +134,7 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
     return forecasts
 
 
-def findings(trial: Trial, models: dict[str, nn.Module | PlanError] | None = None) -> tuple[Finding, ...]:
+def findings(trial: Trial, models: Models) -> tuple[Finding, ...]:
     """How each key of a trial's DeepSpeed configuration is handled on its model; none without one."""
     policy = trial.resolved_policy()
     if trial.strategy != RECIPE or policy is None:
@@ -137,7 +142,7 @@ def findings(trial: Trial, models: dict[str, nn.Module | PlanError] | None = Non
     from impl.zero import ZeroError, plan_units
 
     found = replace(trial.recipe(), policy=policy)
-    model = _model(trial.model, trial.sequence, {} if models is None else models)
+    model = build_model(trial.model, trial.sequence, models)
     if isinstance(model, PlanError):
         return found.findings
     try:
@@ -146,7 +151,7 @@ def findings(trial: Trial, models: dict[str, nn.Module | PlanError] | None = Non
         return found.findings
 
 
-def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]) -> Forecast:
+def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     optimizer = _check_optimizer(trial)
     complaints = [
         _check_ranks(trial, host),
@@ -156,7 +161,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         _check_codecs(trial),
         optimizer if isinstance(optimizer, str) else None,
     ]
-    model = _model(trial.model, trial.sequence, models)
+    model = build_model(trial.model, trial.sequence, models)
     if trial.activation_checkpointing and not isinstance(model, PlanError):
         complaints.append(_check_blocks(model))
     problems = tuple(complaint for complaint in complaints if complaint)
@@ -166,7 +171,7 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     topology, policy = trial.topology(), trial.resolved_policy()
     found = Forecast(trial, parameters)
     state = optimizer if isinstance(optimizer, int) else 0
-    memory: dict[str, int] | None = _peer_memory(trial, parameters, topology, state)
+    memory: dict[str, int] | None = peer_memory(trial, parameters, topology, state)
     if policy is not None:
         from harness.strategies.optimizers import with_state
         from impl.zero import ZeroError, plan_units
@@ -175,14 +180,14 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
         copied, secondary = 0, None
         try:
             if trial.host is not None:
-                units, (inter, intra) = _hosted(trial, policy, model)
+                units, (inter, intra) = hosted_bytes(trial, policy, model)
             else:
                 units = own = plan_units(model, topology, policy)
                 inter, intra = per_node_bytes(policy, topology, own, trial)
                 memory = held.memory(policy, topology, own, micro_batches=trial.accumulation)
                 if isinstance(optimizer, int):
                     memory = with_state(memory, optimizer)
-                copied = _copied(policy, topology, own, trial)
+                copied = copied_bytes(policy, topology, own, trial)
                 secondary = held.secondary_either_way(policy, topology, own)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))
@@ -211,25 +216,99 @@ def _forecast(trial: Trial, host: Host, models: dict[str, nn.Module | PlanError]
     )
 
 
-def _hosted(
-    trial: Trial, policy: Policy, model: nn.Module
-) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
+def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
+    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it.
 
-    Raises:
-        PolicyError, GeometryError: if the host cannot run the policy.
+    The limit is on the device's memory: what is offloaded to the host does not count.
     """
-    from impl.adapters.joined import HostError, hosted_units
+    memory = on_device(memory)
+    held, limit = sum(memory.values()), trial.memory_limit
+    if limit is None or held <= limit:
+        return None
+    parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
+    return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
 
-    assert trial.host is not None  # noqa: S101  # the caller asked
-    topology, events = trial.topology(), _events(trial)
+
+def failures_before(trials: Sequence[Trial], host: Host) -> dict[str, tuple[Failure, int]]:
+    """The failures of trials that need not be run to be known, by id, with their models' parameters."""
+    found: dict[str, tuple[Failure, int]] = {}
+    for one in forecast([trial for trial in trials if trial.memory_limit is not None], host):
+        if one.beyond_limit is not None:
+            why = f"not run: {one.beyond_limit}"
+            found[one.trial.id] = Failure(kind="memory", message=why, log=None), one.parameters or 0
+    for trial in trials:
+        if trial.id not in found and (refused := deepspeed.why_not(trial)) is not None:
+            found[trial.id] = Failure(kind="refused", message=refused, log=None, by=DEEPSPEED), 0
+    return found
+
+
+def failure_after(trial: Trial, record: Record) -> Failure | None:
+    """The failure of a trial that ran and whose engine held more than its limit in the predicted parts."""
+    for rank in record.ranks:
+        foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
+        held_bytes = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
+        if (why := beyond_limit(trial, held_bytes)) is not None:
+            return Failure(kind="memory", message=f"it ran, and {why}", log=None)
+    return None
+
+
+def check_feasible(file: Path, found: Sequence[Forecast]) -> None:
+    """Refuse a suite with a trial that cannot run here; ``plan`` shows them all."""
+    impossible = [one for one in found if one.problems]
+    if not impossible:
+        return
+    first = impossible[0].trial.canonical()
+    cell = ", ".join(
+        f"{path} = {at(first, path)}" for path in varying_paths([one.trial.canonical() for one in found])
+    )
+    raise Refusal(
+        f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
+        f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
+    )
+
+
+def check_folder(folder: Path) -> list[Record]:
+    """The records of a results folder; refuses one that cannot be written, or that this run cannot join."""
+    pool = machine.pool_key(machine.facts(), machine.code())
+    there = read_all(folder) if folder.is_dir() else []
+    strange = [record for record in there if record.measured and record.pool != pool]
+    if strange:
+        raise Refusal(
+            f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
+            f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
+        )
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        units = hosted_units(trial.host, model, topology, policy)
-    except HostError as error:
-        raise PolicyError(str(error)) from None
-    return units, _by_link(
-        predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
-        for rank in range(topology.ranks_per_node)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
+    return there
+
+
+def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
+    """Refuse to skip trials whose corpus or model is no longer what their records were made of."""
+    for trial in trials:
+        path = path_of(folder, trial.id)
+        record = read(path) if path.exists() else None
+        if record is None or not record.settled or not record.measured:
+            continue
+        then, now = record.inputs, digests(trial)
+        for name in sorted(then.keys() | now.keys()):
+            before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
+            if then.get(name) != now.get(name):
+                source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
+                what = name.partition(" ")[0]
+                raise Refusal(
+                    f"{path}: was made of another {what} {source!r} (SHA-256 {before}, now {after}), "
+                    f"and results of both are not put together; {_aside(folder)}"
+                )
+
+
+def _aside(folder: Path) -> str:
+    """What to do with a folder that a run cannot go on with."""
+    return (
+        f"keep it under another name (mv {folder} {folder}-before), or choose another folder with --results"
     )
 
 
@@ -247,109 +326,6 @@ def _unfit(trial: Trial, error: Exception) -> str:
         f"{said} (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its "
         f"suite; its own are of {alone.grain})"
     )
-
-
-def _events(trial: Trial) -> list[traffic.Event]:
-    """The events (passes, norms) of one step, for ``impl.plan.traffic``."""
-    if trial.workload == "generate":
-        return ["evaluate"] * trial.generate.tokens
-    norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
-    passes: list[traffic.Event] = ["forward", "backward"]
-    return [*passes * trial.accumulation, *norm, "step"]
-
-
-def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it.
-
-    The limit is on the device's memory: what is offloaded to the host does not count.
-    """
-    memory = on_device(memory)
-    held, limit = sum(memory.values()), trial.memory_limit
-    if limit is None or held <= limit:
-        return None
-    parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
-    return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
-
-
-def per_node_bytes(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
-) -> tuple[int, int]:
-    """Bytes that the ranks of one node send in one step, to other nodes and inside it.
-
-    All nodes send the same, so the ranks of node 0 are enough.
-    """
-    loads, later = _loads(trial)
-    ranks = range(topology.ranks_per_node)
-    one, two = (
-        _by_link(traffic.predict(policy, topology, units, rank, load).sent for rank in ranks)
-        for load in loads
-    )
-    return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
-
-
-def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
-    """Loads of one and of two micro-batches (or tokens), and the number in a step after the first.
-
-    Only the first all-gathers without a secondary shard: all later ones send equal bytes.
-    """
-    if trial.workload == "generate":
-        one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
-        return (one, two), trial.generate.tokens - 1
-    norms = 0 if trial.clip is None else 1
-    one, two = (traffic.Load(micro_batches=n, norms=norms) for n in (1, 2))
-    return (one, two), trial.accumulation - 1
-
-
-def _copied(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
-    """Bytes that one rank copies between host and device in one step, both ways."""
-    loads, later = _loads(trial)
-    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
-    return one + later * (two - one)
-
-
-def _by_link(ledgers: Iterable[Mapping[traffic.LedgerKey, traffic.Sent]]) -> tuple[int, int]:
-    """Bytes that ranks send, to other nodes and inside theirs."""
-    total = {"inter": 0, "intra": 0}
-    for ledger in ledgers:
-        for key, sent in ledger.items():
-            total[key.link] += sent.bytes
-    return total["inter"], total["intra"]
-
-
-def _model(model: Model, sequence: int, models: dict[str, nn.Module | PlanError]) -> nn.Module | PlanError:
-    """Build the model on the meta device, once; returns a PlanError if it cannot be built."""
-    key = f"{model.model_dump_json()}/{sequence}"
-    if key not in models:
-        from harness.workloads import models as workload
-
-        try:
-            # A user's own function may begin what it cleans up.
-            with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
-                models[key] = workload.build(model, sequence)
-        except workload.WorkloadError as error:
-            models[key] = PlanError(str(error))
-        except (Exception, SystemExit) as error:  # a user's own function may raise anything
-            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
-    return models[key]
-
-
-def _peer_memory(trial: Trial, parameters: int, topology: Topology, state: int) -> dict[str, int]:
-    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element, each rank's share of what
-    a peer shards: FSDP2 all, DeepSpeed by its stage.
-    """
-    peer = PEERS.get(trial.host or trial.strategy)
-    family = "" if peer is None else peer.family
-    stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
-
-    def held(least: int) -> int:
-        return -(-parameters // topology.world) if stage >= least else parameters
-
-    return {
-        "masters": FP32_BYTES * held(3),
-        "gradients": FP32_BYTES * held(2),
-        "optimizer": state * held(1),
-    }
 
 
 def _ranks_here(trial: Trial) -> int:

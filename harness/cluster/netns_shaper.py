@@ -8,7 +8,7 @@ namespaces and interfaces; the keeper goes when its standard input closes, so al
 ``kill -9`` of the parent.
 
 As root it makes the namespaces directly; otherwise inside a user namespace of its own.  Run as
-``python -m harness.cluster.namespaces REQUEST``, a :class:`Request` as JSON, it answers with one JSON
+``python -m harness.cluster.netns_shaper REQUEST``, a :class:`Request` as JSON, it answers with one JSON
 line.  No torch: a fresh interpreter starts in a tenth of a second.
 
 While a process is connected to its Unix-domain socket, the link is held to no rate: messages that are not
@@ -38,6 +38,7 @@ CLONE_NEWUSER: Final = 0x10000000
 _PR_SET_PDEATHSIG: Final = 1
 
 MTU: Final = 1500  # bytes
+_NAME_LENGTH: Final = 15  # of a Linux interface
 NETWORK: Final = "10.77.0.0"
 PREFIX: Final = 16  # of NETWORK: 65,533 nodes
 # The host's default may be BBR, whose model of the path breaks when both directions are full: a
@@ -343,6 +344,8 @@ def keep(request: Request) -> tuple[str, list[_Holder]]:
     Raises:
         KeeperError, OSError: with the call that failed.
     """
+    if len(longest := interface(request.prefix, request.nodes - 1)) > _NAME_LENGTH:
+        raise KeeperError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()
     # Fork before the first netlink socket is open, so that the children share none.
     holders = [_hold(request, node) for node in range(request.nodes)]
@@ -369,7 +372,10 @@ def main() -> None:
     except Exception as error:  # reported to the parent, whatever netlink raised
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    answer: dict[str, Any] = {"mode": mode, "holders": [holder.pid for holder in holders], "control": ""}
+    ports = [
+        (interface(request.prefix, node), address(node), holder.pid) for node, holder in enumerate(holders)
+    ]
+    answer: dict[str, Any] = {"mode": mode, "ports": ports, "control": ""}
     with (
         tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder,
         socket.socket(socket.AF_UNIX) as listening,

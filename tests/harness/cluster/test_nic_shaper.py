@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from harness.cluster.link import HEADER_BYTES, shape
-from harness.cluster.shaped_interface import Request
+from harness.cluster.nic_shaper import Request
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts
 
 _HOLD = """
 import json, sys
-from harness.cluster.shaped_interface import Request, ShapedInterface
+from harness.cluster.nic_shaper import Request, ShapedInterface
 shaped = ShapedInterface(Request(**json.loads(sys.argv[1])))
 print(shaped._keeper.pid, json.dumps(shaped.found), flush=True)
 input()
 shaped.close()
 """
-_KEEPER = [sys.executable, "-m", "harness.cluster.shaped_interface"]
+_KEEPER = [sys.executable, "-m", "harness.cluster.nic_shaper"]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one
 _LOST = """
 import json, os, signal, sys
 from harness.cluster.link import LinkError
-from harness.cluster.shaped_interface import Request, ShapedInterface
+from harness.cluster.nic_shaper import Request, ShapedInterface
 shaped = ShapedInterface(Request(**json.loads(sys.argv[1])))
 os.kill(shaped._keeper.pid, signal.SIGKILL)
 try:
@@ -134,7 +134,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
 
 _TOLD_EARLY = """
 import pyroute2, signal
-from harness.cluster import shaped_interface
+from harness.cluster import nic_shaper
 
 class Route:
     def __init__(self): self.plain = Route.whole()
@@ -148,7 +148,7 @@ class Route:
 
 Route.whole = pyroute2.IPRoute
 pyroute2.IPRoute = Route
-shaped_interface.main()
+nic_shaper.main()
 """
 
 

@@ -1,6 +1,6 @@
 """Holds an interface of this host to a rate, through a process that takes the queue away again (the keeper).
 
-As ``python -m harness.cluster.shaped_interface REQUEST``, a :class:`Request` as JSON, it puts a ``tbf`` queue
+As ``python -m harness.cluster.nic_shaper REQUEST``, a :class:`Request` as JSON, it puts a ``tbf`` queue
 where the kernel's default one is, answers with one JSON line, and removes the queue when its standard input
 closes: when the supervisor lets go, ends or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the
 keeper itself is killed by ``kill -9``, as with all of its job, the queue stays, and the next run says what
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from harness.cluster.link import LinkError, answer_of, end_keeper, shape, start_keeper
-from harness.cluster.namespaces import KeeperError
+from harness.cluster.netns_shaper import KeeperError
 
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
 _ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
@@ -67,7 +67,7 @@ class ShapedInterface:
         """
         self.found: dict[str, Any] = {}
         self._keeper: subprocess.Popen[str] = start_keeper(
-            "harness.cluster.shaped_interface", json.dumps(asdict(request))
+            "harness.cluster.nic_shaper", json.dumps(asdict(request))
         )
         try:
             self.found = answer_of(self._keeper, "link 'shaped'")

@@ -1,0 +1,311 @@
+"""Where trials run: links between nodes, opened and calibrated when they are needed, and ranks on them.
+
+Links are calibrated once and kept until no later trial needs them; shaped ones, until another link is needed.
+Whatever fails, a rank, a node or the link, becomes one :class:`~harness.records.record.Failure`, and the next
+trial has fresh ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from harness.cluster.link import (
+    Link,
+    LinkError,
+    Setting,
+    choose_hcas,
+    nccl_in_words,
+    open_link,
+    shape,
+)
+from harness.cluster.node_supervisors import Nodes
+from harness.cluster.rank import Progress
+from harness.cluster.rank_processes import (
+    BACKENDS,
+    REFUSALS,
+    Kind,
+    Launch,
+    LaunchError,
+    run_ranks,
+    start_server,
+)
+from harness.errors import Refusal
+from harness.measure import machine
+from harness.records.record import Failure, LinkRecord
+from harness.runs.trial_loop import Assignment, Outcome
+from harness.runs.work import EXCHANGE, TRIAL, WORKS
+from harness.suites import folder
+from harness.suites.trial import Trial
+from impl.plan.topology import Topology
+
+LOGS: Final = "logs"
+SCRATCH: Final = ".scratch"
+INTERRUPTED: Final = "Ctrl-C; not yet run again"
+_CALIBRATION_SECONDS: Final = 120.0
+_TAIL_LINES: Final = 20  # of a log, on the record
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What came of a trial's ranks.
+
+    Attributes:
+        link: between its nodes; None if there was none.
+        outcomes: by rank; empty after a failure.
+    """
+
+    link: LinkRecord | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+def setting_of(trial: Trial) -> Setting:
+    """The link that a trial asks for."""
+    cluster = trial.cluster
+    latency = cluster.latency or 0.0
+    nodes = 1 if trial.strategy == "single" else cluster.nodes
+    if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
+        return Setting("none", 1, None)
+    transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
+    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Links and ranks of a sweep; a context manager that closes all links.
+
+    Attributes:
+        results: folder of the records, in which logs of failures are left.
+        nodes: those of a launcher; None if all ranks run on this host.
+    """
+
+    results: Path
+    nodes: Nodes | None
+    _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
+    _folder: Path = field(default_factory=folder.here)
+    _cores: int = field(default_factory=machine.cores)
+
+    def __enter__(self) -> None:
+        start_server()
+
+    def __exit__(self, *_: object) -> None:
+        self.keep_links([])
+
+    def keep_links(self, trials: Sequence[Trial]) -> None:
+        """Close the links that none of ``trials`` needs."""
+        needed = {setting_of(trial) for trial in trials}
+        for setting in [setting for setting in self._links if setting not in needed]:
+            link = self._links.pop(setting)
+            if isinstance(link, Link):
+                try:
+                    link.close()
+                except LinkError as error:  # later links of these nodes are refused
+                    print(error, file=sys.stderr, flush=True)
+
+    def run(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Ran:
+        """Run the ranks of a trial; a Ctrl-C, too, is a failure."""
+        link: Link | None = None
+        outcomes: list[Outcome] = []
+        failure: Failure | None = None
+        try:
+            link = self._link(trial, on_progress)
+            outcomes = self._outcomes(trial, link, on_progress)
+            link.check(_probed(outcomes), after=True)
+        except KeyboardInterrupt:
+            failure = Failure(kind="interrupted", message=INTERRUPTED, log=None)
+        except LaunchError as error:
+            failure = failure_of(error.kind, error)
+            if error.log is not None:
+                log = str(error.log.relative_to(self.results))
+                failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
+        except LinkError as error:
+            failure = failure_of("link", error)
+        except REFUSALS as error:
+            failure = failure_of("refused", error)
+        record = None if link is None else _link_record(link, [] if failure else _probed(outcomes))
+        return Ran(record, [] if failure else outcomes, failure)
+
+    def _link(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Link:
+        """The open, calibrated link of a trial; that it cannot be opened is kept for later trials.
+
+        Raises:
+            LinkError: if there is none, or it cannot hold what the trial sends to its rate.
+        """
+        setting = setting_of(trial)
+        for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
+            if other != setting and isinstance(link, Link) and link.kind == "shaped":
+                self._links.pop(other)
+                link.close()
+        if setting not in self._links:
+            on_progress(Progress("link"))
+            try:
+                link = self._open(setting, trial)
+            except LinkError as error:
+                self._links[setting] = error
+                raise
+            try:
+                self._calibrate(link, trial)
+            except BaseException:  # the next trial that needs it begins anew
+                link.close()
+                raise
+            self._links[setting] = link
+        found = self._links[setting]
+        if isinstance(found, LinkError):
+            raise found
+        if found.paced_mbit is not None and trial.resolved_policy() is None:
+            raise LinkError(
+                f"strategy {trial.strategy!r} sends past our wire, and link 'paced' holds only that to "
+                f"{found.paced_mbit:g} Mbit/s; it needs network namespaces ({found.why})"
+            )
+        return found
+
+    def _open(self, setting: Setting, trial: Trial) -> Link:
+        if trial.cluster.launcher == "local" or setting.nodes == 1:
+            return open_link(setting, secrets.token_hex(3))
+        nodes = self._nodes(trial)
+        if setting.nodes > len(nodes.nodes):
+            raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
+        if nodes.stuck is not None:
+            raise LinkError(nodes.stuck)
+        same, kind = nodes.on_one_host(setting.nodes), setting.kind
+        why = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
+        if kind == "auto":
+            kind = "real" if same is None else "none"
+        elif kind not in (("real", "shaped") if same is None else ("none",)) and kind != "paced":
+            raise LinkError(
+                f"link {kind!r}: {why}; a real or shaped link joins distinct hosts, 'none' those of one"
+            )
+        ports = nodes.ports[: setting.nodes]
+        if kind == "shaped":
+            return _shaped(setting, nodes, why)
+        link = open_link(replace(setting, kind=kind), "")
+        if setting.hcas is not None:
+            there = [node.facts["hcas"] for node in nodes.nodes]
+            ports = tuple(
+                replace(port, hcas=choose_hcas(setting.hcas, there[node], node))
+                for node, port in enumerate(ports)
+            )
+            link.details["nccl"] = nccl_in_words(ports)
+        link.why, link.ports = why, ports
+        return link
+
+    def _calibrate(self, link: Link, trial: Trial) -> None:
+        if link.setting.nodes == 1:
+            return
+        topology = Topology(link.setting.nodes, 1)
+        launch = self._launch(trial, link, topology, threads=1, seconds=_CALIBRATION_SECONDS)
+        argument = (link.message_bytes, link.setting.transport)
+        rates = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
+        link.calibrated_mbit = slowest([one for one in rates if one])
+        link.check(link.calibrated_mbit)
+
+    def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
+        topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
+        topology = Topology(1, 1) if trial.strategy == "single" else topology
+        here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
+        threads = trial.threads or max(1, self._cores // here)
+        launch = self._launch(trial, link, topology, threads=threads, seconds=trial.timeout_seconds)
+        assignment = Assignment(
+            trial=trial,
+            probe_bytes=link.message_bytes or None,
+            count=link.kind == "namespaces",
+            folder=self._folder,
+        )
+        return self._start(trial, TRIAL, assignment, replace(launch, log=self._log(trial.id)), on_progress)
+
+    def _launch(
+        self, trial: Trial, link: Link, topology: Topology, *, threads: int, seconds: float
+    ) -> Launch:
+        return Launch(
+            topology=topology,
+            ports=link.ports,
+            paced_mbit=link.paced_mbit,
+            paced_latency_ms=link.setting.latency_ms,
+            threads=threads,
+            timeout_seconds=seconds,
+            log=self._log("calibration"),
+            scratch=self.results / SCRATCH,
+            backend=BACKENDS.get(trial.cluster.transport, trial.cluster.transport),  # else a module's
+        )
+
+    def _log(self, name: str) -> Path:
+        return self.results / LOGS / f"{name}.log"
+
+    def _start(
+        self,
+        trial: Trial,
+        work: str,
+        argument: Any,
+        launch: Launch,
+        on_progress: Callable[[Progress], None],
+    ) -> list[Any]:
+        """Run the ranks where the trial's launcher has them; returns their results by rank."""
+        if trial.cluster.launcher == "local":
+            return run_ranks(WORKS[work].target, argument, launch, on_progress)
+        return self._nodes(trial).run(work, argument, launch, on_progress)
+
+    def _nodes(self, trial: Trial) -> Nodes:
+        """The launcher's nodes; a Refusal without them."""
+        if self.nodes is None:
+            launcher = trial.cluster.launcher
+            raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
+        return self.nodes
+
+
+def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
+    """The link of hosts whose interfaces are shaped until it closes; a LinkError if one may not be."""
+    assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
+    found, form = nodes.shape(setting.rate_mbit, setting.nodes), shape(setting.rate_mbit)
+    details = {
+        "queue": "tbf",
+        "burst": form.burst,
+        "limit": form.limit,
+        "segment": form.segment,
+        "untimed": "shaped",  # the hosts' keepers are not asked during a trial
+        "nodes": found,
+    }
+    ports = tuple(replace(port, shaped=True) for port in nodes.ports[: setting.nodes])
+    if setting.transport == "nccl":
+        details["nccl"] = nccl_in_words(ports)
+    return Link(setting, "shaped", why, ports, details, release=partial(nodes.unshape, setting.nodes))
+
+
+def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
+    """Rate of the slowest node in each repetition, Mbit/s."""
+    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []
+
+
+def _probed(outcomes: Sequence[Outcome]) -> list[float]:
+    """Mbit/s of the slowest node, as ranks probed the link after the trial."""
+    return slowest([outcome.probed for outcome in outcomes if outcome.probed])
+
+
+def _link_record(link: Link, probed: list[float]) -> LinkRecord:
+    return LinkRecord(
+        kind=link.kind,
+        why=link.why,
+        requested_mbit=link.setting.rate_mbit,
+        calibrated_mbit=link.calibrated_mbit,
+        probed_mbit=probed,
+        message_bytes=link.message_bytes,
+        details=link.details,
+    )
+
+
+def failure_of(kind: Kind, error: BaseException) -> Failure:
+    """The failure that an error is, in one line."""
+    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log."""
+    with contextlib.suppress(OSError):
+        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return []

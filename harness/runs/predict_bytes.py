@@ -1,0 +1,144 @@
+"""Predicts what a trial sends and holds, from the shapes of its model alone.
+
+The model is built on the meta device, its units are planned, and ``impl.plan.traffic`` counts their
+bytes.  So models and clusters that do not fit here, such as 100 B parameters on 64x16, are predicted
+in seconds.  By symmetry every node sends what node 0 sends.  Activations are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Final
+
+from harness.cluster.interrupts import cleaning_up
+from harness.suites.peers import PEERS, zero_stage
+from harness.suites.trial import Model, Trial
+from impl.adapters.traffic import GroupGeometry, predict_hosted
+from impl.plan import traffic
+from impl.plan.policy import Policy, PolicyError
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FP32_BYTES: Final = 4
+Models = dict[str, "nn.Module | PlanError"]
+"""Models that were built, by their text."""
+
+
+class PlanError(ValueError):
+    """A trial cannot run; the message says why, with its numbers."""
+
+
+def build_model(model: Model, sequence: int, models: Models) -> nn.Module | PlanError:
+    """Build the model on the meta device, once; returns a PlanError if it cannot be built."""
+    key = f"{model.model_dump_json()}/{sequence}"
+    if key not in models:
+        from harness.workloads import models as workload
+
+        try:
+            # A user's own function may begin what it cleans up.
+            with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
+                models[key] = workload.build(model, sequence)
+        except workload.WorkloadError as error:
+            models[key] = PlanError(str(error))
+        except (Exception, SystemExit) as error:  # a user's own function may raise anything
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
+    return models[key]
+
+
+def per_node_bytes(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
+) -> tuple[int, int]:
+    """Bytes that the ranks of one node send in one step, to other nodes and inside it.
+
+    All nodes send the same, so the ranks of node 0 are enough.
+    """
+    loads, later = _loads(trial)
+    ranks = range(topology.ranks_per_node)
+    one, two = (
+        _by_link(traffic.predict(policy, topology, units, rank, load).sent for rank in ranks)
+        for load in loads
+    )
+    return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
+
+
+def hosted_bytes(
+    trial: Trial, policy: Policy, model: nn.Module
+) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
+
+    Raises:
+        PolicyError, GeometryError: if the host cannot run the policy.
+    """
+    from impl.adapters.joined import HostError, hosted_units
+
+    assert trial.host is not None  # noqa: S101  # the caller asked
+    topology, events = trial.topology(), _events(trial)
+    try:
+        units = hosted_units(trial.host, model, topology, policy)
+    except HostError as error:
+        raise PolicyError(str(error)) from None
+    return units, _by_link(
+        predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+        for rank in range(topology.ranks_per_node)
+    )
+
+
+def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
+    """Loads of one and of two micro-batches (or tokens), and the number in a step after the first.
+
+    Only the first all-gathers without a secondary shard: all later ones send equal bytes.
+    """
+    if trial.workload == "generate":
+        one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
+        return (one, two), trial.generate.tokens - 1
+    norms = 0 if trial.clip is None else 1
+    one, two = (traffic.Load(micro_batches=n, norms=norms) for n in (1, 2))
+    return (one, two), trial.accumulation - 1
+
+
+def _events(trial: Trial) -> list[traffic.Event]:
+    """The events (passes, norms) of one step, for ``impl.plan.traffic``."""
+    if trial.workload == "generate":
+        return ["evaluate"] * trial.generate.tokens
+    norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
+    passes: list[traffic.Event] = ["forward", "backward"]
+    return [*passes * trial.accumulation, *norm, "step"]
+
+
+def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
+    """Bytes that one rank copies between host and device in one step, both ways."""
+    loads, later = _loads(trial)
+    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
+    return one + later * (two - one)
+
+
+def _by_link(ledgers: Iterable[Mapping[traffic.LedgerKey, traffic.Sent]]) -> tuple[int, int]:
+    """Bytes that ranks send, to other nodes and inside theirs."""
+    total = {"inter": 0, "intra": 0}
+    for ledger in ledgers:
+        for key, sent in ledger.items():
+            total[key.link] += sent.bytes
+    return total["inter"], total["intra"]
+
+
+def peer_memory(trial: Trial, parameters: int, topology: Topology, state: int) -> dict[str, int]:
+    """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element, each rank's share of what
+    a peer shards: FSDP2 all, DeepSpeed by its stage.
+    """
+    peer = PEERS.get(trial.host or trial.strategy)
+    family = "" if peer is None else peer.family
+    stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
+
+    def held(least: int) -> int:
+        return -(-parameters // topology.world) if stage >= least else parameters
+
+    return {
+        "masters": FP32_BYTES * held(3),
+        "gradients": FP32_BYTES * held(2),
+        "optimizer": state * held(1),
+    }

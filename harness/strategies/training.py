@@ -1,0 +1,115 @@
+"""The training loop of one rank, of suites and of ``zeropp train`` alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.measure.step_clock import StepClock
+from harness.strategies.optimizers import set_rates
+from harness.strategies.strategy import Strategy
+from harness.suites.trial import Trial
+from harness.workloads.data import Data
+from impl.engine.optimizer_step import Stepped
+from impl.plan.learning_rate import Schedule
+from impl.plan.traffic import Event
+
+
+@dataclass(slots=True)
+class Passes:
+    """Forward and backward passes of one step, whose gradients are reduced.
+
+    Attributes:
+        losses: () each, of this rank's batches.
+        events: the passes as ``impl.plan.traffic`` has them.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        """Mean loss."""
+        return math.fsum(float(loss) for loss in self.losses) / len(self.losses)
+
+
+def run_passes(
+    trial: Trial, strategy: Strategy, data: Data, index: int, clock: StepClock | None = None
+) -> Passes:
+    """Run the passes of step ``index`` without taking it; all ranks must call it.
+
+    Args:
+        trial: says how many micro-batches a step has.
+        strategy: whose model computes.
+        data: of this rank.
+        index: of the step.
+        clock: that times the parts; None times nothing.
+    """
+    found = Passes()
+    if clock is None:
+        clock = StepClock(lambda: None, torch.device("cpu"))
+        clock.begin()
+    for number, micro in enumerate(data.step(index)):
+        strategy.begin(last=number == trial.accumulation - 1)
+        for batch in micro:
+            with clock.part("forward"):
+                loss = strategy.model(*batch)
+            with clock.part("backward"):
+                strategy.backward(loss / (trial.accumulation * data.parts))
+            found.losses.append(loss.detach())
+        with clock.part("backward"):
+            strategy.finish_backward()
+        found.events += ["forward", "backward" if strategy.reduced else "accumulate"]
+    return found
+
+
+@dataclass(slots=True)
+class TrainingLoop:
+    """Training steps of a trial on one rank.
+
+    Attributes:
+        clock: with the times and the loss of each step so far.
+        events: of all passes and steps so far.
+    """
+
+    trial: Trial
+    strategy: Strategy
+    data: Data
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule | None
+    clock: StepClock
+    events: list[Event]
+
+    @classmethod
+    def of(cls, trial: Trial, strategy: Strategy, data: Data, device: torch.device) -> TrainingLoop:
+        """The loop of a strategy that has not trained yet.
+
+        Raises:
+            Refusal: if torch has no such optimizer, or its arguments do not fit.
+        """
+        optimizer, schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
+        clock = StepClock(strategy.exposed_seconds, device)
+        return cls(trial, strategy, data, optimizer, schedule, clock, [])
+
+    def step(self, index: int, *, warmup: bool = False) -> Stepped:
+        """Take one optimizer step; all ranks must call it."""
+        clock, strategy = self.clock, self.strategy
+        clock.begin()
+        passes = run_passes(self.trial, strategy, self.data, index, clock)
+        with clock.part("optimizer"):
+            set_rates(self.optimizer, self.schedule, index)
+            stepped = strategy.step(self.optimizer, self.trial.clip)
+            self.optimizer.zero_grad()
+        self.events += passes.events
+        self.events += ["norm"] if stepped.norm is not None else []
+        self.events += ["step"] if stepped.done else []
+        clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
+        return stepped
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps so far."""
+        return math.fsum(step.total for step in self.clock.steps)
