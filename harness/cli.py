@@ -29,7 +29,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from harness import plan_rows, report_command, terminal
+from harness import fitted_table, plan_rows, terminal
 from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
@@ -44,7 +44,6 @@ from harness.measure import provenance
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
-from harness.report_command import RESULTS, ResultsFolder
 from harness.runs import launchers, slurm
 from harness.runs.feasibility import (
     Host,
@@ -63,6 +62,8 @@ from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
+from report import command as report_command
+from report.command import RESULTS, ResultsFolder
 
 OK: Final = 0
 SOME_FAILED: Final = 1
@@ -78,7 +79,14 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut the names of options where lines are short
 )
 
-app.add_typer(bench.app, name="bench")
+
+def _show_bench(record: Path) -> None:
+    from report.bench import page
+
+    page.show_run(record)
+
+
+app.add_typer(bench.app, name="bench", result_callback=_show_bench)
 app.add_typer(check.app, name="check")
 app.command(name="train")(train_command.train)
 app.command()(report_command.report)
@@ -145,7 +153,7 @@ def plan(file: SuiteFile, *, as_json: Json = False, as_csv: Csv = False) -> None
         table = plan_rows.rows(found)
         print(plan_rows.as_json(suite, found) if as_json else plan_rows.as_csv(table), end="")
         raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
-    out = terminal.console()
+    out = fitted_table.console()
     terminal.forecasts(suite, found, out)
     terminal.expected_time(expected(found), out)
     if impossible := sum(bool(one.problems) for one in found):
@@ -159,7 +167,7 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
     from harness import new_suite
 
     path, time_here = new_suite.write(name, this_host())
-    terminal.expected_time(time_here, terminal.console(stderr=True))
+    terminal.expected_time(time_here, fitted_table.console(stderr=True))
     print(path)
 
 
@@ -205,7 +213,7 @@ def run(
     from harness.runs.sweep import Asked, run_sweep
 
     interrupts.take_over()
-    progress = terminal.console(stderr=True)
+    progress = fitted_table.console(stderr=True)
     progress.print(f"{suite.name}: {suite.question}", markup=False)
     count = counted(len(suite.trials), "trial")
     times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
@@ -277,15 +285,13 @@ def trace(
     check_feasible(file, forecast([trial], this_host()))
 
     from harness.bench.trace import told, write_trace
-    from harness.bench.trace_picture import write as write_picture
+    from report.figures import trace_picture
 
     interrupts.take_over()
     path, ranks = write_trace(trial, results / suite.name)
     print(f"{trial.strategy}, {trial.topology()}: {told(ranks)}")
     print(path)
-    picture = path.with_suffix(".svg")
-    write_picture(picture, f"{trial.strategy}, {trial.topology()}", ranks)
-    print(picture)
+    print(trace_picture.write(path))
 
 
 @app.command()
@@ -300,7 +306,7 @@ def show(
 ) -> None:
     """Print one record, or all records of a suite as a table."""
     _check_form(as_json, as_csv)
-    out = terminal.console()
+    out = fitted_table.console()
     if again:
         print(_script(_record(what, results)), end="")
         return
@@ -309,7 +315,9 @@ def show(
         return
     folder = report_command.folder_of(what, results)
     if folder is not None and bench_record.holds(folder):
-        bench.show(bench_record.read_all(folder), out)
+        from report.bench.page import show as show_bench
+
+        show_bench(bench_record.read_all(folder), out)
     elif folder is not None:
         found, broken = readable(folder)
         if not found and not broken:
@@ -346,7 +354,7 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
         if as_json or as_csv:
             _print_rows([asdict(fact) for fact in facts], as_json=as_json)
         else:
-            terminal.findings(facts, terminal.console())
+            terminal.findings(facts, fitted_table.console())
         return
     suite = load(file)
     if launchers.for_slurm(suite.trials) is not None:
@@ -362,7 +370,7 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
         if as_json or as_csv:
             _print_rows([asdict(one) | {"differs": one.differs} for one in compared], as_json=as_json)
         else:
-            terminal.compared(compared, terminal.console())
+            terminal.compared(compared, fitted_table.console())
         nodes.end(OK)
 
 

@@ -7,6 +7,7 @@ first, and named below.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,14 @@ _MOST_LINES: Final = 6  # of a heading
 _WIDEST: Final = 40  # characters of a text's cell before it is folded
 _REDUNDANT: Final = 3
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not cut tables when it is piped, unless COLUMNS says how wide they may be."""
+    plain = Console(stderr=stderr, highlight=False)
+    if plain.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
+        return plain
+    return Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console
@@ -38,23 +37,12 @@ from harness.suites.question import LEAST_STEPS
 from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
 
-if TYPE_CHECKING:
-    from report.compare import Comparison
-
 _MOST_CELLS: Final = 6  # that are named one by one
 _PLANNED: Final = (
     "between, inside nodes: what all ranks send in an optimizer step (or one generation); out of a node: "
     "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
     "without activations."
 )
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console that does not cut tables when it is piped, unless COLUMNS says how wide they may be."""
-    plain = Console(stderr=stderr, highlight=False)
-    if plain.is_terminal or os.environ.get("COLUMNS", "").isdecimal():
-        return plain
-    return Console(stderr=stderr, highlight=False, width=fitted_table.PIPE_WIDTH)
 
 
 def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
@@ -306,20 +294,6 @@ def findings(found: Iterable[Finding], out: Console) -> None:
     for one in found:
         table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
     out.print(table)
-
-
-def comparison(found: Comparison, out: Console) -> None:
-    """Print two result folders side by side."""
-    from report.compare import HEADS, cells, notes
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in HEADS:
-        table.add_column(name, overflow="fold")
-    for row in found.rows:
-        table.add_row(*(escape(cell) for cell in cells(row)))
-    out.print(table)
-    for note in notes(found):
-        out.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def compared(found: Sequence[Compared], out: Console) -> None:

@@ -17,7 +17,7 @@ from harness.errors import Refusal
 from report import page
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of
-from report.draw import figure_files, theme
+from report.draw import files, theme
 from report.figures import registry
 from report.tables import latex
 from report.tables import registry as tables
@@ -27,8 +27,8 @@ PAGE: Final = "report.html"
 Folders = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 _NUMBERS: Final = "numbers"  # of all tables, as macros for LaTeX
 _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
-    "figures": (tuple(plot.name for plot in registry.PLOTS), ("svg", "pdf", "png", "csv")),
-    "tables": ((*tables.NAMES_OF_FILES, _NUMBERS), ("csv", "md", "tex")),
+    "figures": (tuple(plot.name for plot in registry.FIGURES), ("svg", "pdf", "png", "csv")),
+    "tables": ((*tables.MAKERS, _NUMBERS), ("csv", "md", "tex")),
 }
 
 
@@ -74,7 +74,7 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 
 
 def _asked(table: Table, asked: Sequence[str]) -> tuple[Column, ...]:
-    there = {name: one for one in table.columns for name in one.names}
+    there = {name: one for one in table.columns for name in (one.title, one.key, one.name)}
     if unknown := [name for name in asked if name not in there]:
         titles = "; ".join(one.title for one in table.columns if one.title)
         raise Refusal(f"--columns {table.name}: no column {unknown[0]!r}; expected some of {titles}")
@@ -113,13 +113,14 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 
 def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float) -> None:
     """Write the page, figures and tables."""
-    found = [(plot, figure_files.draw(plot, derived, folder / "figures", width)) for plot in registry.PLOTS]
+    style = files.style_of(derived, width)
+    found = [(one, files.draw(one, derived, folder / "figures", style)) for one in registry.FIGURES]
     for table in shown:
-        table.write(folder / "tables")
+        latex.write(table, folder / "tables")
     macros = latex.numbers(shown, lambda row: records_of(derived, row))
     (folder / "tables" / f"{_NUMBERS}.tex").write_text(macros, encoding="utf-8", newline="\n")
-    drawn = [figure for _, figure in found if figure is not None]
-    text = page.render(derived, drawn, [plot for plot, figure in found if figure is None], shown)
+    drawn = [one for _, one in found if one is not None]
+    text = page.render(derived, drawn, [figure for figure, one in found if one is None], shown)
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
 
 

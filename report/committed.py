@@ -23,8 +23,9 @@ from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
 from report.data.frames import load
 from report.data.metrics import Derived, derive
-from report.draw import figure_files
-from report.figures.registry import PLOTS
+from report.draw import files
+from report.draw.figure import Figure
+from report.figures.registry import FIGURES as DRAWINGS
 from report.tables import registry as tables
 from report.tables.table import Table, markdown
 
@@ -106,20 +107,16 @@ _MARKED: Final = (DOCS / "questions.md", DOCS / "paper.md")
 
 def _figure(derived: Derived, folder: Path) -> bytes:
     """The figure that shows the answer of a suite, as SVG."""
-    shows = answer(derived).figure
-    for plot in sorted(PLOTS, key=lambda plot: plot.name != shows):
-        drawn = figure_files.draw(plot, derived, folder, forms=("svg",))
-        if drawn is not None:
-            return drawn.svg
-    raise AssertionError("records of which no figure can be drawn")
+    drawn = files.draw(_shows(derived), derived, folder, files.style_of(derived), ("svg",))
+    assert drawn is not None  # noqa: S101  # it has rows
+    return drawn.svg
 
 
-def _title(derived: Derived) -> str:
-    """The title of that figure."""
-    shows = answer(derived).figure
-    ordered = sorted(PLOTS, key=lambda plot: plot.name != shows)
-    title: str = next(plot.title for plot in ordered if not plot.data(derived).empty)
-    return title
+def _shows(derived: Derived) -> Figure:
+    """That figure; where records have nothing for it, the first of the page."""
+    name = answer(derived).figure
+    ordered = sorted(DRAWINGS, key=lambda one: one.name != name)
+    return next(one for one in ordered if not one.table(derived).empty)
 
 
 def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
@@ -127,7 +124,7 @@ def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
 
     def finding(match: re.Match[str]) -> str:
         suite, of = QUESTIONS[int(match[1])]
-        shows = f"\n![{_title(found[suite])}](figures/{suite}.svg)\n" if of in DRAWN else ""
+        shows = f"\n![{_shows(found[suite]).title}](figures/{suite}.svg)\n" if of in DRAWN else ""
         return f"<!-- finding {match[1]} -->\n{_wrapped(markdown(of(found[suite])))}{shows}<!-- end -->"
 
     def number(match: re.Match[str]) -> str:
@@ -160,7 +157,7 @@ def _results(found: Mapping[str, Derived]) -> str:
         parts.append(
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
-            + f"\n![{_title(derived)}](figures/{suite}.svg)\n"
+            + f"\n![{_shows(derived).title}](figures/{suite}.svg)\n"
             f"\n**{shown.title}.**\n\n{shown.markdown_rows()}\n"
             f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
@@ -171,9 +168,9 @@ def _table(derived: Derived) -> Table:
     """The table of a suite's answer, else its Summary, without what is left to the page."""
     asked = answer(derived).quantity
     name = _TABLES.get(asked, "summary")
-    if asked == "step" and tables.some_tables(derived, ("peers",)):
+    if asked == "step" and tables.all_tables(derived, ("peers",)):
         name = "peers"
-    (shown,) = tables.some_tables(derived, (name,)) or tables.some_tables(derived, ("summary",))
+    (shown,) = tables.all_tables(derived, (name,)) or tables.all_tables(derived, ("summary",))
     kept = (one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key != "bytes_ratio")
     return replace(shown, columns=tuple(kept))
 

@@ -20,6 +20,7 @@ from harness.records.confidence_intervals import Interval, mean_interval, paired
 from harness.records.record import Record, read_all
 from report.data.frames import ReportError, frames_of, groups
 from report.data.metrics import trials
+from report.tables.table import Column, Table
 
 Verdict = Literal["better", "worse", "same", "cannot tell"]
 _HERE: Final = Path(__file__).parent
@@ -121,33 +122,31 @@ def page(found: Comparison) -> str:
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     text: str = environment.get_template("compare.html").render(
-        style=style, found=found, lines=[cells(row) for row in found.rows], heads=HEADS, notes=notes(found)
+        style=style, found=found, table=table(found), notes=notes(found)
     )
     return text
 
 
-HEADS: Final = (
-    "where",
-    "contender",
-    "pairs",
-    "step, after/before",
-    "95 % interval",
-    "verdict",
-    "bytes",
-    "loss",
-)
-
-
-def cells(row: Compared) -> tuple[str, ...]:
-    """A row as printed, by :data:`HEADS`."""
-    step = row.step
-    interval = f"{step.low:.3f} to {step.high:.3f}" if step.known else "too few pairs"
-    loss = "-"
-    if row.loss is not None:
-        half = f" ± {row.loss.high - row.loss.estimate:.4f}" if row.loss.known else ""
-        loss = f"{row.loss.estimate:+.4f}{half}"
-    sent = "-" if math.isnan(row.sent) else f"{row.sent:.3f}"
-    return (row.where, row.contender, str(step.n), f"{step.estimate:.3f}", interval, row.verdict, sent, loss)
+def table(found: Comparison) -> Table:
+    """The comparison as a table."""
+    rows = [
+        {
+            "where": row.where, "contender": row.contender, "pairs": row.step.n, "step": row.step,
+            "verdict": row.verdict, "bytes": row.sent, "loss": row.loss or math.nan,
+        }
+        for row in found.rows
+    ]  # fmt: skip
+    three = "{:.3f}".format
+    columns = (
+        Column("where", "where"),
+        Column("contender", "contender"),
+        Column("pairs", "pairs", str),
+        Column("step", "step, after/before", three),
+        Column("verdict", "verdict"),
+        Column("bytes", "bytes", three),
+        Column("loss", "loss", "{:+.4f}".format),
+    )
+    return Table("compare", "Comparison", "", pd.DataFrame(rows), columns)
 
 
 def notes(found: Comparison) -> list[str]:

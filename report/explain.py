@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -39,10 +40,11 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
     ids = records_of(derived, raw)
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
     beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    maker = registry.maker_of(shown.name)
+    maker = registry.MAKERS[shown.name]
     where = " | ".join(cells[: sum(one.place for one in shown.columns) + 1])
     lines = [f"{shown.title}, {where}, {name}: {told}"]
-    lines += [f"  {key} = {value}" for key, value in raw.items() if _belongs(str(key), name, shown)]
+    raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
+    lines += [f"  {key} = {value}" for key, value in raw_values.items() if _belongs(str(key), name, shown)]
     files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
     lines.append(f"records ({len(ids)}): {files}")
     if beside:
@@ -78,7 +80,7 @@ def _row(table: Table, parts: Sequence[str]) -> int:
 def _column(table: Table, asked: str, raw: pd.Series, cells: Sequence[str]) -> tuple[str, str]:
     """(name, printed value) of a column."""
     for column, cell in zip(table.columns, cells, strict=True):
-        if asked in column.names:
+        if asked in (column.title, column.key, column.name):
             return column.title, cell
     if asked in raw.index:
         return asked, str(raw[asked])
@@ -88,8 +90,8 @@ def _column(table: Table, asked: str, raw: pd.Series, cells: Sequence[str]) -> t
 
 def _belongs(key: str, name: str, table: Table) -> bool:
     """Whether a raw value belongs to a printed column: its own, or an end of its interval."""
-    stems = [column.key.removesuffix("_told") for column in table.columns if column.title == name] or [name]
-    return key.startswith(stems[0]) and not key.endswith("_told")
+    stems = [column.name for column in table.columns if column.title == name] or [name]
+    return key.startswith(stems[0])
 
 
 def _place(function: Any) -> str:

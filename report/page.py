@@ -10,15 +10,14 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report.answer.lead import answer
-from report.data import emulation, footnotes
+from report.data import emulation, footnotes, warnings
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
-from report.draw.figure_definition import Plot
-from report.draw.figure_files import Drawn
-from report.figures.registry import NEEDS
+from report.draw.figure import Figure
+from report.draw.files import Drawn
 from report.tables.settings import essentials
 from report.tables.table import Table
 
@@ -37,7 +36,9 @@ _LONGEST_NAMES: Final = 60  # characters of contenders in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
-def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], tables: Sequence[Table]) -> str:
+def render(
+    derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Figure], tables: Sequence[Table]
+) -> str:
     """Render the page as HTML.
 
     Args:
@@ -51,7 +52,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject, found = heading(derived), answer(derived)
-    shows = next((figure for figure in drawn if figure.plot.name == found.figure), next(iter(drawn), None))
+    shows = next((figure for figure in drawn if figure.figure.name == found.figure), next(iter(drawn), None))
     return fill(
         title=" ".join(part for part in subject if part)
         + ("" if derived.finished.empty else f": {frames.suite}")
@@ -63,11 +64,11 @@ def render(derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Plot], ta
         shows=shows,
         emulated=emulation.of_trials(frames),
         facts=facts(derived),
-        warnings=warnings(derived),
+        warnings=warnings.of_page(derived),
         figures=[figure for figure in drawn if figure is not shows],
         note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
-        missing=[(plot.title, NEEDS[plot.name], needed(plot.suite)) for plot in missing if not plot.extra],
+        missing=[(one.title, one.needs, needed(one.suite)) for one in missing if not one.extra],
         summary=first,
         tables=[table for table in tables if table not in apart],
         last=[by_name[name] for name in _LAST if name in by_name],
@@ -144,71 +145,8 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     return found
 
 
-def _own_codecs(derived: Derived) -> list[str]:
-    """Contenders with a codec of the user's own, whose code is Python."""
-    named = derived.finished.drop_duplicates("contender")
-    policies = {
-        str(row["contender"]): derived.frames.ran[row["id"]].resolved_policy()
-        for row in named.to_dict("records")
-    }
-    return [name for name, policy in policies.items() if policy is not None and policy.own_codecs]
-
-
 def _when(ran: pd.DataFrame) -> str:
     if ran.empty:
         return NOTHING
     first, last = (str(when)[:16].replace("T", " ") for when in (ran["started"].min(), ran["started"].max()))
     return first if first == last else f"{first} to {last}"
-
-
-def warnings(derived: Derived) -> list[str]:
-    """Warnings at the head of the page."""
-    frames, ran = derived.frames, derived.finished
-    found = [
-        f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
-        for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
-    ]
-    if in_python := _own_codecs(derived):
-        found.append(
-            f"{listed(in_python)} {'encodes' if len(in_python) == 1 else 'encode'} and decode by a Python "
-            "function of the suite: their seconds are those of Python, not of a kernel."
-        )
-    if len(frames.pools) > 1:
-        found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
-    if frames.left_out:
-        found.append(
-            f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, "
-            "of which nothing was measured."
-        )
-    if frames.stale_traces:
-        found.append(
-            f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
-            "than the records; `zeropp trace` writes them again."
-        )
-    found += footnotes.bytes_warnings(derived)
-    contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
-    found += [
-        f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
-        for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
-    ]
-    where = ran.drop_duplicates("cell").set_index("cell")["where"]
-    for cell, spread in derived.differing.items():
-        found.append(
-            f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
-            f"comparison is marked ({footnotes.RATES})."
-        )
-    found += [
-        said
-        for warn in (footnotes.taken_warning, footnotes.padding_warning, footnotes.unsigned_warning)
-        if (said := warn(derived))
-    ]
-    if frames.interrupted:
-        found.append(
-            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
-            "does."
-        )
-    if modelled := footnotes.modelled_in_words(derived).strip():
-        found.append(modelled)
-    if len(frames.failures):
-        found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
-    return found

@@ -1,29 +1,24 @@
 """``zeropp bench``: the speed of codecs, collectives and training, each beside what it is compared with.
 
 A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives``, ``bench-engine`` or
-``bench-overlap``, prints its table and draws the page of its folder.  Records of other machines or code are
-not joined.  torch is imported only once the command runs.
+``bench-overlap``, and returns its path; the command line prints its table and draws the page of its folder.
+Records of other machines or code are not joined.  torch is imported only once the command runs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from harness import terminal
+from harness import fitted_table
 from harness.cluster import interrupts
 from harness.cluster.rank import Rank
 from harness.measure import machine
@@ -45,7 +40,6 @@ Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
 MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
-_COLUMNS: Final = 98  # of text below a table
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
@@ -71,7 +65,7 @@ def codecs(
     threads: Annotated[int, typer.Option(help="Threads of torch.", min=1)] = 1,
     seconds: Annotated[float, typer.Option(help="For each operation, about.", min=0.0)] = 0.5,
     results: Results = Path("results"),
-) -> None:
+) -> Path:
     """GB/s of every codec and backend, each against a copy in the same round.
 
     --codec, --backend and --kind may be given several times; by default all backends that are here are timed.
@@ -106,7 +100,7 @@ def codecs(
     )
     (samples,) = run.on_ranks(target, threads=threads)
     setting = {**target.keywords, "threads": threads, "peers": other_libraries.versions(backends)}
-    run.finish(samples, setting, missing)
+    return run.finish(samples, setting, missing)
 
 
 @app.command()
@@ -118,7 +112,7 @@ def collectives(
     rate: Rate = None,
     seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
     results: Results = Path("results"),
-) -> None:
+) -> Path:
     """Seconds and bytes of every algorithm and transport beside gloo's own."""
     run = _Run("collectives", results)
     sizes, places = _sizes(megabytes), _places(nodes, ranks, rate, [((1, 4), None), ((2, 2), None)])
@@ -128,7 +122,7 @@ def collectives(
     samples = []
     for place, size in product(places, sizes):
         samples += run.at(place, partial(bench_collectives.measure, mebibytes=size, seconds=seconds))
-    run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
+    return run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
 
 
 @app.command()
@@ -142,7 +136,7 @@ def engine(
     model: Model = "gpt-small",
     seconds: Annotated[float, typer.Option(help="For each topology and type, about.", min=0.0)] = 240.0,
     results: Results = Path("results"),
-) -> None:
+) -> Path:
     """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
 
     Peers, as shipped and tuned, are ddp, ddp-tuned, ddp-bf16, fsdp2, fsdp2-prefetch, fsdp2-kept,
@@ -182,7 +176,7 @@ def engine(
         _fail(words)
     versions = {} if why else {DEEPSPEED: deepspeed.version()}
     setting = {"names": list(ran), "model": model, "compute": kinds, "seconds": seconds}
-    run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
+    return run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
 
 
 @app.command()
@@ -195,7 +189,7 @@ def overlap(
     chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = 4,
     seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
     results: Results = Path("results"),
-) -> None:
+) -> Path:
     """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
     run = _Run("overlap", results)
     _chosen([model], MODELS, "model")
@@ -212,7 +206,7 @@ def overlap(
     first = run.on_ranks(partial(bench_overlap.first_hop, mebibytes=megabytes), four)
     hops = partial(bench_overlap.hops, mebibytes=megabytes, chunks=chunks, seconds=seconds)
     samples += run.at((four, bench_overlap.rate_for_hops(first, megabytes)), hops)
-    run.finish(samples, {**trained, **hops.keywords})
+    return run.finish(samples, {**trained, **hops.keywords})
 
 
 class _Run:
@@ -263,7 +257,7 @@ class _Run:
         interrupts.take_over()
         wanted = Setting("none" if mbit is None else "namespaces", topology[0], mbit)
         log = self._folder / "bench.log"
-        status = terminal.console(stderr=True).status("set-up")  # on a terminal only
+        status = fitted_table.console(stderr=True).status("set-up")  # on a terminal only
         try:
             with open_link(wanted, "bench") as link, status:
                 launch = Launch(
@@ -282,51 +276,21 @@ class _Run:
 
     def finish(
         self, samples: Sequence[Sample], setting: dict[str, Any], missing: dict[str, str] | None = None
-    ) -> None:
-        """Write the record, print its tables, and draw the page of all records of the folder."""
+    ) -> Path:
+        """Write the record; returns where."""
         import torch
 
         from impl import ops
-        from report.bench.page import build
 
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
             missing["cpu"] = f"{why}; PyTorch's reference did its work"
         made = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
-        bench = Bench.model_validate(self._fixed | made)
-        bench_record.write(self._folder, bench)
-        out = terminal.console()
-        show([bench], out)
-        for name, why in missing.items():
-            out.print(f"not here: {escape(name)}: {escape(why)}")
-        print(build(self._folder))
+        return bench_record.write(self._folder, Bench.model_validate(self._fixed | made))
 
 
 def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
     return target(rank)
-
-
-def show(benches: Sequence[Bench], out: Console) -> None:
-    """Print the tables of records of one benchmark."""
-    from report.bench.boards import READ
-    from report.bench.page import boards_of, scattering, table_of
-
-    for board, data in boards_of(benches):
-        found = table_of(board, data, wide=False)
-        columns, places = found.by_place()
-        for place, rows in places:
-            title = escape(f"{found.title}: {place}" if place else found.title)
-            table = Table(
-                box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
-            )
-            for column in columns:
-                justify: Literal["left", "right"] = "right" if column.numeric else "left"
-                table.add_column(column.title, justify=justify, overflow="fold")
-            for row in rows:
-                table.add_row(*(escape(cell) for cell in row))
-            out.print(table)
-        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
-            out.print(textwrap.fill(words, _COLUMNS), markup=False, highlight=False)
 
 
 def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:

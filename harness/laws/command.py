@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness import terminal
+from harness import fitted_table
 from harness.cluster import interrupts
 from harness.suites.labels import NONE
 from impl.codecs.codec import BuiltIn, Law
@@ -66,7 +66,7 @@ def codecs(
     from harness.laws.adversarial_rows import outcome
 
     subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
-    out = terminal.console()
+    out = fitted_table.console()
     found = {
         subject: {
             claim: outcome(subject, claim, examples=examples, seed=seed, elements=elements)

@@ -28,7 +28,7 @@ from report.answer.parts import (
     ratio,
     sent,
     spelled,
-)
+)  # fmt: skip
 from report.data import metrics
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -37,30 +37,15 @@ from report.data.text import counted
 PART: Final = "in part"
 _MOST: Final = 5  # sentences
 _POLAR: Final = frozenset(
-    (
-        "are",
-        "can",
-        "could",
-        "did",
-        "do",
-        "does",
-        "has",
-        "have",
-        "is",
-        "should",
-        "was",
-        "were",
-        "will",
-        "would",
-    )
+    "are can could did do does has have is should was were will would".split()  # noqa: SIM905
 )
 _WORSE: Final = frozenset(
-    ("slower", "worse", "longer", "lose", "loses", "cost", "costs", "hurt", "hurts", "fail", "fails", "more")
+    "slower worse longer lose loses cost costs hurt hurts fail fails more".split()  # noqa: SIM905
 )
 _WORDS: Final = ("A", "All", "Between", "By", "In", "No", "The")  # with which first sentences begin
 _FIGURES: Final[dict[Quantity, str]] = {
     "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
-    "trials": "speedup", "rate": "speedup", "nodes": "scaling", "size": "largest_model",
+    "trials": "speedup", "rate": "speedup_over_rates", "nodes": "scaling", "size": "largest_model",
     "tokens": "generation",
 }  # fmt: skip
 

@@ -23,12 +23,12 @@ from report.answer.parts import (
     is_named,
     named_first,
     spelled,
-)
+)  # fmt: skip
 from report.answer.sizes import errors_of_variants
 from report.data import learning
 from report.data.metrics import Derived
 from report.data.text import counted, listed
-from report.draw.figure_definition import titles_of
+from report.draw.contenders import titles_of
 
 Row = dict[str, Any]
 _VERDICTS = {"not inferior": YES, "inferior": NO}

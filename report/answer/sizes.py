@@ -20,7 +20,7 @@ from report.answer.parts import (
     seconds,
     sent,
     spelled,
-)
+)  # fmt: skip
 from report.data import metrics, scaling
 from report.data.frames import groups
 from report.data.metrics import Derived

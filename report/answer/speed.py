@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.records.confidence_intervals import FEWEST
+from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects
 from report.answer.effects import Effect
@@ -28,7 +28,7 @@ from report.answer.parts import (
     titles,
     too_few,
     would_tell,
-)
+)  # fmt: skip
 from report.data import decoding, metrics, scaling
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
@@ -197,10 +197,9 @@ def _beside_peers(derived: Derived) -> Found | None:
     told = {}
     for row in data.to_dict("records"):
         over = [
-            f"{row[f'over_{name}']:.2f}{_over_ends(row, name)} times as fast as "
-            f"{_setting(row[f'best_{name}'])}"
+            f"{ratio(row[f'over_{name}'])} times as fast as {_setting(row[f'best_{name}'])}"
             for name in families
-            if row.get(f"over_{name}") == row.get(f"over_{name}") and row.get(f"best_{name}")
+            if isinstance(row.get(f"over_{name}"), Interval)
         ]
         if over:
             told[row["contender"], row["carried"]] = listed(over)
@@ -216,11 +215,6 @@ def _beside_peers(derived: Derived) -> Found | None:
         if name != main[0]
     ]
     return Found(first, [], [], more[:2])
-
-
-def _over_ends(row: dict[object, object], name: str) -> str:
-    low, high = row[f"over_{name}_low"], row[f"over_{name}_high"]
-    return f" ({low:.2f} to {high:.2f})" if low == low else ""  # noqa: PLR0124  # NaN
 
 
 def _setting(name: str) -> str:

@@ -51,14 +51,13 @@ class Board:
 
     @property
     def measures(self) -> dict[str, str]:
-        """By name; a row has the median under the name, and as ``<name>_told`` the text with its interval."""
-        return {column.key.removesuffix("_told"): column.measure for column in self.columns if column.measure}
+        """Formulas by key."""
+        return {column.key: column.measure for column in self.columns if column.measure}
 
     @property
-    def plotted(self) -> tuple[str, str]:
-        """Name and title of the plot's measure; the interval is in ``<name>_low`` and ``<name>_high``."""
-        found = next(column for column in self.columns if column.key.endswith("_told"))
-        return found.key.removesuffix("_told"), found.title
+    def plotted(self) -> Shown:
+        """The plot's measure."""
+        return next(column for column in self.columns if column.measure and column.ends)
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -83,12 +82,12 @@ def _best_peers(sample: Sample, run: Sequence[Sample]) -> dict[str, list[float]]
 
 def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: bool = False) -> Shown:
     """A column of medians."""
-    return Shown(name, title, number(digits), measure=measure, wide=wide)
+    return Shown(name, title, number(digits), ends=False, measure=measure, wide=wide)
 
 
 def _ratio(name: str, title: str, measure: str, *, wide: bool = False) -> Shown:
     """A column of medians with their intervals."""
-    return Shown(f"{name}_told", title, str, measure=measure, wide=wide)
+    return Shown(name, title, number(3), measure=measure, wide=wide)
 
 
 def _place(sample: Sample) -> str:

@@ -7,41 +7,46 @@ from __future__ import annotations
 
 import functools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+import matplotlib.figure
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markup import escape
 
+from harness.fitted_table import console
 from harness.records.bench_record import Bench, read_all
 from harness.records.confidence_intervals import Interval, median_interval
 from report import page
-from report.bench import roofline
-from report.bench.boards import BOARDS, Board
+from report.bench.boards import BOARDS, READ, Board
 from report.build import PAGE, Folders, publish
 from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
-from report.draw import chart_parts, figure_files, theme
-from report.draw.figure_definition import Drawing
+from report.draw import axes, files
+from report.draw.figure import Drawing
+from report.draw.theme import Style
+from report.tables import latex, terminal
 from report.tables.table import Table
 
 _FOLDERS: Final[Folders] = {
     "figures": (
-        [*(name for board in BOARDS.values() for name in board.figures), *roofline.NAMES],
+        [name for board in BOARDS.values() for name in board.figures],
         ("svg", "pdf", "png", "csv"),
     ),
     "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
 }
-_WIDE: Final = 300.0  # an axis whose ends have a larger ratio is labelled at decades only
 _MOST_TOLD: Final = 24  # dots that a description names one by one
 _MOST_FINDINGS: Final = 3  # in the lead
 _MOST_SCATTERED: Final = 3  # that a line names
 SCATTER: Final = 0.2  # of the median: beyond, a page says so
+_TEXT_COLUMNS: Final = 98  # of text below a table
 _ONE_COLOUR: Final = "#0072b2"
 
 
@@ -82,15 +87,12 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
 
 
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
-    """One row per contender over all its runs: medians over rounds, intervals, and both as text."""
+    """One row per contender over all its runs: medians over rounds, with their intervals."""
     fixed = list(data.columns[1 : list(data.columns).index("round")])
     rows = []
     for _, group in groups(data, [name for name in fixed if name != "last_loss"]):  # two runs end with two
-        row = group[fixed].iloc[-1].to_dict() | {"id": ", ".join(sorted(set(group["id"])))}
-        for name in board.measures:
-            found = _median(tuple(group[name]))
-            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
-            row |= {f"{name}_told": _told(found)}
+        row = group[fixed].iloc[-1].to_dict() | {"id": " ".join(sorted(set(group["id"])))}
+        row |= {name: _median(tuple(group[name])) for name in board.measures}
         rows.append(row | {"rounds": len(group)})
     return pd.DataFrame(rows)
 
@@ -101,7 +103,7 @@ def table_of(board: Board, data: pd.DataFrame, *, wide: bool) -> Table:
     shown = [
         column
         for column in board.columns
-        if (wide or not column.wide) and not set(found[column.key]) <= {NOTHING, None}
+        if (wide or not column.wide) and {column.told(value) for value in found[column.key]} != {NOTHING}
     ]
     return Table(board.name, board.title, board.caption, found, tuple(shown))
 
@@ -112,12 +114,6 @@ def _median(values: tuple[float, ...]) -> Interval:
     if any(math.isnan(value) for value in values):
         return Interval(math.nan, math.nan, math.nan, len(values))
     return median_interval(values)
-
-
-def _told(found: Interval) -> str:
-    """Format an interval as ``1.23 [1.20, 1.31]``."""
-    middle, low, high = map(number(3), (found.estimate, found.low, found.high))
-    return middle if not found.known else f"{middle} [{low}, {high}]"
 
 
 def scattering(board: Board, data: pd.DataFrame) -> str | None:
@@ -148,18 +144,17 @@ def _telling(board: Board, rows: pd.DataFrame) -> list[str]:
 
 def _finding(board: Board, rows: pd.DataFrame) -> str:
     """One sentence: the highest and the lowest of the plotted ratio, and whose they are."""
-    measure, title = board.plotted
-    known = rows.dropna(subset=[measure])
-    others = known[known[measure] != 1.0]  # the reference itself is no finding
-    known = known if others.empty else others
-    ordered = known.sort_values(measure, ascending=False).to_dict("records")
+    plotted = board.plotted
+    rows = rows.assign(middle=[one.estimate for one in rows[plotted.key]]).dropna(subset=["middle"])
+    others = rows[rows["middle"] != 1.0]  # the reference itself is no finding
+    ordered = (rows if others.empty else others).sort_values("middle", ascending=False).to_dict("records")
     told = [
-        f"{number(3)(row[measure])} ({' / '.join(str(row[key]) for key in _telling(board, rows))})"
+        f"{number(3)(row['middle'])} ({' / '.join(str(row[key]) for key in _telling(board, rows))})"
         for row in (ordered[0], ordered[-1])
     ]
     if len(set(told)) == 1:
-        return f"{title.capitalize()}: {told[0]}."
-    return f"{title.capitalize()}: highest {told[0]}, lowest {told[1]}."
+        return f"{plotted.title.capitalize()}: {told[0]}."
+    return f"{plotted.title.capitalize()}: highest {told[0]}, lowest {told[1]}."
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
@@ -168,15 +163,12 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
     scattered: list[str] = []
     boards = list(boards_of(benches))
     for board, data in boards:
-        for figure, rounds in _drawings(board, data):
-            headline.append(_finding(board, derived(board, rounds)))
-            drawn.append(figure_files.write(figure, rounds, folder / "figures"))
-        if board is BOARDS["codec"]:
-            roofs = roofline.rooflines(data)
-            drawn += [figure_files.write(figure, rounds, folder / "figures") for figure, rounds in roofs]
+        for figure, rows in _drawings(board, data):
+            headline.append(_finding(board, rows))
+            drawn.append(files.write(figure, rows, folder / "figures", Style()))
         scattered += [said] if (said := scattering(board, data)) else []
         found = table_of(board, data, wide=True)
-        found.write(folder / "tables")
+        latex.write(found, folder / "tables")
         tables.append(found)
     text = page.fill(
         note="",
@@ -221,83 +213,89 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
 
 
 def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.DataFrame]]:
-    """One figure per value of ``board.split``, with its rounds."""
-    _, title = board.plotted
+    """One figure per value of ``board.split``, with its rows."""
     for name, values in zip(board.figures, product(*board.split.values()), strict=True):
         mine = data
         for column, value in zip(board.split, values, strict=True):
             mine = mine[mine[column] == value]
         if len(mine):
-            drawn = Drawing(
-                name=name,
-                title=", ".join((board.title, *(value.replace("_", "-") for value in values))),
-                draw=lambda rounds: _draw(board, derived(board, rounds)),
-                caption=lambda _: (
-                    f"{title.capitalize()}: {board.ratio}; medians over rounds with 95 % intervals. "
-                    f"{board.line}"
-                ),
-                alt=lambda rounds: _described(board, derived(board, rounds)),
-            )
-            yield drawn, mine
+            title = ", ".join((board.title, *(value.replace("_", "-") for value in values)))
+            question = f"{board.plotted.title.capitalize()}: {board.ratio}."
+            drawn = Drawing(name=name, title=title, question=question, mark=Dots(board))
+            yield drawn, derived(board, mine)
 
 
-def _described(board: Board, rows: pd.DataFrame) -> str:
-    """Alternative text: every dot, or the ranges of many."""
-    measure, title = board.plotted
-    keys = [board.below, board.panel, board.row if len(rows) <= _MOST_TOLD else None]
-    keys += [None if board.colours is None else board.colours[0]]
-    told = []
-    for names, group in groups(rows, [key for key in keys if key]):
-        low, high = group[measure].min(), group[measure].max()
-        found = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
-        told.append(f"{', '.join(map(str, names))}: {found}")
-    return f"{title.capitalize()}, by the median. {'; '.join(told)}."
+@dataclass(frozen=True, slots=True)
+class Dots:
+    """A dot with its interval for each row of a board, in named rows, beside a line at 1."""
+
+    board: Board
+
+    def draw(self, data: pd.DataFrame, style: Style) -> matplotlib.figure.Figure:
+        """A panel for each value of the board's panels."""
+        board, plotted = self.board, self.board.plotted
+        ends = pd.DataFrame([(one.estimate, one.low, one.high) for one in data[plotted.key]]).to_numpy()
+        least, most = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
+        limits = (least / 1.4, most * 1.4) if board.log else (least - 0.1, most + 0.1)
+        below = [("", data)]
+        if board.below is not None:
+            below = [(str(place), mine) for (place,), mine in groups(data, [board.below])]
+        titles = list(dict.fromkeys(data[board.panel]))
+        heights = [axes.rows_inches(here[board.row].nunique()) for _, here in below]
+        figure, panels = axes.grid(style, len(below), len(titles), heights)
+        column, colours = board.colours or (board.row, dict.fromkeys(data[board.row], _ONE_COLOUR))
+        for row, (place, here) in zip(panels, below, strict=True):
+            names = list(dict.fromkeys(here[board.row]))
+            for ax, title in zip(row, titles, strict=True):
+                mine = here[here[board.panel] == title]
+                places = [names.index(name) for name in mine[board.row]]
+                shades = [colours[name] for name in mine[column]]
+                of = list(mine[plotted.key])
+                ax.hlines(places, [one.low for one in of], [one.high for one in of], colors=shades)
+                ax.scatter([one.estimate for one in of], places, c=shades, s=22, ec="white", lw=0.5, zorder=4)
+                ax.set_xlim(*limits)
+                if board.log:
+                    axes.log_ticks(ax, "x")
+                axes.line_at(ax, 1, across=False)
+                axes.name_rows(ax, [str(name) for name in names], first=ax is row[0] or style.narrow)
+                ax.set_title(axes.wrapped(f"{place}, {title}" if place else str(title), 20))
+        figure.supxlabel(plotted.title, fontsize=9)
+        if board.colours is not None:
+            there = {name: colours[name] for name in colours if (data[column] == name).any()}
+            axes.legend(figure, axes.patches(there), style)
+        return figure
+
+    def says(self, data: pd.DataFrame) -> str:
+        """What a dot is."""
+        return f"Medians over rounds with 95 % intervals. {self.board.line}"
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """Every dot, or the ranges of many."""
+        board, key = self.board, self.board.plotted.key
+        keys = [board.below, board.panel, board.row if len(data) <= _MOST_TOLD else None]
+        keys += [None if board.colours is None else board.colours[0]]
+        told = []
+        for names, group in groups(data, [one for one in keys if one]):
+            middles = [one.estimate for one in group[key]]
+            low, high = min(middles), max(middles)
+            range_ = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
+            told.append(f"{', '.join(map(str, names))}: {range_}")
+        return f"{board.plotted.title.capitalize()}, by the median. {'; '.join(told)}."
 
 
-def _draw(board: Board, rows: pd.DataFrame) -> Figure:
-    """Draw rows, with a dashed line at 1."""
-    measure, label = board.plotted
-    lines = [(("",), rows)] if board.below is None else groups(rows, [board.below])
-    titles = list(dict.fromkeys(rows[board.panel]))
-    most = max(here[board.row].nunique() for _, here in lines)
-    height = chart_parts.bars_height(most, room=1.0, row=0.22) * len(lines) + 0.2
-    figure, grid = chart_parts.panels(len(titles), len(lines), height=height, width=8.4)
-    column, colours = board.colours or (board.row, dict.fromkeys(rows[board.row], _ONE_COLOUR))
-    ends = rows[[measure, f"{measure}_low", f"{measure}_high"]].to_numpy(float)
-    limits = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
-    for axes, ((place,), here) in zip(grid, lines, strict=True):
-        names = list(dict.fromkeys(here[board.row]))
-        for ax, title in zip(axes, titles, strict=True):
-            for row in here[here[board.panel] == title].to_dict("records"):
-                at, colour = names.index(row[board.row]), colours[row[column]]
-                found = Interval(row[measure], row[f"{measure}_low"], row[f"{measure}_high"], row["rounds"])
-                chart_parts.error_bar(ax, at, found, colour)
-                ax.plot(found.estimate, at, "o", color=colour, ms=5, mec="white", mew=0.5, zorder=4)
-            _axis(ax, limits, log=board.log)
-            chart_parts.row_names(ax, [str(name) for name in names])
-            ax.grid(visible=True, axis="y")
-            head = chart_parts.wrapped(str(title), 20)
-            ax.set_title(f"{place if ax is axes[0] else ''}\n{head}" if place else head)
-            ax.tick_params(axis="y", labelleft=ax is axes[0])
-    figure.supxlabel(label, fontsize=9)
-    if board.colours is not None:
-        there = [name for name in colours if (rows[column] == name).any()]
-        for name in there:
-            grid[0][0].plot([], [], "o", ms=6, color=colours[name], label=name)
-        chart_parts.legend_above(figure, grid[0][0], columns=len(there))
-    return figure
+def show(benches: Sequence[Bench], out: Console) -> None:
+    """Print the tables of records of one benchmark."""
+    for board, data in boards_of(benches):
+        terminal.show(table_of(board, data, wide=False), out)
+        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
+            out.print(textwrap.fill(words, _TEXT_COLUMNS), markup=False, highlight=False)
 
 
-def _axis(ax: Axes, ends: tuple[float, float], *, log: bool) -> None:
-    """Limits with some air around all intervals and the line at 1, ticks, and that line."""
-    low, high = ends
-    air = 0.1 * (high - low or 1.0)
-    low, high = (low / 1.4, high * 1.4) if log else (low - air, high + air)
-    ax.set_xscale("log" if log else "linear")
-    ax.set_xlim(low, high)
-    ax.axvline(1, color=theme.INK, lw=1.1, ls=(0, (4, 3)), zorder=1)
-    if log and high / low < _WIDE:
-        ticks = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
-        chart_parts.log_ticks(ax, [tick for tick in ticks if low <= tick <= high])
-    elif log:
-        chart_parts.decades(ax, "x")
+def show_run(record: Path) -> None:
+    """Print the tables of a run's record, what was not there, and the path of its folder's page."""
+    (bench,) = [one for one in read_all(record.parent) if one.id == record.stem]
+    out = console()
+    show([bench], out)
+    for name, why in bench.missing.items():
+        out.print(f"not here: {escape(name)}: {escape(why)}")
+    print(build(record.parent))

@@ -7,10 +7,12 @@ fields that define a technique (stage, group, codecs, hpZ, feedback) are always 
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import pandas as pd
@@ -26,45 +28,23 @@ from report.data.text import listed
 BASELINE: Final = "zero3"  # the strongest that is not quantised
 PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
 PROPOSED: Final = "zeropp"
-TECHNIQUES: Final = ("qwz", "hpz", "qgz")
-COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
-NAMES: Final = {
-    "single": "single process",
-    "ddp": "DDP",
-    "ddp-tuned": "DDP, tuned",
-    "ddp-bf16": "DDP, bf16 hook",
-    "fsdp2": "FSDP2",
-    "fsdp2-prefetch": "FSDP2, prefetch",
-    "fsdp2-kept": "FSDP2, kept",
-    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
-    "deepspeed": "DeepSpeed",
-    "deepspeed-hpz": "DeepSpeed, hpZ",
-    "ddp+exact": "DDP + exact",
-    "ddp+bf16": "DDP + bf16",
-    "ddp+qgz": "DDP + qgZ",
-    "fsdp2+exact": "FSDP2 + exact",
-    "fsdp2+bf16": "FSDP2 + bf16",
-    "fsdp2+qwz": "FSDP2 + qwZ",
-    "fsdp2+qgz": "FSDP2 + qgZ",
-    "fsdp2+qwz+qgz": "FSDP2 + qwZ+qgZ",
-    "exact": "exact (fp32)",
-    "zero0": "ZeRO-0",
-    "zero1": "ZeRO-1",
-    "zero2": "ZeRO-2",
-    "zero3": "ZeRO-3",
-    "zero3-flat": "flat ZeRO-3",
-    "mics": "MiCS",
-    "qwz": "qwZ",
-    "hpz": "hpZ",
-    "qgz": "qgZ",
-    "qwz+hpz": "qwZ+hpZ",
-    "qwz+qgz": "qwZ+qgZ",
-    "hpz+qgz": "hpZ+qgZ",
-    "zeropp": "ZeRO++",
-    "recipe": "DeepSpeed configuration",
-}
-"""Printed names, in the order in which figures and tables list strategies."""
 
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a strategy is printed and drawn."""
+
+    name: str
+    colour: str
+    marker: str
+
+
+_FILE: Final = Path(__file__).parents[1] / "strategies.csv"
+with _FILE.open(encoding="utf-8", newline="") as _file:
+    STRATEGIES: Final = {row.pop("strategy"): Strategy(**row) for row in csv.DictReader(_file)}
+"""In the order in which figures and tables list strategies."""
+
+NAMES: Final = {strategy: one.name for strategy, one in STRATEGIES.items()}
 _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
@@ -122,6 +102,11 @@ def is_contrast(table: pd.DataFrame) -> pd.Series[bool]:
     if table["role"].eq("baseline").any():
         return table["role"].eq("contrast")
     return is_preset(table, PROPOSED)
+
+
+def name_of(strategy: str) -> str:
+    """The printed name of a strategy."""
+    return NAMES.get(strategy, strategy)
 
 
 def order_of(strategy: str) -> int:
@@ -192,7 +177,7 @@ def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is named by its stage
     and the options that it sets beside that.
     """
-    name = NAMES.get(trial.strategy, trial.strategy)
+    name = name_of(trial.strategy)
     changes = changes_of(trial)
     if trial.strategy == RECIPE:
         changes = _asked(trial) | changes

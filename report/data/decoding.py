@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -69,6 +71,12 @@ def speedup(group: pd.DataFrame) -> Interval:
     rates = ("tokens_per_second", "baseline_tokens_per_second")
     ours, base = (by_trial[name].agg(lambda values: np.exp(np.log(values).mean())) for name in rates)
     return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
+
+
+def speedup_or_nothing(group: pd.DataFrame) -> Interval:
+    """The same of rows of which some may have no baseline; NaN if none has."""
+    paired = group.dropna(subset=["baseline"])
+    return speedup(paired) if len(paired) else Interval(math.nan, math.nan, math.nan, 0)
 
 
 def speed(group: pd.DataFrame) -> Interval:

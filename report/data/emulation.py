@@ -53,5 +53,5 @@ def of_benches(rounds: Iterable[pd.DataFrame]) -> str:
 
 
 def note(kinds: Iterable[str]) -> str:
-    """Caption text beside numbers of real networks; ends with a space, and empty if ours is real too."""
-    return "Ours are of emulated nodes: see the head of the page. " if {*kinds} & {*_NODES} else ""
+    """Caption text beside numbers of real networks; empty if ours is real too."""
+    return "Ours are of emulated nodes: see the head of the page." if {*kinds} & {*_NODES} else ""

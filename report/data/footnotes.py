@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import pandas as pd
 
 from harness.suites import labels
-from impl.plan.shard_layout import MUCH_PADDING
 from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
-from report.data.text import NOTHING, counted, listed
+from report.data.text import NOTHING, counted
 
 RATES = "†"
 TAKEN = "‡"
@@ -29,7 +28,7 @@ def share(value: float | None) -> str:
     """Format a ratio to a bound, to hundredths; one above 1 is marked."""
     if value is None or pd.isna(value):
         return NOTHING
-    return f"{value:.2f}{above(value)}"
+    return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
 
 
 def part(value: float | None) -> str:
@@ -37,18 +36,11 @@ def part(value: float | None) -> str:
     return NOTHING if value is None or pd.isna(value) else f"{value:.1%}"
 
 
-def above(value: float) -> str:
-    """The mark of a share that prints as above 1; empty for others."""
-    return f" {ABOVE}" if round(value, 2) > 1 else ""
-
-
-def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
-    """Caption text about shares above 1, ending with a space; empty if there are none.
+def above_in_words(shares: pd.DataFrame) -> str:
+    """Caption text about shares above 1; empty if there are none.
 
     Args:
-        shares: of trials, with columns ``schedule_share``, ``ideal_share`` and ``processors_busy``, and maybe
-            ``alone``.
-        marked: whether the mark stands beside them.
+        shares: columns ``schedule_share``, ``ideal_share``, ``processors_busy`` and ``alone`` of trials.
     """
     beyond = {name for name in shares.columns if name != "alone" and shares[name].round(2).gt(1).any()}
     if not beyond:
@@ -61,20 +53,13 @@ def above_in_words(shares: pd.DataFrame, *, marked: bool = True) -> str:
             "steps sent their bytes at a higher rate than the probe after the trial found, or their units "
             "share the computation otherwise than by their elements, as the scheduled step takes it"
         )
-    if "alone" in shares and shares["alone"].eq(other=True).any():
+    if shares["alone"].eq(other=True).any():
         why.append("all ranks computed at once when it was measured, while in a step some wait")
     elif "processors_busy" in beyond:
         why.append("ranks do not begin a step together, so that part of what they computed is another step's")
-    if not why:
-        return ""
-    where = f"{ABOVE}: above 1, so" if marked else "Where the share is above 1,"
-    return f"{where} what is said to be allowed is too long: {'; and '.join(why)}. "
-
-
-def trials(mine: pd.DataFrame) -> str:
-    """Number of trials, with the number during which other programs used the CPUs."""
-    taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
-    return f"{len(mine)}" + (f" ({taken} {TAKEN})" if taken else "")
+    return (
+        f"{ABOVE}: above 1, so what is said to be allowed is too long: {'; and '.join(why)}." if why else ""
+    )
 
 
 def rates(mine: pd.DataFrame) -> str:
@@ -82,32 +67,11 @@ def rates(mine: pd.DataFrame) -> str:
     return f" {RATES}" if mine["rates_differ"].any() else ""
 
 
-def padding_warning(derived: Derived) -> str | None:
-    """What the page says before all numbers, if the units of any trial are padded much."""
-    ran = derived.finished
-    said = labels.padded_in_words(ran["padding_share"])
-    marked = int(ran["padding_share"].gt(MUCH_PADDING).sum())
-    return f"{said} It stands beside what was sent in {counted(marked, 'trial')}." if said else None
-
-
 def in_words(cells: Iterable[str]) -> str:
     """Caption text for the marks of rates and trials that occur in these cells, after a space."""
     found = "".join(cells)
     words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS, labels.INTERFACES: labels.INTERFACES_IN_WORDS}
     return "".join(f" {told}" for mark, told in words.items() if mark in found)
-
-
-def taken_warning(derived: Derived) -> str | None:
-    """Warning of the page if other programs used the CPUs during any trial."""
-    ran = derived.finished
-    found = ran[ran["taken_share"].gt(OTHERS_WITHIN)]
-    if found.empty:
-        return None
-    return (
-        f"During {len(found)} of {counted(len(ran), 'trial')} other programs and the machine's host took "
-        f"more than {OTHERS_WITHIN:.0%} of the processors' time, at most {found['taken_share'].max():.0%}; "
-        f"such trials are marked ({TAKEN})."
-    )
 
 
 def alone_in_words(derived: Derived) -> str:
@@ -139,36 +103,6 @@ def modelled_in_words(derived: Derived) -> str:
     return (
         f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
         "wire sends by its bytes; no network was slow."
-    )
-
-
-def bytes_warnings(derived: Derived) -> list[str]:
-    """Warnings of the page on trials whose bytes on record do not agree with each other."""
-    ran = derived.finished
-    found = []
-    if len(unequal := ran[ran["predicted_equal"].eq(other=False)]):
-        found.append(
-            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
-            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
-        )
-    if len(wrong := ran[ran["miscounted"].ne("")]):
-        first = wrong.iloc[0]
-        found.append(
-            f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
-            f"{listed(sorted(wrong['id'])[:6])}; in {first['id']} {first['miscounted']}."
-        )
-    return found
-
-
-def unsigned_warning(derived: Derived) -> str | None:
-    """What the page says of records without a digest of their content."""
-    ran = derived.finished
-    bare = int((~ran["signed"].astype(bool)).sum())
-    if not bare:
-        return None
-    return (
-        f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
-        "their content was edited is not known."
     )
 
 

@@ -17,11 +17,23 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import pandas as pd
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from harness.records import checks
 from harness.records.machine_use import joules
-from harness.records.record import Record, RecordError, read_all
+from harness.records.record import (
+    Alone,
+    CommunicationError,
+    Failure,
+    InterfaceCounters,
+    QuantisationError,
+    Record,
+    RecordError,
+    Step,
+    Token,
+    Validation,
+    read_all,
+)  # fmt: skip
 from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
 from harness.suites.repeats import CONTENDER
@@ -36,36 +48,9 @@ _NOT_OF_A_CELL: Final = (
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-STEPS: Final = (
-    "id", "rank", "node", "local", "index", "warmup", "total", "forward", "backward", "optimizer",
-    "exposed_forward", "exposed_backward", "loss", "gradient_norm", "cpu_seconds",
-)  # fmt: skip
-BYTES: Final = (
-    "id", "source", "rank", "node", "phase", "purpose", "link", "hop", "bytes", "messages", "padding",
-    "headers",
-)  # fmt: skip
+_OF_RANK: Final = ("rank", "node", "local")
 _SUMMED: Final = ("bytes", "messages", "padding", "headers")
-INTERFACES: Final = ("id", "node", "tx_bytes", "tx_packets", "header_bytes")
-MEMORY: Final = ("id", "rank", "source", "part", "bytes")
-TOKENS: Final = (
-    "id", "rank", "step", "warmup", "index", "seconds", "exposed", "inter_bytes", "intra_bytes",
-)  # fmt: skip
-ALONE: Final = (
-    "id", "rank", "sample", "forward", "backward", "optimizer", "cpu_seconds", "optimizer_cpu_seconds",
-)  # fmt: skip
-VALIDATIONS: Final = ("id", "step", "loss", "train_seconds", "inter_bytes")
-QUANTISATION: Final = ("id", "purpose", "unit", "codec", "vnmse", "largest")
-COMMUNICATION_ERRORS: Final = (
-    "id", "step", "purpose", "unit", "hop", "axis", "codec", "repeated", "squared_error", "squared_value",
-    "cosine",
-)  # fmt: skip
-TRACES: Final = ("id", "rank", "lane", "name", "begin", "end", "seconds", "before")
-LINKS: Final = ("id", "order", "kind", "why", "when", "requested_mbit", "achieved_mbit", "message_bytes")
-FAILURES: Final = (
-    "id", "contender", "where", "repeat", "seed", "kind", "message", "log", "by", "strategy", "place", "cell",
-    "parameters", "nodes", "ranks_per_node",
-)  # fmt: skip
-FACTS: Final = ("pool", "records", "fact", "value")
+_BY: Final = ("id", "source", "rank", "node", "phase", "purpose", "link", "hop")  # of these sums
 
 
 class ReportError(RecordError):
@@ -74,7 +59,7 @@ class ReportError(RecordError):
 
 @dataclass(frozen=True)
 class Frames:
-    """A results folder as tables; columns are the constants above, units in their names.
+    """A results folder as tables; columns are the fields of records, units in their names.
 
     In ``trials``, ``processors`` are the CPUs that all ranks share, NaN on GPUs and if ranks may run on
     several machines; ``others_share`` and ``steal_share`` are the parts of their time that other programs
@@ -150,43 +135,41 @@ def frames_of(records: list[Record], traces: Sequence[Trace] = (), *, across_poo
 
     pool_of = {record.id: record.pool for record in finished}
     shown = [trace for trace in traces if pool_of.get(trace.otherData.trial) == trace.otherData.pool]
-
-    def trials_of(kept: list[Record]) -> pd.DataFrame:
-        ids = {record.id for record in kept}
-        rows = pd.DataFrame([row for row in everything if row["id"] in ids], columns=list(everything[0]))
-        return rows.astype(dict.fromkeys(_FLOATS, float))
-
+    all_trials = pd.DataFrame(everything).astype(dict.fromkeys(_FLOATS, float))
     failed = {
         record.id: record.failure.model_dump()
         for record in records
         if record.failure is not None and record.failure.kind != "interrupted"
     }
+    failures = [row | failed[row["id"]] for row in everything if row["id"] in failed]
+    answers = {record.answer for record in records}
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
-        answer=answers.pop() if len(answers := {record.answer for record in records}) == 1 else "",
+        answer=answers.pop() if len(answers) == 1 else "",
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
         interrupted=len(records) - len(ended) - len(failed),
-        trials=trials_of(finished),
-        generators=trials_of(generated),
-        steps=_frame(finished, STEPS, lambda r: _of_ranks(r, "steps")),
+        trials=all_trials[all_trials["id"].isin([record.id for record in finished])].reset_index(drop=True),
+        generators=all_trials[all_trials["id"].isin([one.id for one in generated])].reset_index(drop=True),
+        steps=_frame(finished, (*_OF_RANK, *Step.model_fields), lambda r: _of_ranks(r, "steps")),
         bytes=_bytes_frame(finished),
-        interfaces=_frame(finished, INTERFACES, _interface_rows),
-        memory=_frame(finished, MEMORY, _memory_rows),
-        tokens=_frame(generated, TOKENS, lambda r: _of_ranks(r, "tokens")),
-        alone=_frame(finished, ALONE, _alone_rows),
-        validations=_frame(finished, VALIDATIONS, lambda r: (v.model_dump() for v in r.validations)),
-        quantisation=_frame(finished, QUANTISATION, lambda r: (q.model_dump() for q in r.quantisation)),
+        interfaces=_frame(finished, ("header_bytes", *InterfaceCounters.model_fields), _interface_rows),
+        memory=_frame(finished, ("rank", "source", "part", "bytes"), _memory_rows),
+        tokens=_frame(generated, (*_OF_RANK, *Token.model_fields), lambda r: _of_ranks(r, "tokens")),
+        alone=_frame(finished, ("rank", "sample", *Alone.model_fields), _alone_rows),
+        validations=_frame(finished, Validation.model_fields, lambda r: _dumped(r.validations)),
+        quantisation=_frame(finished, QuantisationError.model_fields, lambda r: _dumped(r.quantisation)),
         communication_errors=_frame(
-            finished, COMMUNICATION_ERRORS, lambda r: (e.model_dump() for e in r.communication_errors)
+            finished, CommunicationError.model_fields, lambda r: _dumped(r.communication_errors)
         ),
-        traces=pd.DataFrame([row for trace in shown for row in _trace_rows(trace)], columns=list(TRACES)),
+        traces=pd.DataFrame(
+            [row for trace in shown for row in _trace_rows(trace)],
+            columns=["id", "rank", "lane", "name", "begin", "end", "seconds", "before"],
+        ),
         stale_traces=len(traces) - len(shown),
         links=_links_frame(ended),
-        failures=pd.DataFrame(
-            [row | failed[row["id"]] for row in everything if row["id"] in failed], columns=list(FAILURES)
-        ),
+        failures=pd.DataFrame(failures, columns=[*everything[0], *Failure.model_fields]),
         facts=_facts_frame(records),
         ran=trials,
         shared=shared,
@@ -200,7 +183,11 @@ def _frame(
 ) -> pd.DataFrame:
     """Rows of all records, each with its record's id, as a frame that has all columns even without rows."""
     found = [{"id": record.id, **row} for record in records for row in rows(record)]
-    return pd.DataFrame(found, columns=list(columns))
+    return pd.DataFrame(found, columns=["id", *columns])
+
+
+def _dumped(parts: Iterable[BaseModel]) -> Iterator[dict[str, Any]]:
+    return (part.model_dump() for part in parts)
 
 
 def _trial(record: Record) -> Trial:
@@ -390,7 +377,7 @@ def _of_ranks(record: Record, values: Literal["steps", "tokens"]) -> Iterator[di
 def _alone_rows(record: Record) -> Iterator[dict[str, Any]]:
     for rank in record.ranks:
         for number, sample in enumerate(rank.alone):
-            yield {"rank": rank.rank, "sample": number, **sample.model_dump(exclude={"when"})}
+            yield {"rank": rank.rank, "sample": number, **sample.model_dump()}
 
 
 def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
@@ -420,9 +407,8 @@ def _bytes_frame(records: list[Record]) -> pd.DataFrame:
                         "headers": checks.segmented(entry),
                     }
 
-    frame = _frame(records, BYTES, rows)
-    keys = [name for name in BYTES if name not in _SUMMED]
-    return frame.groupby(keys, as_index=False, sort=False)[list(_SUMMED)].sum()
+    frame = _frame(records, (*_BY[1:], *_SUMMED), rows)
+    return frame.groupby(list(_BY), as_index=False, sort=False)[list(_SUMMED)].sum()
 
 
 def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
@@ -472,11 +458,12 @@ def _links_frame(records: list[Record]) -> pd.DataFrame:
 
     def rows(record: Record) -> Iterator[dict[str, Any]]:
         if (link := record.link) is not None:
-            fixed = {"order": record.order, **link.model_dump(include=set(LINKS))}
+            fixed = {"order": record.order, **link.model_dump(include={"kind", "requested_mbit"})}
             for when, values in (("calibrated", link.calibrated_mbit), ("probed", link.probed_mbit)):
                 yield from (fixed | {"when": when, "achieved_mbit": value} for value in values)
 
-    found = _frame(records, LINKS, rows).astype({"requested_mbit": float, "achieved_mbit": float})
+    columns = ("order", "kind", "requested_mbit", "when", "achieved_mbit")
+    found = _frame(records, columns, rows).astype({"requested_mbit": float, "achieved_mbit": float})
     again = found.duplicated(["kind", "requested_mbit", "when", "achieved_mbit"])
     return found[~(found["when"].eq("calibrated") & again)]
 
@@ -502,7 +489,7 @@ def _facts_frame(records: list[Record]) -> pd.DataFrame:
         for fact, value in _environment(record).items()
     ]
     found = pd.DataFrame(rows, columns=["pool", "fact", "value"])
-    return found.groupby(["pool", "fact", "value"]).size().rename("records").reset_index()[list(FACTS)]
+    return found.groupby(["pool", "fact", "value"]).size().rename("records").reset_index()
 
 
 def _without_old_failures(records: list[Record]) -> list[Record]:

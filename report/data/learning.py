@@ -7,6 +7,7 @@ again: they are one loss, however often they ran.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -18,7 +19,7 @@ from harness.records.confidence_intervals import (
     paired_ratio_interval,
     power,
     verdict,
-)
+)  # fmt: skip
 from harness.suites.question import LEAST_STEPS
 from report.data.contender import is_baseline
 from report.data.frames import groups
@@ -100,6 +101,16 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
     """Last validation loss of each seed; the mean where it was trained several times."""
     return trials.groupby("seed")["validation_loss"].mean()
+
+
+def mean_of(column: str) -> Callable[[pd.DataFrame], Interval]:
+    """An estimate of a column of losses: the mean over seeds, and from the lowest to the highest of them."""
+
+    def of(group: pd.DataFrame) -> Interval:
+        seeds = group.groupby("seed")[column].mean()
+        return Interval(float(seeds.mean()), float(seeds.min()), float(seeds.max()), len(seeds))
+
+    return of
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:

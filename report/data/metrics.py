@@ -7,7 +7,7 @@ that every printed number can be traced to record ids.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ from report.data.contender import (
     is_baseline,
     is_contrast,
     is_preset,
-)
+)  # fmt: skip
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
@@ -44,6 +44,11 @@ OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 _SOURCES: Final = ("ledger", "predicted")
 PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
+KEPT: Final = [
+    "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
+    "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
+]  # fmt: skip
+"""Columns by which the table of a figure says whose its rows are."""
 
 
 def trials(frames: Frames) -> pd.DataFrame:
@@ -225,6 +230,15 @@ def speedup(group: pd.DataFrame) -> Interval:
     return _paired(group, "baseline_seconds", "step_seconds")
 
 
+def over_itself(paired: pd.DataFrame) -> Interval | float:
+    """The speed-up of some pairs; without ends of a baseline beside itself, and NaN without pairs."""
+    if paired.empty:
+        return math.nan
+    found = speedup(paired)
+    itself = paired["contender"].iloc[0] == paired["baseline_contender"].iloc[0]
+    return replace(found, low=math.nan, high=math.nan) if itself else found
+
+
 def _paired(group: pd.DataFrame, above: str, below: str) -> Interval:
     """Interval of the ratio of two columns, by seed and repeat, with the spread between sweeps in it."""
     by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
@@ -251,6 +265,11 @@ def step_interval(group: pd.DataFrame) -> Interval:
         group: rows of :func:`trials` of one contender in one cell.
     """
     return geometric_interval(list(group["step_seconds"]), list(group["sweep"]))
+
+
+def throughput(group: pd.DataFrame) -> Interval:
+    """Geometric mean of the tokens per second of some trials, with its interval."""
+    return geometric_interval(list(group["tokens_per_second"]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:

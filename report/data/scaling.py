@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
+from harness.records.confidence_intervals import Interval
 from report.data.frames import groups
 from report.data.metrics import Derived
 
@@ -42,6 +44,11 @@ def under_limits(derived: Derived) -> pd.DataFrame:
     limits = np.array([ran[identity].memory_limit or np.nan for identity in found["id"]])
     found = found.assign(limit_bytes=limits, first=found["place"]).dropna(subset=["limit_bytes"])
     return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
+
+
+def largest_interval(group: pd.DataFrame) -> Interval:
+    """The first of :func:`largest`, as an estimate."""
+    return Interval(largest(group)[0], math.nan, math.nan, len(group))
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:

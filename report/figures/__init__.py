@@ -1,1 +1,1 @@
-"""Figures of a report, one file a family."""
+"""Figures of a report, as declarations."""

@@ -1,4 +1,4 @@
-"""Tables of errors: of what was sent, and of codecs that were tried on it."""
+"""Tables of errors: of what was sent, and of codecs that were tried on it; and of losses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pandas as pd
 
-from report.data import communication, footnotes
+from harness.records.confidence_intervals import CONFIDENCE, ENOUGH_POWER, FEWEST, Interval
+from harness.suites.question import LEAST_STEPS
+from report.data import communication, learning
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import number
-from report.draw.figure_definition import by_contender
-from report.tables.table import Column, Table, placed
+from report.data.text import NOTHING, listed, number, with_interval
+from report.draw.contenders import by_contender, peers_note
+from report.tables.columns import CONTENDER, TRIALS, counted
+from report.tables.table import Column, Table, made
 
 
 def sent_error(derived: Derived) -> Table:
@@ -23,99 +26,157 @@ def sent_error(derived: Derived) -> Table:
         for _, of_step in groups(found, ["cell", "step"])
         for _, _, mine in by_contender(of_step)
     ]
-    rows.sort(key=lambda row: row["order"])
-    columns = (
-        Column("contender", "Contender"),
+    rows.sort(key=lambda row: row["_order"])
+    times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
+    return made(
+        "sent_error",
+        "Error of what was sent",
+        rows,
+        CONTENDER,
         Column("step", "Step", str),
-        Column("trials_told", "n", str),
-        Column("cosine", "Cosine of ranks", number(3)),
-        Column("hops_told", "Each hop"),
-        Column("end_to_end", "End to end", number(3)),
-        Column("repeated", f"of {_repeated(found)} reductions' sum", number(3)),
-        Column("weights", "Weights", number(3)),
+        TRIALS,
+        Column(
+            "cosine", "Cosine of ranks", number(3),
+            "Cosine: between ranks' gradients, mean over all pairs: the less they agree, the smaller their "
+            "mean, and the larger the same error of a hop is beside it.",
+        ),
+        Column(
+            "hops", "Each hop",
+            says="Each hop: the decoded frames that it sends, against the values that were encoded there "
+            "(error feedback included).",
+        ),
+        Column(
+            "end_to_end", "End to end", number(3),
+            "End to end: sum((reduced - mean)^2) / sum(mean^2), the mean being that of all ranks' gradients, "
+            "sent as they are in fp32 and added up in fp64.",
+        ),
+        Column(
+            "repeated", f"of {times} reductions' sum", number(3),
+            "With error feedback the error of one step includes what earlier ones left over; what it lowers, "
+            "as random rounding does, is the error of the sum of steps: here of so many reductions of the "
+            "same gradients, which for all others is that of one.",
+        ),
+        Column("weights", "Weights", number(3), "Weights: gathered against fp32 masters."),
         Column("secondary", "from hpZ's copy", number(3)),
-    )
-    caption = (
-        "vNMSE, sums over all units; medians over repeats and seeds. Each hop: the decoded frames that it "
-        "sends, against the values that were encoded there (error feedback included). End to end: "
-        "sum((reduced - mean)^2) / sum(mean^2), the mean being that of all ranks' gradients, sent as they "
-        "are in fp32 and added up in fp64. Cosine: between ranks' gradients, mean over all pairs: the less "
-        "they agree, the smaller their mean, and the larger the same error of a hop is beside it. With error "
-        "feedback the error of one step includes what earlier ones left over; what it lowers, as random "
-        "rounding does, is the error of the sum of steps: here of so many reductions of the same gradients, "
-        "which for all others is that of one. Weights: gathered against "
-        "fp32 masters. Measured just before the step of that number, in passes that are not timed."
-        f"{footnotes.in_words(row['trials_told'] for row in rows)}"
-    )
-    if not rows:
-        return Table("sent_error", "Error of what was sent", caption, pd.DataFrame(), columns)
-    return placed("sent_error", "Error of what was sent", caption, rows, *columns)
-
-
-def _repeated(found: pd.DataFrame) -> str:
-    """How many reductions were added up."""
-    return ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
+        notes="vNMSE, sums over all units; medians over repeats and seeds. Measured just before the step of "
+        "that number, in passes that are not timed.",
+    )  # fmt: skip
 
 
 def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
     """One contender in one cell at one step."""
-    ends = communication.end_to_end(mine)
-    hops = communication.of_hops(mine)
-    first = mine.iloc[0]
+    ends, hops, first = communication.end_to_end(mine), communication.of_hops(mine), mine.iloc[0]
     ran = derived.trials[derived.trials["id"].isin(mine["id"])]
     return {
         "where": first["where"],
         "contender": first["contender"],
         "step": int(first["step"]),
-        "trials": len(ran),
-        "trials_told": footnotes.trials(ran),
-        "cosine": communication.median(ends, "cosine"),
-        "hops_told": communication.hops_told(hops),
+        **counted(ran),
+        "cosine": ends["cosine"].median(),
+        "hops": communication.hops_told(hops),
         "smallest_of_a_hop": float(hops["vnmse"].min()),
         "largest_of_a_hop": float(hops["vnmse"].max()),
-        "end_to_end": communication.median(ends),
-        "repeated": communication.median(communication.end_to_end(mine, repeated=True)),
-        "weights": communication.median(communication.end_to_end(mine, "weights")),
-        "secondary": communication.median(communication.end_to_end(mine, "secondary")),
-        "order": int(ran.index[0]),
+        "end_to_end": ends["vnmse"].median(),
+        "repeated": communication.end_to_end(mine, repeated=True)["vnmse"].median(),
+        "weights": communication.end_to_end(mine, "weights")["vnmse"].median(),
+        "secondary": communication.end_to_end(mine, "secondary")["vnmse"].median(),
+        "_order": int(ran.index[0]),
     }
 
 
 def quantisation(derived: Derived) -> Table:
     """Table of the median vNMSE of each codec that was tried, by block size."""
-    caption = (
+    says = (
         "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
         "'shard' is one scale for a whole shard."
     )
-    return _tried(derived, "quantisation", "Codecs tried", caption, "vnmse")
+    return _tried(derived, "quantisation", "Codecs tried", says)
 
 
 def largest_error(derived: Derived) -> Table:
     """Table of the largest error of each codec that was tried, by block size."""
-    caption = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
-    return _tried(derived, "largest_error", "Codecs tried: largest error", caption, "largest")
+    says = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
+    return _tried(derived, "largest_error", "Codecs tried: largest error", says)
 
 
-def _tried(derived: Derived, name: str, title: str, caption: str, value: str) -> Table:
+def _tried(derived: Derived, name: str, title: str, says: str) -> Table:
     """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
+    value = "vnmse" if name == "quantisation" else "largest"
     found, where = communication.tried(derived.frames, derived.trials)
-    caption += (
-        f" Each codec encodes once what training left to {where}: weights, and reduced gradients. Nothing of "
-        "it is sent; what was sent has a table of its own."
-    )
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
-    told = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
-    wide = told.pivot_table(
+    wide = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts]).pivot_table(
         index=["purpose", "kind"],
         columns="block",
         values=value,
         aggfunc="median" if value == "vnmse" else "max",
     )
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
-    columns = (
+    heads = {block: "no blocks" if block == "none" else block for block in blocks}
+    return made(
+        name,
+        title,
+        wide[blocks].reset_index(),
         Column("purpose", "Of"),
         Column("kind", "Codec"),
-        *(Column(block, "no blocks" if block == "none" else block, number(3)) for block in blocks),
+        *(Column(block, head, number(3)) for block, head in heads.items()),
+        notes=f"{says} Each codec encodes once what training left to {where}: weights, and reduced "
+        "gradients. Nothing of it is sent; what was sent has a table of its own.",
     )
-    return Table(name, title, caption, wide[blocks].reset_index(), columns)
+
+
+def _nats(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:+.4f}"
+
+
+def losses(derived: Derived) -> Table:
+    """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
+    found = learning.losses(derived)
+    base = listed([one for one in dict.fromkeys(found.get("base", [])) if one]) or "the baseline"
+    margins = found["margin"].dropna() if len(found) else found
+    margin = f" (here {number(2)(min(margins))} nats)" if len(margins) else ""
+    rows = [{str(key): value for key, value in row.items()} | {"verdict": row["verdict"] or NOTHING}
+            for row in found.to_dict("records")]  # fmt: skip
+    for row in rows:
+        few = row["target"] == row["target"] and row["reached"] < row["seeds"]
+        row["_gain"] = f"{row['reached']} of {row['seeds']} reach it" if few else _interval(row["gain"])
+    return made(
+        "losses",
+        "Losses",
+        rows,
+        CONTENDER,
+        Column(
+            "seeds", "Seeds", str,
+            "Last validation loss, mean over seeds: repeats of a seed train the same again, and count once.",
+        ),
+        Column("loss", "Validation loss", number(4)),
+        Column(
+            "difference", f"less {base}'s", _nats,
+            f"Difference: of the same seed, mean with its {CONFIDENCE:.0%} interval, Student's t, from "
+            f"{FEWEST} seeds on.",
+        ),
+        Column(
+            "verdict", "Verdict", str,
+            f"Verdict: against a margin of {learning.MARGIN:.0%} of {base}'s loss{margin}; not inferior: the "
+            "interval's upper end lies below it; inferior: its lower end lies above it; cannot tell: the "
+            "margin lies inside.",
+        ),
+        Column(
+            "power", "Power", number(2),
+            "Power: probability that an equal contender would be found not inferior with this spread; below "
+            f"{ENOUGH_POWER:g} the verdict is 'no power', and nothing is claimed, unless the contender is "
+            "inferior. Each of the first two verdicts is wrong in at most 2.5 % of cases.",
+        ),
+        Column(
+            "seconds", "To the target, s", number(3),
+            f"Target: {base}'s mean loss and the margin, by the line between validations; its ratio is "
+            "paired by seed, and there is none unless all seeds of both reach it.",
+        ),
+        Column("_gain", f"{base}'s over it", str),
+        notes=f"Losses after fewer than {LEAST_STEPS} steps have no verdict: they hardly depend on what is "
+        f"compared. {peers_note(found) if len(found) else ''}",
+    )  # fmt: skip
+
+
+def _interval(found: Interval) -> str:
+    return with_interval(found, "{:.2f}".format) if found.n else NOTHING

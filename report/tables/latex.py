@@ -9,14 +9,13 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import pandas as pd
 
 from report.data.text import text
-
-if TYPE_CHECKING:  # tables have themselves written here
-    from report.tables.table import Column, Table
+from report.tables.table import Column, Table
 
 SPECIAL: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -32,6 +31,13 @@ _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page print
   \errmessage{no number #1 in this report}\fi}
 \providecommand{\zpset}[2]{\expandafter\def\csname zp:#1\endcsname{#2}}
 """
+
+
+def write(table: Table, folder: Path) -> None:
+    """Write a table in all its forms."""
+    forms = {"csv": table.csv(), "md": table.markdown(), "tex": tabular(table)}
+    for suffix, written in forms.items():
+        (folder / f"{table.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
 
 
 def escaped(value: str) -> str:
@@ -85,28 +91,23 @@ def numbers(tables: Sequence[Table], records_of: Callable[[pd.Series], Sequence[
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
         for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):
-            ids = records_of(raw)
-            if not ids:
+            if not (ids := records_of(raw)):
                 continue
             lines.append(f"% {table.name}, row {number + 1}: {' '.join(ids)}")
-            told = [cell for column, cell in zip(table.columns, cells, strict=True) if _names(column)]
-            row = _key(", ".join([*told, *(str(raw[key]) for key in ("where",) if raw.get(key))]))
+            pairs = list(zip(table.columns, cells, strict=True))
+            words = [cell for column, cell in pairs if not column.numeric and not column.place]
+            row = _key(", ".join([*words, *([str(raw["where"])] if raw.get("where") else [])]))
             taken[f"{table.name}/{row}"] += 1
             if (count := taken[f"{table.name}/{row}"]) > 1:
                 row = f"{row}, {count}"
             lines += [
-                rf"\zpset{{{table.name}/{row}/{_key(column.key)}}}{{{escaped(cell)}}}"
-                for column, cell in zip(table.columns, cells, strict=True)
+                rf"\zpset{{{table.name}/{row}/{_key(column.name)}}}{{{escaped(cell)}}}"
+                for column, cell in pairs
                 if column.numeric
             ]
     return "\n".join([*lines, ""])
 
 
-def _names(column: Column) -> bool:
-    """Whether a column's cells are words that tell rows apart."""
-    return not column.numeric and not column.place
-
-
 def _key(words: str) -> str:
     """What may stand in a control sequence's name."""
-    return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", words.removesuffix("_told"))
+    return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", words)

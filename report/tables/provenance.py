@@ -1,14 +1,61 @@
-"""Tables of where numbers come from: links, settings, machine and code, failures, and others' prints."""
+"""Tables of where numbers come from: links, GPUs, settings, machine, failures, and others' prints."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import pandas as pd
 
+from harness.records.confidence_intervals import median_interval
 from report.data import metrics, published
+from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.metrics import Derived
 from report.data.text import number
+from report.tables.columns import CONTENDER, TRIALS, rows_of
 from report.tables.settings import setting as settings
-from report.tables.table import Column, Table
+from report.tables.table import Column, Table, made
+
+HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
+_HELD_FROM: Final = 0.05  # share of samples
+
+
+def energy(derived: Derived) -> Table:
+    """Table of GPUs' energy per token, power, utilisation and clocks; without rows where no GPU was."""
+    rows: list[dict[str, Any]] = []
+    for row, _, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
+        held = int((mine["throttled"].gt(_HELD_FROM) | mine["gpu_others"].gt(0)).sum())
+        row |= {name: mine[name].median() for name in ("watts", "utilisation", "clock_mhz", "throttled")}
+        row["_taken"] += f" ({held} {HELD})" if held else ""
+        if len(known := mine.dropna(subset=["joules_per_token"])):
+            joules = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
+            row["joules_per_token"] = joules
+        rows.append(row | {"held_or_shared": held})
+    return made(
+        "energy",
+        "Energy",
+        rows,
+        CONTENDER,
+        TRIALS,
+        Column(
+            "joules_per_token", "J/token", number(3),
+            "J/token: by the GPUs' own counters where they have one, else the integral of their power; "
+            "median over trials with its 95 % interval.",
+        ),
+        Column("watts", "W per GPU", number(3)),
+        Column(
+            "utilisation", "Utilisation", number(2),
+            "Utilisation: share of time in which a kernel ran, which a kernel that waits for a message does "
+            "too.",
+        ),
+        Column("clock_mhz", "Clock, MHz", number(4)),
+        Column(
+            "throttled", "Held down", number(2),
+            "Held down: share of samples in which power or temperature held a clock down.",
+        ),
+        notes="GPUs of all ranks over the timed steps, and the validations between them, as NVML reports "
+        f"them. {HELD}: trials in which they were held down for more than {_HELD_FROM:.0%}, or in which a "
+        "process of others computed on a GPU.",
+    )  # fmt: skip
 
 
 def links(derived: Derived) -> Table:
@@ -21,8 +68,10 @@ def links(derived: Derived) -> Table:
     }
     rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
     data = rates.agg(**{name: ("achieved_mbit", how) for name, how in aggregates.items()}).reset_index()
-    data["share"] = data["median_mbit"] / data["requested_mbit"]
-    columns = (
+    return made(
+        "links",
+        "Links",
+        data.assign(share=data["median_mbit"] / data["requested_mbit"]),
         Column("kind", "Kind"),
         Column("requested_mbit", "Requested, Mbit/s", number(3)),
         Column("when", "When"),
@@ -31,66 +80,60 @@ def links(derived: Derived) -> Table:
         Column("lowest_mbit", "Lowest", number(4)),
         Column("highest_mbit", "Highest", number(4)),
         Column("share", "of requested", number(3)),
+        notes="Rate of a node's link: calibrated before the sweep, probed after each trial.",
     )
-    caption = "Rate of a node's link: calibrated before the sweep, probed after each trial."
-    return Table("links", "Links", caption, data, columns)
 
 
 def published_throughput(derived: Derived) -> Table:
     """The blog's throughput table, if ours is comparable: :func:`metrics.beside_published`."""
-    columns = (
+    return made(
+        "published_throughput",
+        "Published throughput",
+        published.throughput() if len(metrics.beside_published(derived.pairs)) else [],
         Column("model", "Model"),
         Column("inter_node_gbps", "Gbit/s a node", number(3)),
         Column("tokens_per_gpu", "Tokens/GPU", str),
-        Column("zero3", "ZeRO-3", number(3)),
-        Column("zeropp", "ZeRO++", number(3)),
+        *(Column(name, name_of(name), number(3)) for name in (BASELINE, PROPOSED)),
         Column("speedup", "Speed-up", number(3)),
         Column("source", "Source"),
+        notes="TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog.",
     )
-    caption = (
-        "TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog; its "
-        "speed-ups are drawn in the figure 'Speed-up beside the published'."
-    )
-    ours = metrics.beside_published(derived.pairs)
-    data = published.throughput() if len(ours) else pd.DataFrame()
-    return Table("published_throughput", "Published throughput", caption, data, columns)
 
 
 def failures(derived: Derived) -> Table:
     """Table of trials without a result."""
-    columns = (
-        Column("id", "Record"),
-        Column("contender", "Contender"),
-        Column("where", "Where"),
-        Column("repeat", "Repeat", str),
-        Column("kind", "Kind"),
-        Column("message", "Message"),
-        Column("log", "Log"),
-    )
-    caption = "Trials that left a record without a result; nothing of them is in a figure."
-    if derived.frames.failures["by"].notna().any():
-        caption += " Refused by a peer's library: it is not here, or cannot do what was asked."
-    return Table("failures", "Failed trials", caption, derived.frames.failures, columns)
+    found = derived.frames.failures
+    heads = ("Record", "Contender", "Where", "Repeat", "Kind", "Message", "Log")
+    columns = [Column("id" if head == "Record" else head.lower(), head) for head in heads]
+    refused = " Refused by a peer's library: it is not here, or cannot do what was asked."
+    notes = "Trials that left a record without a result; nothing of them is in a figure."
+    notes += refused if found["by"].notna().any() else ""
+    return Table("failures", "Failed trials", notes, found, tuple(columns))
 
 
 def setting(derived: Derived) -> Table:
     """Table of settings: model, data, options."""
-    data = pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"])
-    caption = (
-        "What all trials were given, from their records; several values are told apart by contender where "
-        "they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' (plain "
-        "PyTorch), 'cpu' or 'cuda' encode and decode."
-    )
-    return Table(
-        "setting", "Setting", caption, data, (Column("setting", "Setting"), Column("value", "Value"))
+    return made(
+        "setting",
+        "Setting",
+        pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"]),
+        Column("setting", "Setting"),
+        Column("value", "Value"),
+        notes="What all trials were given, from their records; several values are told apart by contender "
+        "where they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' "
+        "(plain PyTorch), 'cpu' or 'cuda' encode and decode.",
     )
 
 
 def environment(derived: Derived) -> Table:
     """Table of facts: machine, code, algorithms; a fact with several values has a row for each."""
-    facts = derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}})
-    columns = [Column("fact", "Fact"), Column("value", "Value"), Column("records", "Records", str)]
-    if len(derived.frames.pools) > 1:
-        columns.insert(0, Column("pool", "Pool"))
-    caption = "Facts on the records: machine, code, link, and the algorithms and transports that really ran."
-    return Table("environment", "Environment", caption, facts, tuple(columns))
+    return made(
+        "environment",
+        "Environment",
+        derived.frames.facts.replace({"value": {"null": "none", "[]": "none"}}),
+        *([Column("pool", "Pool")] if len(derived.frames.pools) > 1 else []),
+        Column("fact", "Fact"),
+        Column("value", "Value"),
+        Column("records", "Records", str),
+        notes="Facts on the records: machine, code, link, and the algorithms and transports that really ran.",
+    )

@@ -14,7 +14,7 @@ import pandas as pd
 from harness.suites.trial import Trial
 from report.data.frames import Frames, rate_text
 from report.data.text import counted, listed, number
-from report.draw.figure_definition import contenders
+from report.draw.contenders import contenders
 
 _SHOWN: Final = 12  # values of one setting
 

@@ -1,4 +1,4 @@
-"""A table and its output formats: CSV (raw values), Markdown, LaTeX, and rows for the page.
+"""A table: raw values, columns that say what they are, and its forms as CSV, Markdown and rows of a page.
 
 Text in records may hold anything; Markdown is escaped here, LaTeX in :mod:`report.tables.latex`, HTML by
 the page's template.
@@ -6,17 +6,18 @@ the page's template.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
 
-from report.data.text import text
-from report.tables import latex
+from harness.records.confidence_intervals import Interval
+from report.data import footnotes
+from report.data.text import NOTHING, text, with_interval
 
 _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     r"""
@@ -31,43 +32,63 @@ _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     """,
     re.VERBOSE,
 )
+_PRINTED: Final = "_"  # begins the names of columns that are text for print, and not in the CSV
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A printed column."""
+    """A printed column.
 
-    key: str  # of the data
+    Attributes:
+        key: of the data, whose values are numbers, words or :class:`Interval`.
+        title: with the unit.
+        form: of a value; numbers are right-aligned.
+        says: what it is, a sentence of the caption.
+        mark: key of the text that follows each value.
+        place: whether it says where the row ran, which following rows may share.
+        ends: whether those of an interval are printed.
+    """
+
+    key: str
     title: str
-    format: Callable[[Any], str] = text  # of a value; numbers are right-aligned
-    place: bool = False  # whether it says where the row ran, which following rows may share
+    form: Callable[[Any], str] = text
+    says: str = ""
+    mark: str = ""
+    place: bool = False
+    ends: bool = True
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """By which it can be asked for."""
-        return self.title, self.key, self.key.removesuffix("_told")
+    def name(self) -> str:
+        """By which it can be asked for, beside its title."""
+        return self.key.removeprefix(_PRINTED)
 
     @property
     def numeric(self) -> bool:
         """Whether it is right-aligned."""
-        return self.format is not text
+        return self.form is not text
+
+    def told(self, value: Any) -> str:
+        """A value as printed."""
+        if not isinstance(value, Interval):
+            return NOTHING if isinstance(value, float) and math.isnan(value) else self.form(value)
+        return with_interval(value, self.form) if self.ends else self.form(value.estimate)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table."""
+    """One table; its name is that of its files and of its anchor on the page."""
 
-    name: str  # file name without suffix, and anchor on the page
+    name: str
     title: str
     caption: str
-    data: pd.DataFrame  # raw values; all its columns go into the CSV
-    columns: tuple[Column, ...]  # those that are printed, in order
+    data: pd.DataFrame
+    columns: tuple[Column, ...]
 
     def rows(self) -> list[list[str]]:
         """Printed cells, row by row, not escaped."""
         return [
-            [column.format(value) for column, value in zip(self.columns, row, strict=True)]
-            for row in self.data[[column.key for column in self.columns]].astype(object).to_numpy()
+            [one.told(row[one.key]) + (str(row[one.mark]) if one.mark else "") for one in self.columns]
+            for row in self.data.astype(object).to_dict("records")
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
@@ -89,9 +110,17 @@ class Table:
         return tuple(self.columns[number] for number in others), found
 
     def csv(self) -> str:
-        """Raw values as CSV."""
-        told = [name for name in self.data.columns if str(name).endswith("_told")]
-        return self.data.drop(columns=told).to_csv(index=False, lineterminator="\n")
+        """Raw values as CSV; an interval in three columns."""
+        found: dict[str, Any] = {}
+        for key, values in self.data.items():
+            if str(key).startswith(_PRINTED):
+                continue
+            if values.map(lambda value: isinstance(value, Interval)).any():
+                for end, of in (("", "estimate"), ("_low", "low"), ("_high", "high")):
+                    found[f"{key}{end}"] = [getattr(value, of, value) for value in values]
+            else:
+                found[str(key)] = values
+        return pd.DataFrame(found).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
         """A GitHub-flavoured pipe table under its title."""
@@ -104,15 +133,6 @@ class Table:
         body = [[markdown(cell) for cell in row] for row in self.rows()]
         return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *body))
 
-    def latex(self) -> str:
-        """A bare ``tabular`` in booktabs' rules."""
-        return latex.tabular(self)
-
-    def write(self, folder: Path) -> None:
-        """Write all formats."""
-        for suffix, written in {"csv": self.csv(), "md": self.markdown(), "tex": self.latex()}.items():
-            (folder / f"{self.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
-
 
 def markdown(value: str) -> str:
     """Escape text for Markdown where Markdown would change it, HTML included; numbers and units stay."""
@@ -121,17 +141,35 @@ def markdown(value: str) -> str:
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
 
 
-def placed(name: str, title: str, caption: str, rows: list[dict[str, Any]], *columns: Column) -> Table:
-    """Build a table of rows with a ``where``: what all rows share moves into the caption."""
+def made(
+    name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
+) -> Table:
+    """A table of rows, without columns that have no value.
+
+    Its caption says what the columns are, then ``notes``, then what marks beside numbers mean.
+
+    Of rows with a ``where``, what all share moves into the caption, and the rest into columns on the left.
+    """
     data = pd.DataFrame(rows)
-    told = pd.DataFrame([str(row["where"]).split(", ") for row in rows]).fillna("")
-    common = [str(told[place].iloc[0]) for place in told.columns if len(told[place].unique()) == 1]
-    if common:
-        caption = f"{caption} All: {', '.join(common)}."
-    places: list[Column] = []
-    for place in told.columns:
-        if len(told[place].unique()) > 1:
-            data[f"where_{place}_told"] = told[place]
-            places.append(Column(f"where_{place}_told", "Where" if not places else "", place=True))
-    shown = [column for column in columns if column.key not in data or data[column.key].notna().any()]
-    return Table(name, title, caption, data, (*places, *shown))
+    shown = [one for one in columns if one.key in data and data[one.key].map(_known).any()]
+    caption = [*(one.says for one in shown), notes]
+    if "where" in data and len(data):
+        told = pd.DataFrame([str(where).split(", ") for where in data["where"]]).fillna("")
+        places = [place for place in told.columns if len(set(told[place])) > 1]
+        common = [str(told[place].iloc[0]) for place in told.columns if place not in places]
+        caption += [f"All: {', '.join(common)}."] if common else []
+        data = data.assign(**{f"_where_{place}": told[place] for place in places})
+        shown = [
+            *(Column(f"_where_{place}", "" if number else "Where", place=True)
+              for number, place in enumerate(places)),
+            *shown,
+        ]  # fmt: skip
+    found = Table(name, title, " ".join(part.strip() for part in caption if part.strip()), data, tuple(shown))
+    marks = footnotes.in_words(
+        cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric
+    )
+    return replace(found, caption=found.caption + marks)
+
+
+def _known(value: Any) -> bool:
+    return isinstance(value, Interval) or bool(pd.notna(value))

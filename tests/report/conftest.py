@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from report.draw.figure_definition import Drawing
-from report.draw.figure_files import Drawn
+from report.draw.figure import Drawing
+from report.draw.files import Drawn
 
 
 @pytest.fixture
@@ -22,4 +22,4 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
         return Drawn(plot, data, svg)
 
-    monkeypatch.setattr("report.draw.figure_files.write", write)
+    monkeypatch.setattr("report.draw.files.write", write)

@@ -41,8 +41,8 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Load, Sent, predict
-from report.data.contender import COMBINATIONS
 
+COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
 POOL: Final = "0123456789ab"
 MACHINE: Final = {
     "cpu": "Example CPU",

@@ -13,7 +13,7 @@ from harness import cli
 from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, write
 from harness.suites.trial import Cluster, Trial
-from report.compare import cells, compare, judge, notes, page
+from report.compare import compare, judge, notes, page, table
 from report.data.frames import ReportError
 from tests.report.records import record_of
 
@@ -72,7 +72,7 @@ def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["compare", str(before), str(after), "--html", str(html)]) == cli.SOME_FAILED
     shown = capsys.readouterr().out
     assert "Of 2 comparisons: 1 worse, 1 same" in shown
-    assert all(cell in html.read_text() for row in found.rows for cell in cells(row)[2:6])
+    assert all(cell in html.read_text() for row in table(found).rows() for cell in row[2:6])
     assert cli.main(["compare", str(after), str(before)]) == cli.OK
 
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import Traced, computing, refused
-from harness.bench.trace_picture import draw
+from harness.bench.trace import computing, refused
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
@@ -109,20 +108,6 @@ def test_what_has_no_trace_is_refused(fields: dict[str, Any], words: str) -> Non
     """Peers, GPUs and generations, saying why."""
     assert words in (refused(Trial(**fields)) or "")
     assert refused(Trial()) is None
-
-
-def test_the_picture_has_each_ranks_lanes() -> None:
-    """A panel for each rank, in it a bar for each span, in milliseconds from the first."""
-    ranks = [
-        Traced([Span(COMPUTE, "forward", 1.0, 1.5), Span(WAITING, WITHIN, 1.5 + rank, 2.0 + rank)], 1.0, 1.0)
-        for rank in range(3)
-    ]
-    figure = draw("two spans", ranks)
-    assert [ax.get_ylabel() for ax in figure.axes] == ["rank 0", "rank 1", "rank 2"]
-    for rank, ax in enumerate(figure.axes):
-        bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
-        ends = [(round(bar.x0), round(bar.x1)) for bar in bars]
-        assert ends == [(0, 500), (500 + 1000 * rank, 1000 + 1000 * rank)]
 
 
 _TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))

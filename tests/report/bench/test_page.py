@@ -15,22 +15,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from harness.bench import command
 from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
-from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS
-from report.bench.page import boards_of, build, derived, scattering
+from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS, Board
+from report.bench.page import boards_of, build, derived, scattering, show
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
 
 
+def numbers(board: Board, data: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a table, with the ends of intervals in columns of their own."""
+    found = derived(board, data)
+    for key in board.measures:
+        for end in ("low", "high"):
+            found[f"{key}_{end}"] = [getattr(one, end) for one in found[key]]
+        found[key] = [one.estimate for one in found[key]]
+    return found
+
+
 def rows(*benches: Bench) -> pd.DataFrame:
-    """Rows of the only table of these records."""
+    """Those of the only table of these records."""
     ((board, data),) = boards_of(benches)
-    return derived(board, data)
+    return numbers(board, data)
 
 
 def test_ratios_are_of_pairs() -> None:
@@ -136,7 +145,7 @@ def test_without_peers_there_is_no_ratio_to_them(tmp_path: Path) -> None:
 def test_what_overlap_hides() -> None:
     """A step stands beside compute alone of its round, chunks beside the shorter hop of theirs."""
     found = {
-        board.name: derived(board, data) for board, data in boards_of([overlap(of_alone=1.05, hidden=0.9)])
+        board.name: numbers(board, data) for board, data in boards_of([overlap(of_alone=1.05, hidden=0.9)])
     }
     assert found["steps"]["of_alone"].to_list() == pytest.approx([1.05, 1.05])
     assert found["steps"]["room_forward"].to_list() == pytest.approx([1.26, 1.26])
@@ -181,7 +190,7 @@ def test_tables_fit_a_terminal(subject: str) -> None:
         ]
         record = record.model_copy(update={"samples": samples})
     out = Console(width=200, file=io.StringIO(), color_system=None)
-    command.show([record], out)
+    show([record], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
     assert subject != "engine" or all(name in text for name in CONTENDERS.values())
@@ -192,7 +201,7 @@ def test_a_terminal_says_how_to_read_its_tables() -> None:
     said = {}
     for record in (codecs(), engine()):
         out = Console(width=200, file=io.StringIO(), color_system=None)
-        command.show([record], out)
+        show([record], out)
         said[record.subject] = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
         assert "In brackets: 95 % intervals." in said[record.subject]
         assert "each formed inside one round" in said[record.subject]
@@ -243,7 +252,7 @@ def test_every_kind_of_sample_has_its_board() -> None:
     for record in (codecs(), collectives(), engine(), overlap()):
         for board, data in boards_of([record]):
             found = derived(board, data)
-            used = {column.key for column in board.columns} | {board.plotted[0], board.row, board.panel}
+            used = {column.key for column in board.columns} | {board.plotted.key, board.row, board.panel}
             assert used | set(board.split) <= set(found.columns)
     assert set(BOARDS) == {
         sample.kind for made in (codecs, collectives, engine, overlap) for sample in made().samples

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from harness.records.record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.draw.chart_parts import spread
 from tests.report.records import record_of, records_of, taken_by_others
 
 
@@ -187,31 +183,6 @@ def test_peers_have_interfaces_and_no_ledger() -> None:
     peers = table[table["strategy"] == "fsdp2"]
     assert peers["interface_bytes"].gt(0).all()
     assert peers[["sent_bytes", "exposed_seconds", "share", "ideal_share"]].isna().all().all()
-
-
-@given(
-    st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=12),
-    st.floats(0.001, 0.3, allow_nan=False),
-)
-def test_labels_are_spread_in_order_and_far_enough_apart(values: list[float], gap: float) -> None:
-    """Spread labels keep their order and their distance, and lie around where they wished to."""
-    wished = sorted(values)
-    found = spread(wished, [gap] * len(wished))
-    assert len(found) == len(wished)
-    assert all(after - before >= gap - 1e-9 for before, after in pairwise(found))
-    assert sum(found) == pytest.approx(sum(wished), abs=1e-6)
-
-
-@given(st.lists(st.tuples(st.floats(-1, 2), st.floats(0.01, 0.1)), min_size=1, max_size=10))
-def test_labels_of_any_height_stay_inside_their_panel(labels: list[tuple[float, float]]) -> None:
-    """Where all have room, labels of one line and of two lie between the panel's edges and do not touch."""
-    wished = sorted(place for place, _ in labels)
-    sizes = [size for _, size in labels]
-    found = spread(wished, sizes, within=(0.0, 1.0))
-    assert found[0] - sizes[0] / 2 >= -1e-9
-    assert found[-1] + sizes[-1] / 2 <= 1 + 1e-9
-    for (one, size), (other, next_size) in pairwise(zip(found, sizes, strict=True)):
-        assert other - one >= (size + next_size) / 2 - 1e-9
 
 
 def test_others_share_is_what_no_rank_had() -> None:

@@ -8,15 +8,15 @@ import matplotlib as mpl
 import pytest
 from matplotlib import pyplot as plt
 
+from report.data.contender import STRATEGIES
 from report.draw import theme
+from report.figures.sizes import VARIED
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("svg.fonttype", "none"),
-        ("axes.formatter.use_mathtext", True),
-        ("figure.dpi", 50),
         ("font.family", ["monospace"]),
         ("axes.axisbelow", False),
         ("figure.constrained_layout.use", False),
@@ -27,7 +27,7 @@ def test_settings_of_the_user_change_no_figure(name: str, value: object) -> None
 
     def drawn() -> bytes:
         buffer = io.BytesIO()
-        with theme.style():
+        with theme.fonts():
             figure, ax = plt.subplots()
             ax.plot([1, 2], [1e5, 3e5])
             ax.set_title("words")
@@ -41,11 +41,14 @@ def test_settings_of_the_user_change_no_figure(name: str, value: object) -> None
 
 
 def test_contenders_of_one_strategy_look_different_and_the_first_like_the_strategy() -> None:
-    """Ten codecs of one policy are ten pairs of colour and marker; the same on every figure of a page."""
+    """Ten codecs of one policy are ten pairs of colour and marker."""
     named = [("zeropp", f"ZeRO++ ({number})") for number in range(10)] + [("qwz", "qwZ")]
-    with theme.style(theme.numbered(named)):
-        looks = {(theme.colour(*one), theme.marker(*one)) for one in named}
-        assert len(looks) == len(named)
-        assert theme.colour(*named[0]) == theme.colour("zeropp") == theme.COLOURS["zeropp"]
-        assert theme.colour(*named[-1]) == theme.COLOURS["qwz"]
-    assert theme.marker(*named[3]) == theme.MARKERS["zeropp"]  # outside of a page there is one of each
+    looks = theme.looks_of(named)
+    assert len({(look.colour, look.marker) for look in looks.values()}) == len(named)
+    assert looks["ZeRO++ (0)"].colour == STRATEGIES["zeropp"].colour
+    assert looks["qwZ"].colour == STRATEGIES["qwz"].colour
+
+
+def test_parts_have_colours_of_their_own() -> None:
+    """As many as a rank's memory has."""
+    assert len(set(theme.of_parts(VARIED).values())) == len(VARIED)

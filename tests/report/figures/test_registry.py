@@ -13,24 +13,25 @@ from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
 from report.data import published
-from report.data.contender import COMBINATIONS, NAMES
+from report.data.contender import STRATEGIES
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.draw import figure_files, theme
-from report.draw.figure_definition import records_behind
+from report.draw import files
+from report.draw.figure import records_behind
+from report.draw.theme import Style
 from report.figures import registry
-from tests.report.records import record_of, records_of
+from tests.report.records import COMBINATIONS, record_of, records_of
 
 ROOT = Path(__file__).parents[3]
-EVERYWHERE = {"step_split", "volume", "link"}
+EVERYWHERE = {"step_split", "volume"}
 EXPECTED = {
-    "quickstart": {"speedup", "memory", "sent_error", "error", "pareto"},
-    "ablation": {"speedup", "ablation", "memory"},
-    "algorithms": {"speedup", "memory", "sent_error", "error"},
-    "block_size": {"speedup", "sent_error", "error", "block_sweep", "pareto"},
-    "bits": {"speedup", "sent_error", "error", "bits_sweep", "pareto"},
+    "quickstart": {"speedup", "memory", "sent_error", "pareto"},
+    "ablation": {"speedup", "memory"},
+    "algorithms": {"speedup", "memory", "sent_error"},
+    "block_size": {"speedup", "sent_error", "pareto"},
+    "bits": {"speedup", "sent_error", "pareto"},
     "hpz_group": {"speedup", "memory"},
-    "bandwidth": {"speedup", "throughput", "beside_published", "parity", "break_even_map", "memory"},
+    "bandwidth": {"speedup_over_rates", "throughput", "beside_published", "memory"},
     "convergence": {"speedup", "loss", "final_loss", "memory"},
     "nodes": {"speedup", "memory", "scaling"},
     "stages": {"speedup", "memory", "largest_model"},
@@ -38,49 +39,46 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("suite", EXPECTED)
-def test_figures_appear_with_their_data_and_only_then(
-    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path) -> None:
     """A suite's records give exactly its figures, with ids and words; a figure is in all its forms, which are
     tried with the first suite that draws it, and as SVG with the others.
     """
     records = records_of(suite, repeats=2)
     derived = derive(frames_of(records))
     earlier = [EVERYWHERE | EXPECTED[other] for other in list(EXPECTED)[: list(EXPECTED).index(suite)]]
-    tried, drawn, every = set[str]().union(*earlier), {}, figure_files._METADATA
-    for plot in registry.PLOTS:
-        forms = {"svg": every["svg"]} if plot.name in tried else every
-        monkeypatch.setattr(figure_files, "_METADATA", forms)
-        drawn[plot.name] = figure_files.draw(plot, derived, tmp_path)
+    tried, drawn, every = set[str]().union(*earlier), {}, files.FORMS
+    for plot in registry.FIGURES:
+        forms = ("svg",) if plot.name in tried else every
+        drawn[plot.name] = files.draw(plot, derived, tmp_path, Style(), forms)
     assert {name for name, found in drawn.items() if found} == EXPECTED[suite] | EVERYWHERE
     ids = {record.id for record in records}
     for found in drawn.values():
         if found is None:
             continue
-        files = {path.suffix: path for path in tmp_path.glob(f"{found.plot.name}.*")}
-        alone = found.plot.name in tried
-        assert set(files) == ({".svg", ".csv"} if alone else {".svg", ".pdf", ".png", ".csv"})
-        assert all(path.stat().st_size > 0 for path in files.values())
-        (wide,) = re.findall(r'<svg [^>]*?width="([0-9.]+)pt"', files[".svg"].read_text(encoding="utf-8"))
+        forms_of = {path.suffix: path for path in tmp_path.glob(f"{found.figure.name}.*")}
+        alone = found.figure.name in tried
+        assert set(forms_of) == ({".svg", ".csv"} if alone else {".svg", ".pdf", ".png", ".csv"})
+        assert all(path.stat().st_size > 0 for path in forms_of.values())
+        (wide,) = re.findall(r'<svg [^>]*?width="([0-9.]+)pt"', forms_of[".svg"].read_text(encoding="utf-8"))
         assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)  # two columns of a journal
         if not alone:
-            pdf = files[".pdf"].read_bytes()
+            pdf = forms_of[".pdf"].read_bytes()
             (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
             assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)
             assert pdf.count(b"/FontFile2") > 0 == pdf.count(b"/Type3")  # it carries its fonts
         assert records_behind(found.data)
         assert set(records_behind(found.data)) <= ids
-        assert found.plot.caption(found.data)
-        assert found.plot.alt(found.data)
-        assert len(pd.read_csv(files[".csv"])) == len(found.data)
+        assert found.figure.caption(found.data)
+        assert found.figure.alt(found.data)
+        assert len(pd.read_csv(forms_of[".csv"])) == len(found.data)
 
 
 @pytest.mark.parametrize("suite", ["bandwidth", "convergence", "quickstart"])
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
-    for plot in registry.PLOTS:
-        if figure_files.draw(plot, derived, tmp_path, 84) is not None:
+    for plot in registry.FIGURES:
+        if files.draw(plot, derived, tmp_path, Style(84.0)) is not None:
             (wide,) = re.findall(
                 rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / f"{plot.name}.pdf").read_bytes()
             )
@@ -91,10 +89,10 @@ def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
     """Records of generation give their figure, and none of training."""
     records = records_of("generation", repeats=2)
     derived = derive(frames_of(records))
-    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
     assert found == {"generation"}
-    plot = next(plot for plot in registry.PLOTS if plot.name == "generation")
-    data = plot.data(derived)
+    plot = next(plot for plot in registry.FIGURES if plot.name == "generation")
+    data = plot.table(derived)
     assert records_behind(data) == tuple(sorted(record.id for record in records))
     assert "2.17 (30B) and 2.25 (66B)" in plot.caption(data)
     assert plot.alt(data)
@@ -102,7 +100,7 @@ def test_generations_have_a_figure_of_their_own(tmp_path: Path) -> None:
 
 def test_every_figure_has_a_suite_that_draws_it() -> None:
     """Together the suites draw every figure, and the suite that each names is one that draws it."""
-    for plot in registry.PLOTS:
+    for plot in registry.FIGURES:
         assert plot.extra or plot.name in EXPECTED.get(plot.suite, {plot.suite}) | EVERYWHERE
         assert (ROOT / "suites" / f"{plot.suite}.toml").is_file()
 
@@ -111,7 +109,7 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     """A single trial on one node has a step to split, and neither link nor speed-up nor volume."""
     alone = Trial(strategy="zero3", cluster=Cluster(nodes=1, ranks_per_node=1))
     derived = derive(frames_of([record_of(alone)]))
-    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
     assert found == {"step_split"}
 
 
@@ -121,7 +119,7 @@ def test_nothing_but_failures_draws_nothing(tmp_path: Path) -> None:
 
     failed = record_of(Trial(), failure=Failure(kind="crashed", message="boom", log=None))
     derived = derive(frames_of([failed]))
-    assert not [plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)]
+    assert not [plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())]
 
 
 def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:
@@ -129,7 +127,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    found = {plot.name for plot in registry.PLOTS if figure_files.draw(plot, derived, tmp_path)}
+    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
     assert {"speedup", "step_split", "volume", "memory"} <= found
 
 
@@ -137,16 +135,15 @@ def test_each_policy_has_its_own_colour_and_marker() -> None:
     """No two strategies share a colour; markers are filled, and shared by one library's settings, a host and
     its guests, and by stages and groups with combinations of techniques, which no suite runs beside them.
     """
-    assert set(theme.COLOURS) == set(NAMES) == set(theme.MARKERS)
-    assert len(set(theme.COLOURS.values())) == len(theme.COLOURS)
-    shared = {name: theme.MARKERS[name] for name in ("zero0", "zero1", "zero2", "mics")}
-    assert len({*shared.values(), theme.MARKERS["zero3"]}) == len(shared) + 1
-    assert set(theme.MARKERS.values()) <= set(MarkerStyle.filled_markers)
-    alone = {name: marker for name, marker in theme.MARKERS.items() if name not in {*HOSTED, *shared}}
+    markers = {name: one.marker for name, one in STRATEGIES.items()}
+    assert len({one.colour for one in STRATEGIES.values()}) == len(STRATEGIES)
+    shared = {name: markers[name] for name in ("zero0", "zero1", "zero2", "mics")}
+    assert len({*shared.values(), markers["zero3"]}) == len(shared) + 1
+    assert set(markers.values()) <= set(MarkerStyle.filled_markers)
+    alone = {name: marker for name, marker in markers.items() if name not in {*HOSTED, *shared}}
     settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
     assert len(set(alone.values())) == len(set(settings_of.values()))
-    assert len({(settings_of[name], marker) for name, marker in alone.items()}) == len(set(alone.values()))
-    assert all(theme.MARKERS[name] == alone[host] for name, (host, _) in HOSTED.items())
+    assert all(markers[name] == alone[host] for name, (host, _) in HOSTED.items())
 
 
 def test_published_numbers_are_those_of_the_blog() -> None:

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from harness.bench.trace import Traced, chrome
-from harness.records.trace_record import COMPUTE, LANES, RecordError, Trace, path_of, read_traces
+from harness.records.trace_record import COMPUTE, RecordError, Trace, path_of, read_traces
 from harness.suites.trial import Trial
 from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
-from report import page
+from report.data import warnings
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.draw import theme
-from report.figures import registry
+from report.draw.theme import Style
+from report.figures import speed, trace_picture
 from tests.report.records import POOL, record_of
 
 TRIAL = Trial(strategy="zeropp")
-(PLOT,) = (plot for plot in registry.PLOTS if plot.name == "trace")
+PLOT = speed.TRACE
 
 
 def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
@@ -41,9 +41,9 @@ def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
 def test_the_figure_shows_the_first_ranks_lanes() -> None:
     """Bars as long as its spans, and in words what was under way, what of it hid, and the slowest step."""
     derived = derive(frames_of([record_of(TRIAL)], [traced()]))
-    data = PLOT.data(derived)
+    data = PLOT.table(derived)
     assert set(data["rank"]) == {0}
-    (ax,) = PLOT.draw(data).axes
+    (ax,) = PLOT.mark.draw(data, Style()).axes
     bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
     assert [(round(bar.x0), round(bar.x1)) for bar in bars] == [(0, 2000), (1000, 3000), (2000, 3000)]
     assert "2 s under way, 50% of it hidden, in a step of 7 s" in PLOT.caption(data)
@@ -54,14 +54,19 @@ def test_the_figure_shows_the_first_ranks_lanes() -> None:
 def test_what_is_not_of_these_records_is_not_drawn_and_said(other: Trace) -> None:
     """Of another machine or code, or of a trial that is not there."""
     derived = derive(frames_of([record_of(TRIAL)], [other]))
-    assert PLOT.data(derived).empty
-    assert any("Not drawn: 1 trace" in said for said in page.warnings(derived))
-    assert not any("Not drawn" in said for said in page.warnings(derive(frames_of([record_of(TRIAL)]))))
+    assert PLOT.table(derived).empty
+    assert any("Not drawn: 1 trace" in said for said in warnings.of_page(derived))
+    assert not any("Not drawn" in said for said in warnings.of_page(derive(frames_of([record_of(TRIAL)]))))
 
 
-def test_lanes_have_colours() -> None:
-    """Those of traces, in their order."""
-    assert tuple(theme.LANES) == LANES
+def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
+    """Beside the trace, as SVG, with the bars of every rank."""
+    path = path_of(tmp_path, TRIAL.id)
+    path.parent.mkdir()
+    path.write_text(traced().model_dump_json())
+    picture = trace_picture.write(path)
+    assert picture == path.with_suffix(".svg")
+    assert picture.read_bytes().count(b'id="axes_') == 4
 
 
 @pytest.mark.parametrize(

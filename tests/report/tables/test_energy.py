@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +10,8 @@ from harness.records.machine_use import GpuUse, NodeUse
 from harness.records.record import Record
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
-from report.data.metrics import Derived, derive
-from report.draw import figure_files
-from report.figures import registry
-from report.page import render
-from report.tables.energy import HELD, energy
+from report.data.metrics import derive
+from report.tables.provenance import HELD, energy
 from tests.report.records import record_of
 
 
@@ -46,12 +41,12 @@ def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others
     for record, wanted in ((one(joules, throttled=throttled, others=others), joules), (one(None), 8.0)):
         table = energy(derive(frames_of([record])))
         (row,) = table.data.to_dict("records")
-        assert row["joules_per_token"] == pytest.approx(wanted / tokens(record))
+        assert row["joules_per_token"].estimate == pytest.approx(wanted / tokens(record))
         assert row["watts"] == pytest.approx(150)
         marked = wanted != 8.0 and (throttled > 0.05 or others > 0)
-        assert (HELD in row["trials_told"]) == (row["held_or_shared"] == 1)
+        assert (HELD in row["_taken"]) == (row["held_or_shared"] == 1)
         if joules != 8.0:
-            assert (HELD in row["trials_told"]) == marked
+            assert (HELD in row["_taken"]) == marked
 
 
 def test_repeats_have_an_interval() -> None:
@@ -59,32 +54,11 @@ def test_repeats_have_an_interval() -> None:
     records = [one(100.0 + repeat, repeat=repeat) for repeat in range(7)]
     (row,) = energy(derive(frames_of(records))).data.to_dict("records")
     assert row["joules_per_token_low"] < row["joules_per_token"] < row["joules_per_token_high"]
-    assert row["joules_per_token"] == pytest.approx(103.0 / tokens(records[0]))
+    assert row["joules_per_token"].estimate == pytest.approx(103.0 / tokens(records[0]))
 
 
-def test_without_gpus_there_is_neither_table_nor_figure(tmp_path: Path) -> None:
-    """CPUs have no energy on record, and their page does not miss it."""
-    (plot,) = (plot for plot in registry.PLOTS if plot.name == "energy")
-    for machine_use, drawn in (([], False), (one(1.0).machine_use, True)):
+def test_without_gpus_there_is_no_table() -> None:
+    """CPUs have no energy on record; one GPU's record has a row."""
+    for machine_use, there in (([], False), (one(1.0).machine_use, True)):
         derived = derive(frames_of([one(1.0).model_copy(update={"machine_use": machine_use})]))
-        assert energy(derived).data.empty != drawn
-        assert (figure_files.draw(plot, derived, tmp_path) is not None) == drawn
-        assert plot.title not in [title for title, _ in page_misses(derived)]
-
-
-def page_misses(derived: Derived) -> list[tuple[str, str]]:
-    """Figures that a page without any says it lacks."""
-    html = render(derived, [], registry.PLOTS, [])
-    return [(plot.title, plot.suite) for plot in registry.PLOTS if plot.title in html]
-
-
-def test_the_figure_says_what_the_table_says() -> None:
-    """Medians, and how many trials were held down."""
-    (plot,) = (plot for plot in registry.PLOTS if plot.name == "energy")
-    records = [one(100.0 + repeat, repeat=repeat, throttled=0.5 * (repeat == 0)) for repeat in range(7)]
-    derived = derive(frames_of(records))
-    data = plot.data(derived)
-    (row,) = energy(derived).data.to_dict("records")
-    assert data["joules_per_token"].median() == row["joules_per_token"]
-    assert "In 1 of them a GPU was held down or shared" in plot.caption(data)
-    assert "Bars of energy per token: ZeRO++" in plot.alt(data)
+        assert energy(derived).data.empty != there

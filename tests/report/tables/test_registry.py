@@ -25,8 +25,8 @@ from report.data import text as wording
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
-from report.draw import theme
-from report.page import warnings
+from report.data.warnings import of_page as warnings
+from report.figures.sizes import VARIED
 from report.tables import latex, registry
 from report.tables.table import Column, Table
 from tests.report.records import changed_steps, record_of, records_of, taken_by_others
@@ -75,7 +75,7 @@ def test_latex_has_no_special_left_bare(cell: str) -> None:
 
 def test_latex_keeps_one_row_on_one_line() -> None:
     """A message with line breaks and column marks stays one cell."""
-    body = _one_cell("a & b \\\\ \n\n\\end{tabular}").latex()
+    body = latex.tabular(_one_cell("a & b \\\\ \n\n\\end{tabular}"))
     row = body.split("\\midrule\n")[1].split("\n\\bottomrule")[0]
     assert row.count("\n") == 0
     assert row.replace("\\&", "").count("&") == 1
@@ -149,9 +149,10 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     )
     for name in ("ZeRO-3", "hpZ", "ZeRO++"):
         for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
-            assert rows.loc[name, column] == pytest.approx(seconds[base] / seconds[name])
-    assert rows.loc["flat ZeRO-3", "over_papers_told"] == "1.00"
-    assert rows.loc["ZeRO++", "over_papers_told"].startswith(f"{rows.loc['ZeRO++', 'over_papers']:.2f} (")
+            assert rows.loc[name, column].estimate == pytest.approx(seconds[base] / seconds[name])
+    printed = _printed(found)
+    assert printed["flat ZeRO-3"]["over the paper's baseline"] == "1.00"
+    assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", printed["ZeRO++"]["over the paper's baseline"])
     assert "one ring over all ranks" in found.caption
     alone = registry.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
@@ -252,7 +253,7 @@ def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
         assert row["end_to_end"] == pytest.approx(ends[0])
         assert (row["smallest_of_a_hop"], row["largest_of_a_hop"]) == pytest.approx((min(hops), max(hops)))
         for axis in {e.axis for e in mine if e.hop is not None}:
-            assert f"{axis} " in str(row["hops_told"])
+            assert f"{axis} " in str(row["hops"])
     titles = [column.title for column in table.columns]
     assert titles.index("End to end") == titles.index("Each hop") + 1
 
@@ -428,7 +429,7 @@ def test_published_throughput_stands_beside_what_compares_with_it() -> None:
 def test_the_table_of_memory_has_the_figures_order() -> None:
     """Parts stand in the order of the figure's bars."""
     titles = [column.title for column in registry.memory(derive(frames_of(records_of("quickstart")))).columns]
-    parts = [part.replace("_", " ") for part in theme.MEMORY]
+    parts = [part for part in VARIED if not part.startswith("host")]
     assert [title for title in titles if title in parts] == [part for part in parts if part in titles]
 
 
@@ -470,7 +471,7 @@ def test_bytes_of_much_padding_are_marked() -> None:
 
     for by, mark in ((50, ""), (51, f" {PADDED}")):
         found = derive(frames_of([record_of(Trial(strategy="zero3"), change=padded(by))]))
-        (told,) = registry.summary(found).data["sent_told"]
+        told = _printed(registry.summary(found))["ZeRO-3"]["Sent, MB/step"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
 
@@ -492,7 +493,7 @@ def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
 def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
     """No float and no caption, which are the paper's; heads are no wider than cells or their longest word."""
     table = registry.summary(derive(frames_of(records_of("ablation"))))
-    told = table.latex()
+    told = latex.tabular(table)
     assert told.startswith("% Summary: about ")
     assert "\\begin{table}" not in told
     assert table.caption[:40] not in told

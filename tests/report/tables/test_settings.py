@@ -12,7 +12,7 @@ from harness.suites.trial import Cluster, Model, Optimizer, Trial
 from report.build import build
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.page import warnings
+from report.data.warnings import of_page as warnings
 from report.tables.settings import essentials, setting
 from tests.report.records import record_of
 

@@ -14,9 +14,9 @@ from typing import Annotated, Final
 
 import typer
 
-from harness import terminal
 from harness.cluster import interrupts
 from harness.errors import Refusal
+from harness.fitted_table import console
 from harness.measure import machine
 from harness.records import archive, bench_record
 from harness.suites.suite_file import name_of
@@ -138,10 +138,13 @@ def compare(
     if found is None or not 0 < float(found[1]) < 100:
         raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
     from report.compare import compare as compared
-    from report.compare import page
+    from report.compare import notes, page, table
+    from report.tables import terminal
 
-    result = compared(first, second, float(found[1]) / 100)
-    terminal.comparison(result, terminal.console())
+    result, out = compared(first, second, float(found[1]) / 100), console()
+    terminal.show(table(result), out)
+    for note in notes(result):
+        out.print(note, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page(result), encoding="utf-8")
     if result.worse:

@@ -1,0 +1,95 @@
+"""Warnings at the head of a page: what limits its numbers, one sentence each."""
+
+from __future__ import annotations
+
+from harness.suites import labels
+from impl.plan.shard_layout import MUCH_PADDING
+from report.data import footnotes
+from report.data.frames import groups
+from report.data.metrics import OTHERS_WITHIN, Derived
+from report.data.text import counted, listed
+
+
+def of_page(derived: Derived) -> list[str]:
+    """All that hold, in the order in which they matter."""
+    frames, ran = derived.frames, derived.finished
+    trials = counted(len(ran), "trial")
+    own = _own_codecs(derived)
+    unequal, wrong = ran[ran["predicted_equal"].eq(other=False)], ran[ran["miscounted"].ne("")]
+    taken, bare = ran[ran["taken_share"].gt(OTHERS_WITHIN)], int((~ran["signed"].astype(bool)).sum())
+    contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
+    where = ran.drop_duplicates("cell").set_index("cell")["where"]
+    padded = counted(int(ran["padding_share"].gt(MUCH_PADDING).sum()), "trial")
+    modelled = footnotes.modelled_in_words(derived).strip()
+    found = [
+        f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
+        for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
+    ]
+    if own:
+        found.append(
+            f"{listed(own)} {'encodes' if len(own) == 1 else 'encode'} and decode by a Python function of "
+            "the suite: their seconds are those of Python, not of a kernel."
+        )
+    if len(frames.pools) > 1:
+        found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
+    if frames.left_out:
+        found.append(
+            f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, of which nothing "
+            "was measured."
+        )
+    if frames.stale_traces:
+        found.append(
+            f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
+            "than the records; `zeropp trace` writes them again."
+        )
+    if len(unequal):
+        found.append(
+            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
+            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
+        )
+    if len(wrong):
+        found.append(
+            f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
+            f"{listed(sorted(wrong['id'])[:6])}; in {wrong.iloc[0]['id']} {wrong.iloc[0]['miscounted']}."
+        )
+    found += [
+        f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
+        for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
+    ]
+    found += [
+        f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
+        f"comparison is marked ({footnotes.RATES})."
+        for cell, spread in derived.differing.items()
+    ]
+    if len(taken):
+        found.append(
+            f"During {len(taken)} of {trials} other programs and the machine's host took more than "
+            f"{OTHERS_WITHIN:.0%} of the processors' time, at most {taken['taken_share'].max():.0%}; such "
+            f"trials are marked ({footnotes.TAKEN})."
+        )
+    if said := labels.padded_in_words(ran["padding_share"]):
+        found.append(f"{said} It stands beside what was sent in {padded}.")
+    if bare:
+        found.append(
+            f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
+            "their content was edited is not known."
+        )
+    if frames.interrupted:
+        found.append(
+            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
+            f"does."
+        )
+    if modelled:
+        found.append(modelled)
+    if len(frames.failures):
+        found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
+    return found
+
+
+def _own_codecs(derived: Derived) -> list[str]:
+    """Contenders with a codec of the user's own, whose code is Python."""
+    named = derived.finished.drop_duplicates("contender")
+    policies = {
+        row["contender"]: derived.frames.ran[row["id"]].resolved_policy() for _, row in named.iterrows()
+    }
+    return [str(name) for name, policy in policies.items() if policy is not None and policy.own_codecs]

@@ -1,0 +1,150 @@
+"""Parts of figures that all marks share: grids of panels, ticks, names of rows, legends."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from report.draw import theme
+from report.draw.theme import Look, Style
+
+ROW_INCHES: Final = 0.32  # height of a row with its air
+_APART: Final = 1.35  # least ratio of neighbouring ticks
+_MOST_TICKS: Final = 5  # of decades
+_LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
+_ENTRY_INCHES: Final = 0.45  # of a legend, beside its label: handle and gaps
+_LINE_INCHES: Final = 0.17  # of a legend
+
+
+def grid(
+    style: Style, rows: int, columns: int, heights: Sequence[float], *, share: Literal["x", "y", ""] = ""
+) -> tuple[Figure, list[list[Axes]]]:
+    """Create a figure of panels, all in one column where it is narrow.
+
+    Args:
+        style: of the page.
+        rows: of panels.
+        columns: of panels.
+        heights: of each row, in inches, titles and names of axes included.
+        share: ``y``: panels of a row share their y axis; ``x``: those of a column their x axis.
+    """
+    if style.narrow:
+        ratios = [height for height in heights for _ in range(columns)]
+        figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")
+        axes = figure.subplots(rows * columns, 1, squeeze=False, height_ratios=ratios).reshape(rows, columns)
+        return figure, [list(row) for row in axes]
+    figure = Figure(figsize=(style.inches, sum(heights)), layout="constrained")
+    axes = figure.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        height_ratios=list(heights),
+        sharex="col" if share == "x" else "none",
+        sharey="row" if share == "y" else "none",
+    )
+    return figure, [list(row) for row in axes]
+
+
+def rows_inches(count: int) -> float:
+    """Height of a panel with this many rows, its axis and its title."""
+    return 0.75 + ROW_INCHES * max(count, 2)
+
+
+def wrapped(name: str, limit: int = 26) -> str:
+    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle."""
+    places = [found.start() for found in re.finditer(r"(?<=,) | (?=\()", name)]
+    if len(name) <= limit or not places:
+        return name
+    at = min(places, key=lambda place: abs(place - len(name) / 2))
+    return f"{name[:at]}\n{name[at + 1 :]}"
+
+
+def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
+    """Write the names of rows, the first on top; only the ``first`` of panels that share them has them."""
+    ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
+    ax.set_ylim(len(names) - 0.45, -0.55)
+    ax.set_ylabel("")
+    ax.tick_params(axis="y", length=0, labelleft=first)
+    ax.grid(visible=False, axis="y")
+
+
+def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Sequence[float] = ()) -> None:
+    """Make an axis logarithmic with plain labels at ``values`` that are far enough apart, else at decades."""
+    (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
+    part = ax.xaxis if axis == "x" else ax.yaxis
+    low, high = (float(end) for end in (ax.get_xlim() if axis == "x" else ax.get_ylim()))
+    kept: list[float] = []
+    for value in sorted(float(one) for one in values if one > 0):
+        if not kept or value / kept[-1] >= _APART:
+            kept.append(value)
+    for steps in ((1,), (1, 2, 5), range(1, 10)) if not kept else ():  # the fewest that give two ticks
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        kept = [step * 10.0**power for power in powers for step in steps]
+        kept = [tick for tick in kept if low <= tick <= high]
+        if len(kept) > 1:
+            kept = kept[:: -(-len(kept) // _MOST_TICKS)]
+            break
+    part.set_major_locator(FixedLocator(kept))
+    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    part.set_minor_locator(NullLocator())
+    (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
+
+
+def beside(ax: Axes, x: float, y: float, text: str) -> None:
+    """Write a small label to the right of a bar's end or a point."""
+    if not math.isnan(x):
+        ax.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=7.5)
+
+
+def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
+    """Leave room for labels right of all that is drawn; the axis begins at 0, or near the least."""
+    low, high = ax.dataLim.x0, ax.dataLim.x1
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return
+    air = (high - low) or abs(high) * 0.01 or 1.0
+    ax.set_xlim(min(0.0, low) if zero else low - 0.15 * air, high + share * (high if zero else air) + 1e-12)
+
+
+def lines(looks: Mapping[str, Look]) -> dict[str, Artist]:
+    """A legend's entries of lines or points."""
+    return {
+        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes or (None, None))
+        if one.dashes
+        else Line2D([], [], color=one.colour, marker=one.marker)
+        for name, one in looks.items()
+    }
+
+
+def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
+    """A legend's entries of bars."""
+    return {name: Patch(color=colour) for name, colour in colours.items()}
+
+
+def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
+    """Draw a legend above all panels, in as many columns as fit, on height of its own."""
+    longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(name) for name in entries)
+    columns = max(1, min(len(entries), int(style.inches / longest)))
+    figure.set_figheight(figure.get_figheight() + _LINE_INCHES * -(-len(entries) // columns))
+    figure.legend(list(entries.values()), list(entries), loc="outside upper left", ncols=columns)
+
+
+def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
+    """A faint line at a value: upright, or ``across``."""
+    if value is not None:
+        (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)
+
+
+def farthest(*values: float) -> float:
+    """The largest of values that are known; NaN of none."""
+    known = [value for value in values if not np.isnan(value)]
+    return max(known, default=math.nan)

@@ -1,0 +1,66 @@
+"""Rows of a tidy table by contender and cell, with their names; and what captions say of all of them."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.suites.peers import PEERS
+from report.data.contender import name_of
+from report.data.text import listed
+
+
+def titles_of(data: pd.DataFrame) -> dict[str, str]:
+    """Short title of each cell: the fields in which it differs from the table's other cells."""
+    where = data.drop_duplicates("cell").set_index("cell")["where"]
+    told = {str(cell): str(text).split(", ") for cell, text in where.items()}
+    common = set.intersection(*(set(parts) for parts in told.values())) if told else set()
+    return {cell: ", ".join(part for part in parts if part not in common) for cell, parts in told.items()}
+
+
+def common_to(data: pd.DataFrame) -> str:
+    """Last sentence of a caption, with what all cells have in common: ``All: 2x2 ranks.``"""
+    told = [str(text).split(", ") for text in data["where"].unique()]
+    common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
+    return f"All: {', '.join(common)}." if common else ""
+
+
+def peers_note(data: pd.DataFrame) -> str:
+    """Caption text on the bytes of peers, if ``data`` has any."""
+    travels: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
+    for strategy, contender in zip(data["strategy"], data.get("contender", data["strategy"]), strict=True):
+        if strategy in PEERS and strategy != "single":
+            wire = PEERS[strategy].wire("bf16" if "compute bf16" in contender else "fp32")
+            travels[wire][name_of(strategy)] = None
+    told = [
+        f"{listed(list(names))} {'travel' if len(names) > 1 else 'travels'} in {wire}"
+        for wire, names in travels.items()
+        if names
+    ]
+    if any(PEERS[strategy].family == "fsdp2" for strategy in set(data["strategy"]) & set(PEERS)):
+        told.append("on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce")
+    return f"{'; '.join(told)}." if told else ""
+
+
+def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:
+    """Distinct (strategy, contender) pairs, in list order."""
+    found = data.drop_duplicates("contender").sort_values(["place", "first"], kind="stable")
+    return list(zip(found["strategy"], found["contender"], strict=True))
+
+
+def by_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """(strategy, contender, its rows) in list order."""
+    return [(*named, data[data["contender"] == named[1]]) for named in contenders(data)]
+
+
+def by_cell(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(short title, rows) of each cell."""
+    return [(title, data[data["cell"] == cell]) for cell, title in titles_of(data).items()]
+
+
+def by_cell_and_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
+    """(name, contender, rows) of each contender of each cell; the name ends with the cell's short title."""
+    return [
+        (f"{contender}, {title}" if title else contender, contender, group)
+        for title, of_cell in by_cell(data)
+        for _, contender, group in by_contender(of_cell)
+    ]

@@ -1,0 +1,125 @@
+"""A figure as a declaration: a name, a question, the columns of one tidy table, and a mark.
+
+Captions and alternative texts follow from the columns, which say what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import matplotlib.figure
+import pandas as pd
+
+from harness.records.confidence_intervals import Interval
+from report.data.metrics import Derived
+from report.data.text import number, sweeps_in_words
+from report.draw.contenders import common_to, peers_note
+from report.draw.theme import Style
+
+THREE_DIGITS: Final = number(3)
+
+
+def median(column: str) -> Callable[[pd.DataFrame], Interval]:
+    """An estimate: the median of a column, without an interval."""
+
+    def of(group: pd.DataFrame) -> Interval:
+        return Interval(float(group[column].median()), math.nan, math.nan, len(group))
+
+    return of
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A column of raw values, and how it is drawn.
+
+    Attributes:
+        label: of its axis, with the unit.
+        says: what it is, as a part of a sentence, for the caption.
+        estimate: of the rows of one contender in one cell; their median by default.
+        form: prints an estimate.
+        bar: whether it is a length from 0; else a position, on an axis that need not begin there.
+        log: whether its axis is logarithmic.
+        line: at which value a line is drawn.
+        stroke: column whose median is drawn as a stroke across.
+    """
+
+    column: str
+    label: str
+    says: str
+    estimate: Callable[[pd.DataFrame], Interval] | None = None
+    form: Callable[[float], str] = THREE_DIGITS
+    bar: bool = True
+    log: bool = False
+    line: float | None = None
+    stroke: str = ""
+
+    def of(self, group: pd.DataFrame) -> Interval:
+        """The estimate of a contender's rows."""
+        return (self.estimate or median(self.column))(group)
+
+
+class Mark(Protocol):
+    """How a table is drawn."""
+
+    def draw(self, data: pd.DataFrame, style: Style) -> matplotlib.figure.Figure:
+        """Draw a table that has rows."""
+
+    def says(self, data: pd.DataFrame) -> str:
+        """Caption text: what is drawn how."""
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """The main numbers, as alternative text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How one tidy table of raw values with a column ``id`` (records) is drawn.
+
+    Attributes:
+        name: of its files, and of its anchor on the page.
+        question: that it answers, with which its caption begins.
+        notes: further sentences of its caption.
+    """
+
+    name: str
+    title: str
+    question: str
+    mark: Mark
+    notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
+
+    def caption(self, data: pd.DataFrame) -> str:
+        """The question, what is drawn how, and what all rows have in common."""
+        parts = [self.question, self.mark.says(data), *(note(data) for note in self.notes)]
+        parts += [peers_note(data)] if "strategy" in data else []
+        parts += [common_to(data)] if "where" in data else []
+        parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []
+        return " ".join(part.strip() for part in parts if part.strip())
+
+    def alt(self, data: pd.DataFrame) -> str:
+        """Alternative text: the main numbers."""
+        return f"{self.title}. {self.mark.numbers(data)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure(Drawing):
+    """One figure of a suite's page.
+
+    Attributes:
+        table: its data; without rows if the records hold nothing to draw.
+        needs: what it takes, for a page without it; the suite is one that has it.
+        extra: whether most suites give no data for it, and a page without it does not say so.
+    """
+
+    table: Callable[[Derived], pd.DataFrame]
+    needs: str = ""
+    suite: str = "quickstart"
+    extra: bool = False
+
+
+def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
+    """Sorted ids of the records behind a figure's data, those of column ``baseline`` among them."""
+    ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
+    return tuple(sorted({one for identity in ids for one in str(identity).split()}))

@@ -1,0 +1,103 @@
+"""Draws figures into files: SVG, PDF, PNG, and a CSV of the raw values."""
+
+from __future__ import annotations
+
+import base64
+import io
+import textwrap
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib.figure
+import pandas as pd
+from matplotlib.transforms import Bbox
+
+from report.data import footnotes
+from report.data.contender import name_of
+from report.data.metrics import Derived
+from report.draw.figure import Drawing, Figure, records_behind
+from report.draw.theme import WIDTH, Style, fonts, looks_of
+
+# No dates and no versions: the same records give the same bytes.
+_METADATA: Final[dict[str, dict[str, Any]]] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
+    "png": {"Software": None},
+}
+FORMS: Final = tuple(_METADATA)
+_MARGIN: Final = 0.05  # inches around what is drawn
+_LETTERS: Final = 36  # of a line over or under a panel of a narrow figure
+_LAYOUTS: Final = 3  # at most: labels beside the axes keep their widths, so the second or third fits
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn, with the raw values behind it."""
+
+    figure: Drawing
+    data: pd.DataFrame
+    svg: bytes
+    width: float = WIDTH  # mm
+
+    @property
+    def image(self) -> str:
+        """The drawing as a data URI."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode('ascii')}"
+
+    def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
+        """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""
+        return [(name, footnotes.TAKEN if name in marked else "") for name in records_behind(self.data)]
+
+
+def style_of(derived: Derived, width: float = WIDTH) -> Style:
+    """The style of a page: presets have the plain looks of their strategies, changed ones follow."""
+    ran = derived.finished.sort_values("place", kind="stable")
+    ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(name_of))
+    ran = ran.sort_values("changed", kind="stable")
+    return Style(width, looks_of(zip(ran["strategy"], ran["contender"], strict=True)))
+
+
+def draw(
+    figure: Figure, derived: Derived, folder: Path, style: Style, forms: Collection[str] = FORMS
+) -> Drawn | None:
+    """Draw a figure into ``folder``; None if the records hold nothing to draw."""
+    data = figure.table(derived)
+    return None if data.empty else write(figure, data, folder, style, forms)
+
+
+def write(
+    figure: Drawing, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS
+) -> Drawn:
+    """Draw a table with rows, and write it as ``forms``, and as CSV of its raw values."""
+    rendered = {}
+    with fonts():
+        drawn = figure.mark.draw(data, style)
+        if style.narrow:
+            for ax in drawn.get_axes():
+                ax.set_title(textwrap.fill(ax.get_title(loc="left"), _LETTERS))
+                ax.set_xlabel(textwrap.fill(ax.get_xlabel(), _LETTERS))
+        box = _laid_out(drawn, style)
+        for form in (form for form in FORMS if form in forms):
+            buffer = io.BytesIO()
+            drawn.savefig(buffer, format=form, metadata=_METADATA[form], bbox_inches=box)
+            rendered[form] = buffer.getvalue()
+            (folder / f"{figure.name}.{form}").write_bytes(rendered[form])
+    data.to_csv(folder / f"{figure.name}.csv", index=False, lineterminator="\n")
+    return Drawn(figure, data, rendered["svg"], style.width)
+
+
+def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
+    """Lay a figure out, once for all forms, so that it is as wide as asked, or as it must."""
+    inner = style.inches - 2 * _MARGIN
+    for _ in range(_LAYOUTS):
+        figure.draw_without_rendering()
+        drawn = figure.get_tightbbox()
+        if abs(drawn.width - inner) < _MARGIN / 2:
+            break
+        figure.set_figwidth(max(1.0, figure.get_figwidth() + inner - drawn.width))
+    figure.set_layout_engine(None)  # "none" leaves a placeholder, for which each form is drawn twice
+    middle, width = (drawn.x0 + drawn.x1) / 2, max(style.inches, drawn.width)
+    return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)

@@ -1,0 +1,449 @@
+"""Marks: how a tidy table is drawn, as rows of intervals, lines, stacked bars, a front, or lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pandas.api.types import is_integer_dtype
+
+from report.data import footnotes
+from report.data.frames import groups
+from report.data.text import listed, number
+from report.draw import axes, theme
+from report.draw.contenders import by_cell, by_cell_and_contender, by_contender, contenders
+from report.draw.figure import Measure
+from report.draw.theme import Look, Style
+
+_MOST_TOLD: Final = 12  # contenders in an alternative text
+_FEW: Final = 8  # values of an axis, each of which has its tick
+_PANEL_INCHES: Final = 2.3
+_DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
+
+
+def _base(data: pd.DataFrame) -> str:
+    return listed(list(data["baseline_contender"].unique())) if "baseline_contender" in data else ""
+
+
+def _said(measures: Sequence[Measure], data: pd.DataFrame) -> str:
+    """What the measures are."""
+    told = [f"{_label(one, data)}: {one.says.format(base=_base(data))}" for one in measures if one.says]
+    return f"{'; '.join(told)}."[:1].upper() + f"{'; '.join(told)}."[1:]
+
+
+def _label(measure: Measure, data: pd.DataFrame) -> str:
+    return measure.label.format(base=_base(data))
+
+
+def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
+    """Those that have a value."""
+    return [one for one in measures if data[one.column].notna().any()]
+
+
+def _first(told: Sequence[str]) -> str:
+    return listed(list(told[:_MOST_TOLD])) + (", and others" if len(told) > _MOST_TOLD else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A row for each contender of each cell; measures stand side by side, each value as a dot."""
+
+    measures: tuple[Measure, ...]
+
+    def draw(self, data: pd.DataFrame, style: Style) -> Figure:
+        """Bars or points with their intervals."""
+        rows, shown = by_cell_and_contender(data), _measured(self.measures, data)
+        names = [
+            name + (footnotes.rates(group) if "rates_differ" in group else "") for name, _, group in rows
+        ]
+        figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share="y")
+        for ax, measure in zip(panels, shown, strict=True):
+            _row_panel(ax, [(contender, group) for _, contender, group in rows], measure, style)
+            axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
+            ax.set_xlabel(axes.wrapped(_label(measure, data), 60 // len(shown)))
+        return figure
+
+    def says(self, data: pd.DataFrame) -> str:
+        """What each measure is."""
+        shown = _measured(self.measures, data)
+        strokes = [f"strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
+        return f"{_said(shown, data)} Dots: single values{''.join(f'; {stroke}' for stroke in strokes)}."
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """Each contender's estimate."""
+        told = [
+            f"{_label(one, data)}: "
+            + _first(
+                [
+                    f"{name} {one.form(one.of(group).estimate)}"
+                    for name, _, group in by_cell_and_contender(data)
+                ]
+            )
+            for one in _measured(self.measures, data)
+        ]
+        return f"{'; '.join(told)}."
+
+
+def _row_panel(ax: Axes, rows: Sequence[tuple[str, pd.DataFrame]], measure: Measure, style: Style) -> None:
+    """One measure of all rows."""
+    found = [measure.of(group) for _, group in rows]
+    looks = [style.look(contender) for contender, _ in rows]
+    places = np.arange(len(rows))
+    middles = [one.estimate for one in found]
+    if measure.bar:
+        sns.barplot(
+            x=middles, y=places, hue=places, palette=[look.colour for look in looks], orient="h", width=0.62,
+            saturation=1, native_scale=True, legend=False, ax=ax,
+        )  # fmt: skip
+    else:
+        sns.scatterplot(
+            x=middles, y=places, hue=places, style=places, palette=[look.colour for look in looks],
+            markers=[look.marker for look in looks], s=40, zorder=3, legend=False, ax=ax,
+        )  # fmt: skip
+    colours = [theme.INK if measure.bar else look.colour for look in looks]
+    ax.hlines(places, [one.low for one in found], [one.high for one in found], colors=colours, zorder=3)
+    values = pd.concat(
+        [
+            group[[measure.column]].astype(float).assign(place=place + 0.22)
+            for place, (_, group) in enumerate(rows)
+        ]
+    )
+    sns.scatterplot(values, x=measure.column, y="place", ax=ax, **_DOT)
+    if measure.stroke:
+        strokes = [group[measure.stroke].median() for _, group in rows]
+        ax.plot(strokes, places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+    axes.line_at(ax, measure.line, across=False)
+    for place, (one, (_, group)) in enumerate(zip(found, rows, strict=True)):
+        beyond = group[measure.stroke].median() if measure.stroke else np.nan
+        end = axes.farthest(one.estimate, one.high, group[measure.column].max(), beyond)
+        axes.beside(ax, end, place, measure.form(one.estimate))
+    if measure.log:
+        ax.set_xlim(values[measure.column].min() / 1.5, values[measure.column].max() * 3)
+        axes.log_ticks(ax, "x")
+    else:
+        axes.room(ax, zero=measure.bar)
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A line for each contender over ``x``; measures stand below each other, panels side by side.
+
+    Attributes:
+        x: column of the x axis.
+        label: of the x axis; empty where the titles of panels say it.
+        panels: column of the panels' titles, in order of appearance.
+        lines: column of the lines' names.
+        points: column by which rows make a point, whose x is their median.
+        columns: of panels in a row, for a single measure.
+        band: whether the range of the values is drawn, instead of each.
+    """
+
+    x: str
+    label: str
+    measures: tuple[Measure, ...]
+    panels: str = "panel"
+    lines: str = "contender"
+    points: str = ""
+    columns: int = 3
+    log: bool = False
+    band: bool = False
+
+    def draw(self, data: pd.DataFrame, style: Style) -> Figure:
+        """Lines through estimates."""
+        shown, titles = _measured(self.measures, data), list(data[self.panels].unique())
+        looks = self._looks(data, style)
+        columns = min(len(titles), self.columns if len(shown) == 1 else len(titles))
+        rows = -(-len(titles) // columns) * len(shown)
+        figure, panels = axes.grid(style, rows, columns, [_PANEL_INCHES] * rows)
+        places = [(measure, title) for measure in shown for title in titles]
+        flat = [ax for row in panels for ax in row]
+        for ax in flat[len(places) :]:
+            ax.set_axis_off()
+        for ax, (measure, title) in zip(flat, places, strict=False):
+            mine = data[data[self.panels] == title].dropna(subset=[self.x, measure.column])
+            if len(mine):
+                self._panel(ax, mine, measure, looks)
+            ax.set_title(axes.wrapped(title) if self.label and measure is shown[0] else "")
+            ax.set_xlabel("" if self.label and not style.narrow else self.label or title)
+            ax.set_ylabel(axes.wrapped(_label(measure, data)) if title == titles[0] or style.narrow else "")
+            if measure.bar:
+                ax.set_ylim(0, 1.08 * float(data[measure.column].max()))
+        if self.label and not style.narrow:
+            figure.supxlabel(self.label, fontsize=9)
+        axes.legend(figure, axes.lines(looks), style)
+        return figure
+
+    def _looks(self, data: pd.DataFrame, style: Style) -> dict[str, Look]:
+        if self.lines == "contender":
+            return {name: style.look(name) for _, name in contenders(data)}
+        return theme.shades([str(name) for name in data[self.lines].unique()])
+
+    def _points(self, data: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+        """(line, x, y) of each point."""
+        rows = []
+        for (line, _), group in groups(data, [self.lines, self.points or self.x]):
+            rows.append((str(line), group[self.x].median(), measure.of(group).estimate))
+        return pd.DataFrame(rows, columns=["line", "x", "y"])
+
+    def _panel(self, ax: Axes, mine: pd.DataFrame, measure: Measure, looks: Mapping[str, Look]) -> None:
+        found = self._points(mine, measure)
+        there = [name for name in looks if (found["line"] == name).any()]
+        sns.lineplot(
+            found, x="x", y="y", hue="line", style="line", hue_order=there, style_order=there,
+            palette={name: looks[name].colour for name in there},
+            markers={name: looks[name].marker for name in there},
+            dashes={name: looks[name].dashes for name in there},
+            estimator=None, markersize=5, linewidth=1.4, legend=False, ax=ax,
+        )  # fmt: skip
+        raw = mine.assign(line=mine[self.lines].astype(str))
+        colours = {name: looks[name].colour for name in there}
+        if self.band:
+            for (line,), group in groups(raw, ["line"]):
+                ends = group.groupby(self.points or self.x)[[self.x, measure.column]].agg(
+                    ["median", "min", "max"]
+                )
+                ax.fill_between(
+                    ends[self.x, "median"], ends[measure.column, "min"], ends[measure.column, "max"],
+                    color=colours[line], alpha=0.15, lw=0,
+                )  # fmt: skip
+        else:
+            sns.scatterplot(
+                raw, x=self.x, y=measure.column, hue="line", palette=colours, s=7, alpha=0.5, linewidth=0,
+                legend=False, ax=ax,
+            )  # fmt: skip
+        if measure.stroke:
+            strokes = mine.groupby([self.lines, self.points or self.x])[[self.x, measure.stroke]].median()
+            for line, group in strokes.groupby(level=0):
+                ax.plot(
+                    group[self.x], group[measure.stroke], "_", color=looks[str(line)].colour, ms=9, mew=1.3
+                )
+        axes.line_at(ax, measure.line, across=True)
+        if "rates_differ" in mine:
+            for _, cell in mine[mine["rates_differ"]].groupby("cell"):
+                at = (cell[self.x].median(), cell[measure.column].max())
+                ax.annotate(footnotes.RATES, at, (0, 4), textcoords="offset points", ha="center")
+        if is_integer_dtype(mine[self.x]) and found["x"].nunique() < _FEW:
+            ax.set_xticks(sorted(found["x"].unique()))
+        if self.log:
+            axes.log_ticks(ax, "x", [float(f"{value:.2g}") for value in found["x"].unique()])
+        if measure.log:
+            axes.log_ticks(ax, "y")
+
+    def says(self, data: pd.DataFrame) -> str:
+        """What each measure is."""
+        shown = _measured(self.measures, data)
+        raw = "bands: from the lowest to the highest" if self.band else "small dots: single values"
+        strokes = "".join(f"; dashes: {one.stroke.replace('_', ' ')}" for one in shown if one.stroke)
+        return f"{_said(shown, data)} Markers: estimates; {raw}{strokes}."
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """The first and the last point of each line."""
+        told = []
+        for measure in _measured(self.measures, data):
+            for (title, line), group in groups(
+                data.dropna(subset=[measure.column]), [self.panels, self.lines]
+            ):
+                points = self._points(group, measure)["y"]
+                ends = " to ".join(measure.form(value) for value in (points.iloc[0], points.iloc[-1]))
+                told.append(f"{line}, {str(title).replace(chr(10), ' ')}: {ends}")
+        return f"{_label(self.measures[0], data)}: {'; '.join(told[:_MOST_TOLD])}."
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """A stacked bar for each contender: rows of ``kind`` bar are its parts, others totals that are marked.
+
+    Attributes:
+        value: column of the lengths, of which means are drawn.
+        label: of the axis, with the unit.
+        says: what is drawn, for the caption.
+        parts: in which order parts stand; others follow.
+        panels: column of the panels' titles.
+        also: by kind, the marker, its colour and what it is.
+    """
+
+    value: str
+    label: str
+    says_parts: str
+    parts: tuple[str, ...]
+    panels: str = "panel"
+    also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
+
+    def draw(self, data: pd.DataFrame, style: Style) -> Figure:
+        """Bars and marks."""
+        bars = data[data["kind"] == "bar"]
+        there = [part for part in self.parts if bars[bars["part"] == part][self.value].gt(0).any()]
+        there += sorted(set(bars[bars[self.value] > 0]["part"]) - set(there))
+        colours = theme.of_parts(there)
+        titles = list(data[self.panels].unique())
+        heights = [
+            axes.rows_inches(data[data[self.panels] == title]["contender"].nunique()) for title in titles
+        ]
+        figure, panels = axes.grid(style, len(titles), 1, heights)
+        for (ax,), title in zip(panels, titles, strict=True):
+            self._panel(ax, data[data[self.panels] == title], there, colours)
+            ax.set_title(title)
+        panels[-1][0].set_xlabel(self.label)
+        drawn = [kind for kind in self.also if (data["kind"] == kind).any()]
+        marks = axes.lines({kind: Look(self.also[kind][1], self.also[kind][0]) for kind in drawn})
+        for entry in marks.values():
+            entry.set(linestyle="none", markerfacecolor="none")
+        axes.legend(figure, axes.patches(colours) | marks, style)
+        return figure
+
+    def _panel(self, ax: Axes, mine: pd.DataFrame, parts: list[str], colours: Mapping[str, str]) -> None:
+        names = [contender for _, contender in contenders(mine)]
+        wide = mine[mine["kind"] == "bar"].pivot_table(
+            index="contender", columns="part", values=self.value, aggfunc="mean"
+        )
+        wide = wide.reindex(index=names, columns=parts).astype(float)
+        if parts:
+            looks = {"color": dict(colours), "legend": False, "ec": "white", "lw": 0.5}
+            wide.plot.barh(stacked=True, width=0.62, ax=ax, **looks)  # type: ignore[call-overload]
+        ends = wide.sum(axis=1, min_count=1)
+        totals = ends.copy()
+        for kind, (marker, colour, _) in self.also.items():
+            found = mine[mine["kind"] == kind].groupby("contender")[self.value].mean().reindex(names)
+            ax.plot(found, range(len(names)), marker, color=colour, mfc="none", mew=1.2, ms=6)
+            ends, totals = ends.combine(found, np.fmax), totals.combine_first(found)
+        for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
+            axes.beside(ax, float(end), place, number(4)(float(total)))
+        axes.name_rows(ax, names)
+        axes.room(ax, zero=True, share=0.12)
+
+    def says(self, data: pd.DataFrame) -> str:
+        """What bars and marks are."""
+        marks = [
+            f"{marker.replace('o', 'circles').replace('x', 'crosses').replace('|', 'strokes')}: {what}"
+            for kind, (marker, _, what) in self.also.items()
+            if (data["kind"] == kind).any()
+        ]
+        return f"{self.says_parts}{''.join(f'; {mark}' for mark in marks)}. Means over trials."
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """Each contender's total."""
+        bars = data[data["kind"] == "bar"]
+        sums = bars.groupby([self.panels, "contender", "id"], sort=False)[self.value].sum()
+        means = sums.groupby(level=[0, 1], sort=False).mean()
+        told = [f"{name} {value:.4g}" for (_, name), value in means.items()]
+        return f"{self.label}: {_first(told)}."
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Measures over ``x``: each contender's medians as a point, and what none beats as steps."""
+
+    x: str
+    label: str
+    measures: tuple[Measure, ...]
+
+    def draw(self, data: pd.DataFrame, style: Style) -> Figure:
+        """A panel for each cell and measure."""
+        shown, cells = _measured(self.measures, data), by_cell(data)
+        figure, panels = axes.grid(style, len(cells), len(shown), [2.6] * len(cells))
+        for row, (title, mine) in zip(panels, cells, strict=True):
+            for ax, measure in zip(row, shown, strict=True):
+                known = mine.dropna(subset=[measure.column])
+                middles = self._middles(known, measure)
+                ahead = middles.iloc[front(middles)]
+                ax.plot(*ahead.to_numpy().T, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
+                for _, name, group in by_contender(known):
+                    look = style.look(name)
+                    sns.scatterplot(
+                        group, x=self.x, y=measure.column, ax=ax, **_DOT | {"color": look.colour, "s": 5}
+                    )
+                    ax.plot(*middles.loc[name], look.marker, color=look.colour, mec="white", mew=0.5)
+                axes.line_at(ax, measure.line, across=True)
+                if measure.log:
+                    ax.set_ylim(known[measure.column].min() / 2, known[measure.column].max() * 2)
+                    axes.log_ticks(ax, "y")
+                ax.set_xlim(0, mine[self.x].max() * 1.08)
+                ax.set_xlabel(self.label)
+                ax.set_ylabel(_label(measure, data))
+            row[0].set_title(title)
+        looks = {name: style.look(name) for _, name in contenders(data)}
+        entries = axes.lines(looks)
+        for entry in entries.values():
+            entry.set(linestyle="none")
+        axes.legend(figure, entries, style)
+        return figure
+
+    def _middles(self, mine: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+        return mine.groupby("contender", sort=False)[[self.x, measure.column]].median()
+
+    def says(self, data: pd.DataFrame) -> str:
+        """What each measure is, and the front."""
+        said = _said(_measured(self.measures, data), data)
+        return (
+            f"{said} Markers: medians; dots: trials; grey: the Pareto front of the medians, whom none beats "
+            f"in {self.label} without being worse in the other."
+        )
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """Who is on the front."""
+        told = []
+        for title, mine in by_cell(data):
+            for measure in _measured(self.measures, mine):
+                middles = self._middles(mine.dropna(subset=[measure.column]), measure)
+                names = [
+                    f"{name} ({x:.3g}, {measure.form(y)})"
+                    for name, x, y in middles.iloc[front(middles)].itertuples(name=None)
+                ]
+                told.append(f"{_label(measure, data)}{f', {title}' if title else ''}: {listed(names)}")
+        return f"Pareto fronts. {'. '.join(told)}."
+
+
+def front(points: pd.DataFrame) -> list[int]:
+    """Places of the rows of (bytes, value) that none beats in one and equals or beats in the other.
+
+    In ascending order of bytes; of equal rows the first.
+    """
+    kept: list[int] = []
+    best = np.inf
+    for place in np.lexsort((points.iloc[:, 1], points.iloc[:, 0])):
+        if points.iloc[place, 1] < best:
+            best = points.iloc[place, 1]
+            kept.append(int(place))
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What a rank did when: a panel for each title, in it a row of bars for each lane."""
+
+    lanes: tuple[str, ...]
+    told: str = "told"  # column of a sentence on each panel
+
+    def draw(self, data: pd.DataFrame, style: Style) -> Figure:
+        """Bars from ``begin`` to ``end``, in ms."""
+        titles, colours = list(data["panel"].unique()), theme.of_parts(self.lanes)
+        height = 0.35 + 0.13 * len(self.lanes)
+        figure, panels = axes.grid(style, len(titles), 1, [height] * (len(titles) - 1) + [height + 0.25])
+        for (ax,), title in zip(panels, titles, strict=True):
+            mine = data[data["panel"] == title]
+            for place, lane in enumerate(self.lanes):
+                spans = mine[mine["lane"] == lane]
+                bars = list(zip(1e3 * spans["begin"], 1e3 * (spans["end"] - spans["begin"]), strict=True))
+                ax.broken_barh(bars, (place - 0.45, 0.9), color=colours[lane], lw=0)
+            ax.set_ylim(len(self.lanes) - 0.5, -0.5)
+            ax.set_yticks([])
+            ax.grid(visible=False, axis="y")
+            ax.set_xlim(1e3 * data["begin"].min(), 1e3 * data["end"].max())
+            ax.set_title(title)
+        panels[-1][0].set_xlabel("ms")
+        axes.legend(figure, axes.patches(colours), style)
+        return figure
+
+    def says(self, data: pd.DataFrame) -> str:
+        """The sentences on the panels."""
+        return f"{'; '.join(data[self.told].unique())}."
+
+    def numbers(self, data: pd.DataFrame) -> str:
+        """The same."""
+        return self.says(data)

@@ -1,0 +1,161 @@
+"""Figures of losses, of errors of what was sent, and of what fewer bytes cost."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from report.data import communication, learning
+from report.data.contender import is_baseline
+from report.data.metrics import Derived
+from report.data.text import byte_unit, counted, number, span
+from report.draw.contenders import titles_of
+from report.draw.figure import Figure, Measure
+from report.draw.marks import Front, Lines, Rows
+
+_KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+_FEWEST: Final = 4  # contenders of a cell that have a front
+
+
+def _curves(derived: Derived) -> pd.DataFrame:
+    """Validations of trials that made three or more, once against each of steps, seconds and bytes."""
+    long = derived.trials[derived.trials["validation_loss"].notna()]
+    found = long[_KEPT].merge(derived.frames.validations, on="id")
+    found = found[found.groupby("id")["step"].transform("nunique") >= 3]
+    found = found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))
+    size, unit = byte_unit(float(found["inter_bytes"].max())) if len(found) else (1.0, "bytes")
+    against = {"optimizer steps": found["step"], "seconds in steps": found["train_seconds"],
+               f"{unit} sent between nodes": found["inter_bytes"] / size}  # fmt: skip
+    titles = titles_of(found) if len(found) else {}
+    heads = found["cell"].map(lambda cell: f"{titles[cell]}: " if titles[cell] else "")
+    return pd.concat([found.assign(against=values, panel=heads + name) for name, values in against.items()])
+
+
+def _seeds_in_words(data: pd.DataFrame) -> str:
+    seeds = counted(data["seed"].nunique(), "seed")
+    return f"{seeds}; repeats of a seed train the same again, and count once."
+
+
+LOSS: Final = Figure(
+    name="loss",
+    title="Loss against steps, time and bytes",
+    question="How does the validation loss fall with steps, with seconds and with bytes?",
+    table=_curves,
+    mark=Lines(
+        "against", "", (Measure("loss", "validation loss, nats", "mean over seeds", learning.mean_of("loss"),
+                                "{:.3f}".format, bar=False),),
+        points="step", band=True,
+    ),
+    needs="three validations in a trial or more (validate_every)",
+    suite="convergence",
+    notes=(_seeds_in_words,),
+)  # fmt: skip
+
+
+def _steps_in_words(data: pd.DataFrame) -> str:
+    return (
+        f"After {span(data['validation_step'], 'step')}, warm-ups included. {_seeds_in_words(data)} What the "
+        "differences say, and with which power, is in the table Losses. The axis does not start at 0."
+    )
+
+
+FINAL_LOSS: Final = Figure(
+    name="final_loss",
+    title="Final validation loss",
+    question="Which loss does each contender end with?",
+    table=lambda derived: derived.trials.dropna(subset=["validation_loss"])[
+        [*_KEPT, "validation_loss", "validation_step"]
+    ],
+    mark=Rows(
+        (
+            Measure(
+                "validation_loss", "validation loss, nats", "mean over seeds, from the lowest to the highest",
+                learning.mean_of("validation_loss"), "{:.4f}".format, bar=False,
+            ),
+        )
+    ),
+    needs="a validation (validate_every)",
+    suite="convergence",
+    notes=(_steps_in_words,),
+)  # fmt: skip
+
+
+def _sent(derived: Derived) -> pd.DataFrame:
+    """Errors of gradients at the last measured step, of hops and end to end; exact messages are left out."""
+    found = communication.errors(derived.frames, derived.trials)
+    found = found[(found["purpose"] == "gradients") & (found["repeated"] == 1) & found["vnmse"].gt(0)]
+    last: pd.DataFrame = found[found["step"] == found.groupby("id")["step"].transform("max")]
+    end = last["hop"].isna()
+    return last.assign(end_to_end=last["vnmse"].where(end), each_hop=last["vnmse"].where(~end))
+
+
+SENT_ERROR: Final = Figure(
+    name="sent_error",
+    title="Error of what was sent",
+    question="How far are reduced gradients from their exact mean?",
+    table=_sent,
+    mark=Rows(
+        (
+            Measure(
+                "end_to_end", "vNMSE, end to end",
+                "sum((reduced - exact mean)^2) / sum(exact mean^2), over all units, at the last measured "
+                "step",
+                form=number(2), bar=False, log=True,
+            ),
+            Measure(
+                "each_hop", "vNMSE of each hop", "decoded frames against the values that were encoded there",
+                form=number(2), bar=False, log=True,
+            ),
+        )
+    ),
+    needs="measured errors (measure_quantisation)",
+    suite="algorithms",
+    notes=(
+        lambda _: "A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in "
+        "two hops.",
+    ),
+)  # fmt: skip
+
+
+def _costs(derived: Derived) -> pd.DataFrame:
+    """One row per trial of cells with enough contenders whose bytes and errors are known."""
+    found = derived.trials
+    sent = communication.errors(derived.frames, found)
+    sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
+    last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
+    base = found[is_baseline(found)].groupby(["cell", "seed"])["validation_loss"].mean()
+    theirs = base.reindex(pd.MultiIndex.from_frame(found[["cell", "seed"]])).to_numpy()
+    found = found.assign(
+        m=found["sent_bytes"] / found["m_bytes"],
+        vnmse=found["id"].map(last.groupby("id")["vnmse"].max()),
+        excess=found["validation_loss"] - np.asarray(theirs, dtype=float),
+    )
+    found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
+    enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
+    return found[enough][[*_KEPT, "m", "vnmse", "excess", "step_seconds"]]
+
+
+PARETO: Final = Figure(
+    name="pareto",
+    title="What fewer bytes cost",
+    question="What do fewer bytes between nodes cost in error, loss and time?",
+    table=_costs,
+    mark=Front(
+        "m",
+        "bytes between nodes, in M",
+        (
+            Measure(
+                "vnmse", "vNMSE of what was sent",
+                "the larger of that of gradients against the exact mean and that of weights against their "
+                "masters, at the last measured step",
+                form=number(2), log=True,
+            ),
+            Measure("excess", "loss less the baseline's, nats", "of the last validation, same seed", line=0),
+            Measure("step_seconds", "seconds per step", ""),
+        ),
+    ),
+    needs="four contenders in one cell, with measured errors",
+    suite="bits",
+)  # fmt: skip

@@ -1,0 +1,168 @@
+"""Figures of bytes: sent between nodes, held by ranks, and the largest model that a limit allows."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from report.data import bytes_and_memory, published, scaling
+from report.data.metrics import Derived
+from report.data.text import listed, number, plain
+from report.draw import theme
+from report.draw.contenders import contenders
+from report.draw.figure import Figure, Measure
+from report.draw.marks import Rows, Stacked
+
+_PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
+
+
+def _place(row: pd.Series) -> str:
+    """Ranks and model of a panel."""
+    told = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['model'])}"
+    return told + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
+
+
+def _volume(derived: Derived) -> pd.DataFrame:
+    table = derived.trials[derived.trials["nodes"] > 1].sort_values(_PLACE, kind="stable")
+    named = table[["id", "strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]]
+    parts = [bytes_and_memory.volume(derived.frames, table).assign(kind="bar")]
+    totals = {"predicted": "predicted_bytes", "interfaces": "interface_bytes"}
+    parts += [table[["id"]].assign(kind=kind, part="total", bytes=table[of]) for kind, of in totals.items()]
+    found = named.merge(pd.concat(parts)[["id", "kind", "part", "bytes"]].dropna(), on="id")
+    found = found.assign(m=found["bytes"].astype(float) / found["m_bytes"])
+    rule = named.drop_duplicates([*_PLACE, "contender"]).assign(kind="published rule", part="total")
+    rule["m"] = [published.total(*one) for one in zip(rule["strategy"], rule["contender"], strict=True)]
+    found = pd.concat([found, rule.dropna(subset=["m"])], ignore_index=True) if len(found) else found
+    return found.assign(panel=found.apply(_place, axis=1) if len(found) else "")
+
+
+def _m_in_words(data: pd.DataFrame) -> str:
+    """The size of M in each panel."""
+    m = data["m_bytes"] / data["accumulation"] / 1e6
+    sizes = "; ".join(
+        f"{panel}: {m[mine.index[0]]:.2f} MB" for panel, mine in data.groupby("panel", sort=False)
+    )
+    several = " Of several micro-batches: the mean of one." if data["accumulation"].gt(1).any() else ""
+    return (
+        "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
+        f"elements x (nodes - 1) ({sizes}), without padding, which is a part of its own.{several}"
+    )
+
+
+VOLUME: Final = Figure(
+    name="volume",
+    title="Bytes between nodes",
+    question="What does each contender send between nodes in a step, in units of M?",
+    table=_volume,
+    mark=Stacked(
+        "m",
+        "bytes between nodes per step, in M",
+        "Bars: the ledger by purpose",
+        bytes_and_memory.VOLUME_PARTS,
+        also={
+            "predicted": ("|", theme.INK, "what impl.plan.traffic predicts"),
+            "interfaces": ("o", theme.INK, "what the network interfaces counted, headers included"),
+            "published rule": (
+                "x", theme.PUBLISHED,
+                "the rule of the ZeRO++ blog for presets, 3 M and 0.75 M, without scales and control",
+            ),
+        },
+    ),
+    needs="bytes between two nodes or more",
+    notes=(_m_in_words,),
+)  # fmt: skip
+
+
+def _memory(derived: Derived) -> pd.DataFrame:
+    found: pd.DataFrame = bytes_and_memory.memory(derived.frames, derived.trials)
+    if found[found["source"] == "engine"]["secondary"].nunique() < 2:
+        return found[:0]
+    engine = found[found["source"] == "engine"].assign(kind="bar")
+    formula = found[found["source"] == "formula"]
+    keys = [name for name in formula.columns if name not in ("part", "bytes")]
+    totals = (
+        formula.groupby(keys, as_index=False, sort=False)["bytes"].sum().assign(kind="formula", part="total")
+    )
+    found = pd.concat([engine, totals], ignore_index=True)
+    found = found.sort_values(["nodes", "ranks_per_node", "model", "secondary"], kind="stable")
+    parts = found["part"].str.replace("_", " ")
+    return found.assign(
+        mib=found["bytes"] / 2**20, part=parts, place=found["secondary"], panel=found.apply(_place, axis=1)
+    )
+
+
+def _groups_in_words(data: pd.DataFrame) -> str:
+    """Ranks that share a copy, by contender, for those whose names do not say it."""
+    ranks = data.drop_duplicates("contender").set_index("contender")["secondary"]
+    told = [
+        f"{name} {int(ranks[name])}"
+        for _, name in contenders(data)
+        if ranks[name] and "groups of" not in name
+    ]
+    shared = f" ({listed(told)})" if told else ""
+    return (
+        f"Ordered by the number of ranks that share one copy of the weights{shared}: the smaller the group, "
+        "the more memory, the fewer hops in backward."
+    )
+
+
+VARIED: Final = (
+    "masters", "host masters", "optimizer", "host optimizer", "gradients", "host gradients", "secondary",
+    "host secondary", "gathered", "local gradients", "frames", "host frames", "feedback", "staging", "frozen",
+    "host frozen",
+)  # fmt: skip
+MEMORY: Final = Figure(
+    name="memory",
+    title="Memory per rank",
+    question="What does the engine hold on the fullest rank, and what do the formulas say?",
+    table=_memory,
+    mark=Stacked(
+        "mib",
+        "MiB on the fullest rank",
+        "Bars: bytes that the engine owns, by part, at their worst moment (the table Memory has parts "
+        "without a formula apart)",
+        VARIED,
+        also={"formula": ("|", theme.INK, "the total of the formulas of impl.plan.memory")},
+    ),
+    needs="ranks of our engine, with copies of two sizes or more",
+    suite="hpz_group",
+    notes=(_groups_in_words,),
+)
+
+
+def _largest(derived: Derived) -> pd.DataFrame:
+    """A row for each trial under a limit: millions of parameters of those that trained, and of others."""
+    found = scaling.under_limits(derived)
+    millions, trained = found["parameters"] / 1e6, found["trained"].astype(bool)
+    least = millions.where(~trained).groupby(found["contender"]).transform("min")
+    limits = [f"{size / 2**20:g} MiB a rank" for size in found["limit_bytes"]]
+    return found.assign(
+        trained_millions=millions.where(trained, np.nan), next_size_not_run=least, where=limits, cell=limits
+    )
+
+
+LARGEST_MODEL: Final = Figure(
+    name="largest_model",
+    title="The largest model under a memory limit",
+    question="How large a model trains within a limit of memory a rank?",
+    table=_largest,
+    mark=Rows(
+        (
+            Measure(
+                "trained_millions",
+                "largest model that trained, million parameters",
+                "masters, gradients, optimizer state, copies and gathered weights within the limit, by "
+                "formula before the run and as the engine counted them after it; activations and buffers of "
+                "the wire are not in it. The next larger size was recorded as a failure with its numbers, "
+                "and not run",
+                scaling.largest_interval,
+                number(3),
+                stroke="next_size_not_run",
+            ),
+        )
+    ),
+    needs="a limit of memory that a trial keeps and another exceeds",
+    suite="stages",
+)

@@ -1,0 +1,181 @@
+"""Tables of bytes: what was sent between nodes and how it was checked, and what ranks hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from harness.records.memory_parts import HOST
+from report.data import bytes_and_memory, published
+from report.data.frames import groups
+from report.data.metrics import Derived
+from report.data.text import NOTHING, number
+from report.draw.contenders import by_contender
+from report.figures.sizes import VARIED
+from report.tables.columns import CONTENDER, TRIALS, rows_of
+from report.tables.table import Column, Table, made
+
+_COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
+
+_BY: Final = {
+    "predicted": "predicted_bytes", "ledger": "sent_bytes", "interface": "interface_bytes",
+    "segment": "segment_bytes",
+}  # fmt: skip
+
+
+def volume(derived: Derived) -> Table:
+    """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
+    parts = bytes_and_memory.volume(derived.frames, derived.trials)
+    rows: list[dict[str, Any]] = []
+    keys = ["nodes", "ranks_per_node", "model", "accumulation"]
+    between = derived.trials[derived.trials["nodes"] > 1].sort_values(keys, kind="stable")
+    for row, strategy, mine in rows_of(between, *keys):
+        m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
+        first = mine.iloc[0]
+        rows.append(
+            row
+            | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['model']}"}
+            | {part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS}
+            | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
+            | {
+                "published": published.total(strategy, row["contender"]),
+                "m_bytes": mine["m_bytes"].median(),
+            }
+        )
+    heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
+    return made(
+        "volume",
+        "Volume between nodes",
+        rows,
+        CONTENDER,
+        *(
+            Column(part, head, number(3))
+            for part, head in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)
+        ),
+        Column("predicted", "Predicted", number(4)),
+        Column("ledger", "Ledger", number(4)),
+        Column(
+            "interface", "Interface", number(4),
+            "Interfaces count headers too, of packets that this machine makes larger than a real network "
+            "does.",
+        ),
+        Column(
+            "segment", "In 1,448-byte segments", number(4),
+            "In segments: the ledger with 66 bytes for each 1,448 bytes of a message.",
+        ),
+        Column(
+            "published", "Published rule", number(3),
+            "The published rule is of the presets of ZeRO-3 and of ZeRO++'s techniques, and counts no "
+            "scales.",
+        ),
+        notes="Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model "
+        "without padding, which is a column of its own and in no other part.",
+    )  # fmt: skip
+
+
+def checks(derived: Derived) -> Table:
+    """Table of checks: bytes against prediction, first loss against that of a single process."""
+    rows: list[dict[str, Any]] = []
+    for row, _, mine in rows_of(derived.trials, "where"):
+        equal, reference = mine["predicted_equal"].dropna().astype(bool), mine["reference_loss"]
+        stated = mine["sent_bytes"] + mine["header_bytes"]
+        rows.append(
+            row
+            | {
+                "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
+                "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
+                "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+                "gradient_share": mine["gradient_share"].max(),
+                "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
+            }
+        )
+    return made(
+        "checks",
+        "Checks",
+        rows,
+        CONTENDER,
+        TRIALS,
+        Column(
+            "equal", "Ledger as predicted", str,
+            "Trials whose ledger equals the prediction to the byte, row by row.",
+        ),
+        Column("interface_over_ledger", "Interface/ledger", number(4)),
+        Column(
+            "interface_over_stated", "Interface/(ledger + headers)", number(4),
+            "Bytes that the interfaces counted over the ledger's, and over the ledger's with the headers of "
+            "the packets.",
+        ),
+        Column(
+            "first_loss_deviation", "First loss, relative deviation", number(2),
+            "The largest relative difference of the first step's loss from a single process on the same "
+            "batches.",
+        ),
+        Column(
+            "gradient_share", "First gradient, difference/allowed", number(2),
+            "The largest difference of a reduced gradient before training from a single process's, over what "
+            "the codecs allow together.",
+        ),
+    )  # fmt: skip
+
+
+def memory(derived: Derived) -> Table:
+    """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
+    found = bytes_and_memory.memory(derived.frames, derived.trials)
+    places = ["nodes", "ranks_per_node", "model"]
+    rows = [
+        {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
+        for (nodes, ranks, model), here in groups(found.sort_values(places, kind="stable"), places)
+        for _, contender, mine in by_contender(here)
+    ]
+    if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
+        rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
+    held = set(found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"])
+    usual = [part.replace(" ", "_") for part in VARIED]
+    rank = {part: (part.startswith(HOST), place) for place, part in enumerate(usual)}
+    parts = sorted(held, key=lambda part: (*rank.get(part, (True, len(rank))), part))
+    return made(
+        "memory",
+        "Memory per rank",
+        rows,
+        CONTENDER,
+        *(Column(f"engine_{part}_mib", part.replace("_", " "), number(3)) for part in parts),
+        Column("engine_mib", "Sum", number(4), "MiB of the fullest rank: what the engine owns, by part and "
+        "in sum."),
+        Column("beyond_mib", "Without formula", number(3), "Of that, parts without and with a formula."),
+        Column("covered_mib", "With formula", number(4)),
+        Column("formula_mib", "Formula", number(4), "Formula: the sum of the formulas."),
+        *(Column(key, title, number(3)) for key, title in _COPY.items()),
+        Column(
+            "process_peak_rss_mib", "Process peak", number(3),
+            "hpZ's copy: by formula, as the frames that came and in 16 bits, as DeepSpeed and the paper keep "
+            "it, whichever was kept.",
+        ),
+        Column(
+            "copied_step_mib", "Copied, a step", number(4),
+            "Copied: of what is offloaded (host parts), between host and device in a step.",
+        ),
+        Column("copied_formula_step_mib", "Copied, formula", number(4)),
+    )  # fmt: skip
+
+
+def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
+    """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
+    sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+    kept = sizes.drop(["copied", "copied_formula"], level="source", errors="ignore").reset_index()
+    row = {f"{source}_{part}_mib": float(size) for source, part, size in kept.to_numpy()}
+    of_source = {name: of.droplevel(0) for name, of in sizes.groupby(level="source")}
+    sums = {
+        "engine": "engine",
+        "formula": "formula",
+        "copied": "copied_step",
+        "copied_formula": "copied_formula_step",
+    }
+    row |= {f"{sums[name]}_mib": of_source[name].sum() for name in sums if name in of_source}
+    engine, formula = (of_source.get(source, sizes.iloc[:0]) for source in ("engine", "formula"))
+    beyond = float(engine[~engine.index.isin(formula.index)].sum())
+    either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
+    copy = dict(zip(_COPY, (np.array(either).max(axis=0) / 2**20).tolist(), strict=True))
+    return row | {"beyond_mib": beyond, "covered_mib": float(engine.sum()) - beyond, **copy}

@@ -1,0 +1,254 @@
+"""What marks show, read from their axes: estimates, intervals, values, names, and nothing that overlaps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawn
+from matplotlib.patches import Rectangle
+
+from harness.records.record import Record
+from harness.suites.trial import Cluster, PolicyChanges, Trial
+from report.data import metrics
+from report.data.frames import frames_of
+from report.data.metrics import Derived, derive
+from report.draw import axes, files
+from report.draw.contenders import peers_note
+from report.draw.figure import Drawing, Figure, Measure
+from report.draw.marks import Lines, Rows, front
+from report.draw.theme import Style, fonts, looks_of
+from report.figures.registry import FIGURES
+from report.tables import registry as tables
+from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
+
+BY_NAME = {figure.name: figure for figure in FIGURES}
+_NUMBERS = st.integers(0, 5).map(float)
+
+
+def _drawn(name: str, derived: Derived) -> tuple[Drawn, pd.DataFrame, Figure]:
+    figure = BY_NAME[name]
+    data = figure.table(derived)
+    with fonts():
+        return figure.mark.draw(data, files.style_of(derived)), data, figure
+
+
+def _labels(ax: Axes) -> list[str]:
+    return [text.get_text().replace("\n", " ") for text in ax.texts]
+
+
+@given(st.lists(st.tuples(_NUMBERS, _NUMBERS), min_size=1, max_size=12))
+def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]]) -> None:
+    """Each row of it is beaten by none in both, and each row off it is beaten or equalled by one on it."""
+    kept = front(pd.DataFrame(points))
+    ahead = [points[place] for place in kept]
+    assert ahead == sorted(set(ahead))
+    for place, (sent, value) in enumerate(points):
+        others = [one for one in points if one != (sent, value) and one[0] <= sent and one[1] <= value]
+        assert (place in kept) <= (not others)
+        assert place in kept or any(one <= sent and other <= value for one, other in ahead)
+
+
+@pytest.mark.parametrize("width", [84.0, 178.0])
+@pytest.mark.parametrize(("count", "name"), [(1, "ZeRO-3"), (11, "qgZ (g int2:128, feedback classic:all)")])
+def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, tmp_path: Path) -> None:
+    """The figure is as wide as asked; four columns of such names once left its panels no width at all."""
+    rows = [
+        {"contender": f"{name}{'i' * number}", "strategy": "qgz", "place": 0, "first": number, "panel": "p",
+         "x": x, "y": 1.0, "id": "0"}
+        for number in range(count) for x in (1.0, 2.0)
+    ]  # fmt: skip
+    mark = Lines("x", "x", (Measure("y", "y", ""),))
+    drawing = Drawing(name="many", title="Many", question="?", mark=mark)
+    files.write(drawing, pd.DataFrame(rows), tmp_path, Style(width))
+    (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / "many.pdf").read_bytes())
+    assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
+
+
+def test_bars_intervals_and_values_are_those_of_the_table() -> None:
+    """Of six pairs the point is the Summary's speed-up, the line its interval, and the dots are the pairs."""
+    derived = derive(frames_of(records_of("quickstart", repeats=6)))
+    figure, data, _ = _drawn("speedup", derived)
+    left = figure.axes[0]
+    table = tables.MAKERS["summary"](derived).data.set_index("contender")
+    spans = [segment[:, 0] for one in left.collections for segment in getattr(one, "get_segments", list)()]
+    found = table.loc["ZeRO++", "speedup"]
+    assert any(np.allclose(span, [found.low, found.high]) for span in spans)
+    assert f"{found.estimate:.2f}" in _labels(left)
+    dots = np.concatenate([np.ma.getdata(one.get_offsets())[:, 0] for one in left.collections])
+    assert set(np.round(data["speedup"], 9)) <= set(np.round(dots, 9))
+
+
+def test_each_share_has_its_stroke_at_the_schedules() -> None:
+    """Each bar is as long as the share with processors, and its stroke stands at the one without them."""
+    derived = derive(frames_of([busy_while_waiting(r) for r in records_of("quickstart")]))
+    figure, data, drawn = _drawn("speedup", derived)
+    right = figure.axes[1]
+    shares = data.groupby("contender", sort=False)[["share", "schedule_share"]].median()
+    assert (shares["share"] > shares["schedule_share"]).all()
+    bars = [bar.get_width() for bar in right.patches if isinstance(bar, Rectangle)]
+    (strokes,) = (line for line in right.lines if line.get_marker() == "|")
+    assert sorted(bars) == pytest.approx(sorted(shares["share"]))
+    assert sorted(np.asarray(strokes.get_xdata(), float)) == pytest.approx(sorted(shares["schedule_share"]))
+    assert "processor seconds of all ranks" in drawn.caption(data)
+
+
+def test_points_over_rates_are_the_summarys() -> None:
+    """Of two uneven repeats too, and tokens/s are those of the step."""
+
+    def uneven(record: Record) -> Record:
+        longer = 5 if record.trial["strategy"] == "zeropp" else 3
+        return (
+            changed_steps(record, lambda step: {"total": longer * step.total})
+            if record.trial["repeat"]
+            else record
+        )
+
+    derived = derive(frames_of([uneven(record) for record in records_of("bandwidth", repeats=2)]))
+    rows = tables.MAKERS["summary"](derived).data
+    figure, _, _ = _drawn("speedup_over_rates", derived)
+    marked = [float(y) for ax in figure.axes for line in ax.lines for y in np.atleast_1d(line.get_ydata())]
+    ours = [one.estimate for one in rows[rows["contender"] == "ZeRO++"]["speedup"]]
+    assert len(ours) > 3
+    assert all(np.isclose(marked, value, rtol=1e-9).any() for value in ours)
+
+
+def test_a_part_of_what_a_rank_holds_is_as_long_as_its_bytes() -> None:
+    """Bars add up to the sum of the table, the stroke stands at the formula, and names are alike."""
+    derived = derive(frames_of(records_of("quickstart", repeats=1)))
+    figure, data, drawn = _drawn("memory", derived)
+    ax = figure.axes[0]
+    table = tables.MAKERS["memory"](derived).data.set_index("contender")
+    lengths = sum(bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle))
+    assert lengths == pytest.approx(table["engine_mib"].sum())
+    (strokes,) = (line for line in ax.lines if line.get_marker() == "|")
+    assert sorted(np.asarray(strokes.get_xdata(), float)) == pytest.approx(sorted(table["formula_mib"]))
+    assert {label.get_text() for label in ax.get_yticklabels()} == set(derived.trials["contender"])
+    assert "ZeRO++ 2)" in drawn.caption(data)
+
+
+def test_a_step_is_divided_into_the_summarys() -> None:
+    """Parts of each contender add up to the step that the Summary prints."""
+    derived = derive(frames_of(records_of("quickstart", repeats=3)))
+    _, data, _ = _drawn("step_split", derived)
+    sums = data.groupby(["contender", "id"])["seconds"].sum().groupby("contender").mean()
+    for name, mine in derived.trials.groupby("contender"):
+        assert sums[name] == pytest.approx(metrics.step_interval(mine).estimate)
+
+
+@pytest.mark.parametrize(("names", "some"), [(("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)])
+def test_a_caption_says_of_whom_exposed_time_is_not_known(names: tuple[str, ...], some: bool) -> None:
+    """Where there are such contenders, and not otherwise."""
+    _, data, drawn = _drawn(
+        "step_split", derive(frames_of([record_of(Trial(strategy=one)) for one in names]))
+    )
+    assert ("For DDP it is not known: it is part of forward" in drawn.caption(data)) is some
+
+
+def test_links_of_different_rates_are_marked() -> None:
+    """A setting's dagger stands at its rows, or above its points over rates, and in the caption."""
+
+    def achieving(trial: Trial, mbit: float) -> Record:
+        def change(fields: dict[str, Any]) -> None:
+            fields["link"] = fields["link"].model_copy(update={"probed_mbit": [mbit]})
+
+        return record_of(trial, change=change)
+
+    for name, rates in (("speedup", ("50 Mbit/s",)), ("speedup_over_rates", ("50 Mbit/s", "800 Mbit/s"))):
+        records = [
+            achieving(Trial(strategy=strategy, cluster=Cluster(rate=rate)), mbit)
+            for rate in rates
+            for strategy, mbit in (("zero3", 30.0), ("zeropp", 50.0))
+        ]
+        figure, data, drawn = _drawn(name, derive(frames_of(records)))
+        said = [text.get_text() for ax in figure.axes for text in (*ax.texts, *ax.get_yticklabels())]
+        assert sum("†" in text for text in said) >= 2
+        assert "†: the links" in drawn.caption(data)
+
+
+def test_captions_say_how_peers_travel() -> None:
+    """Where DDP or FSDP2 stand beside policies, captions say that they send fp32, and what gloo does."""
+    derived = derive(frames_of(records_of("bandwidth", repeats=1)))
+    for name in ("throughput", "speedup_over_rates", "volume", "step_split"):
+        caption = BY_NAME[name].caption(BY_NAME[name].table(derived))
+        assert "FSDP2 travels in fp32; on gloo, FSDP2's reduce-scatter sends the bytes of" in caption
+    assert peers_note(pd.DataFrame({"strategy": ["ddp", "zero3"]})) == "DDP travels in fp32."
+    assert peers_note(pd.DataFrame({"strategy": ["zero3", "single"]})) == ""
+    names = ["DDP", "DDP, bf16 hook", "DeepSpeed", "DeepSpeed (compute bf16)"]
+    several = pd.DataFrame({"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "contender": names})
+    told = peers_note(several)
+    assert "DDP and DeepSpeed travel in fp32; DDP, bf16 hook and DeepSpeed travel in bf16." in told
+
+
+def test_the_size_of_m_is_told_of_every_place() -> None:
+    """M is that of one gather, of each number of nodes and whatever the micro-batches of a step."""
+    trials = [
+        Trial(strategy="zero3", cluster=Cluster(nodes=nodes), accumulation=accumulation)
+        for nodes, accumulation in ((2, 1), (2, 2), (4, 1))
+    ]
+    derived = derive(frames_of([record_of(trial) for trial in trials]))
+    _, data, drawn = _drawn("volume", derived)
+    numel = derived.trials.drop_duplicates("nodes").set_index("nodes")["numel"]
+    two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
+    for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
+        assert told in drawn.caption(data)
+
+
+def test_the_final_loss_says_after_how_many_steps() -> None:
+    """Captions count the steps before the last validation, warm-ups included."""
+    derived = derive(frames_of(records_of("convergence", repeats=1)))
+    _, data, drawn = _drawn("final_loss", derived)
+    steps = int(data["validation_step"].max())
+    assert f"fter {steps} steps" in drawn.caption(data)
+    assert f"after {steps} steps" in tables.all_tables(derived, ("summary",))[0].caption
+
+
+def test_no_caption_leaves_the_plural_open() -> None:
+    """No caption, alternative text or table of any suite says ``(s)``."""
+    for suite in ("quickstart", "convergence", "bits"):
+        derived = derive(frames_of(records_of(suite, repeats=1)))
+        told = [table.caption for table in tables.all_tables(derived)]
+        for figure in FIGURES:
+            if len(data := figure.table(derived)):
+                told += [figure.caption(data), figure.alt(data)]
+        assert not [text for text in told if "(s)" in text]
+
+
+def test_lines_of_one_strategy_differ_in_colour_and_marker() -> None:
+    """Eight codecs of one policy are eight looks, the same on every figure of the page."""
+    changes = [PolicyChanges(weights=w, gradients=g, align=2048) for w in ("int8:64", "int8:256", "int8:2048")
+               for g in ("int4:64", "int4:256")]  # fmt: skip
+    derived = derive(frames_of([record_of(Trial(strategy="zeropp", policy=one)) for one in changes]))
+    looks = files.style_of(derived).looks
+    assert len({(look.colour, look.marker) for look in looks.values()}) == len(changes)
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=8))
+def test_ticks_of_a_log_axis_are_in_view_and_few(values: list[float]) -> None:
+    """At least one and at most nine; none beyond the limits."""
+    ax = Drawn().subplots()
+    ax.set_xlim(min(values) / 2, max(values) * 2)
+    axes.log_ticks(ax, "x")
+    ticks = [tick for tick in ax.get_xticks() if min(values) / 2 <= tick <= max(values) * 2]
+    assert 1 <= len(ticks) <= 9
+
+
+def test_a_row_without_a_value_has_none() -> None:
+    """A measure that nobody has is no panel, and of one that some have the others' rows are empty."""
+    rows = [
+        {"contender": name, "strategy": name, "place": 0, "first": n, "cell": "c", "where": "w", "a": 1.0,
+         "b": value, "c": np.nan, "id": name}
+        for n, (name, value) in enumerate((("x", 2.0), ("y", np.nan)))
+    ]  # fmt: skip
+    mark = Rows(tuple(Measure(column, column, "said") for column in "abc"))
+    with fonts():
+        figure = mark.draw(pd.DataFrame(rows), Style(looks=looks_of([("x", "x"), ("y", "y")])))
+    assert [ax.get_xlabel() for ax in figure.axes] == ["a", "b"]
+    assert _labels(figure.axes[1]) == ["2.00"]
