@@ -331,7 +331,8 @@ class Stacked:
         bars = data[data["kind"] == "bar"]
         sums = bars.groupby([self.panels, "contender", "id"], sort=False)[self.value].sum()
         means = sums.groupby(level=[0, 1], sort=False).mean()
-        told = [f"{name} {value:.4g}" for (_, name), value in means.items()]
+        names = means.index.get_level_values(1)
+        told = [f"{name} {value:.4g}" for name, value in zip(names, means, strict=True)]
         return f"{self.label}: {_first(told)}."
 
 
