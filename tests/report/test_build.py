@@ -250,7 +250,7 @@ def test_missing_figures_name_the_suite_to_run(quickstart: Path) -> None:
     """What this folder cannot draw is listed with the command that gives it."""
     text = _Page((quickstart / "report.html").read_text()).text
     assert "Not drawn here" in text
-    for suite in ("ablation", "bandwidth", "convergence", "block_size", "bits"):
+    for suite in ("bandwidth", "convergence", "nodes", "stages"):
         assert f"zeropp run suites/{suite}.toml" in text
 
 
@@ -282,7 +282,7 @@ def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
     """A second build without the records behind a figure leaves no stale file of it."""
     folder = _folder(tmp_path, "quickstart")
     build(folder)
-    stale = folder / "figures" / "ablation.svg"
+    stale = folder / "figures" / "throughput.svg"
     stale.write_text("old")
     kept = folder / "figures" / "mine.svg"
     kept.write_text("mine")

@@ -53,8 +53,9 @@ def test_repeats_have_an_interval() -> None:
     """From six trials on, as everywhere."""
     records = [one(100.0 + repeat, repeat=repeat) for repeat in range(7)]
     (row,) = energy(derive(frames_of(records))).data.to_dict("records")
-    assert row["joules_per_token_low"] < row["joules_per_token"] < row["joules_per_token_high"]
-    assert row["joules_per_token"].estimate == pytest.approx(103.0 / tokens(records[0]))
+    found = row["joules_per_token"]
+    assert found.low < found.estimate < found.high
+    assert found.estimate == pytest.approx(103.0 / tokens(records[0]))
 
 
 def test_without_gpus_there_is_no_table() -> None:
