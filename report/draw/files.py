@@ -30,7 +30,7 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
 _LETTERS: Final = 36  # of a line over or under a panel of a narrow figure
-_LAYOUTS: Final = 3  # at most: labels beside the axes keep their widths, so the second or third fits
+_LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second to fourth fits
 
 
 @dataclass(frozen=True)
