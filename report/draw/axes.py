@@ -24,6 +24,7 @@ _MOST_TICKS: Final = 5  # of decades
 _LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
 _ENTRY_INCHES: Final = 0.45  # of a legend, beside its label: handle and gaps
 _LINE_INCHES: Final = 0.17  # of a legend
+_EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
 
 
 def grid(
@@ -133,7 +134,7 @@ def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
 def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
     """Draw a legend above all panels, in as many columns as fit, on height of its own."""
     longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(name) for name in entries)
-    columns = max(1, min(len(entries), int(style.inches / longest)))
+    columns = max(1, min(len(entries), int((style.inches - _EDGES_INCHES) / longest)))
     figure.set_figheight(figure.get_figheight() + _LINE_INCHES * -(-len(entries) // columns))
     figure.legend(list(entries.values()), list(entries), loc="outside upper left", ncols=columns)
 
