@@ -100,7 +100,8 @@ class Drawing:
 
     def alt(self, data: pd.DataFrame) -> str:
         """Alternative text: the main numbers."""
-        return f"{self.title}. {self.mark.numbers(data)}"
+        numbers = self.mark.numbers(data)
+        return f"{self.title}. {numbers[:1].upper()}{numbers[1:]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
