@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Overlap, Work, flops, step_time
+from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Overlap, Work, flops, least_seconds, step_time
 from report.data import published
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -72,6 +72,11 @@ def read(path: Path) -> pd.DataFrame:
     seconds = table.get("seconds", pd.Series(np.nan, table.index))
     if "tflops_per_gpu" in table:
         seconds = seconds.fillna(operations / (table["tflops_per_gpu"] * 1e12))
+    for name, numbers in (("seconds, by tflops_per_gpu if not said,", seconds), ("volume_m", volumes)):
+        if not (bad := table[~(numbers > 0) | ~np.isfinite(numbers)]).empty:
+            raise PublishedError(
+                f"{path}, row {bad.index[0] + 1}: {name} is {numbers[bad.index[0]]}, not a number above 0"
+            )
     works = [
         Work(parameters=p, tokens=t, egress_bytes=e, rate=r)
         for p, t, e, r in zip(parameters, table["tokens_per_gpu"], egress, rate, strict=True)
@@ -175,7 +180,7 @@ def predict(rows: pd.DataFrame) -> Predicted:
         step = step_time(shared or fit(seen), work)
         steps.append(step.seconds)
         marks.append("fitted" if fitted else "" if step.calibrated else "transferred")
-        naive.append(max(flops(work) / 1e12 / seen["tflops"].max(), work.egress_bytes / work.rate))
+        naive.append(least_seconds(work, seen["tflops"].max() * 1e12))
         constant.append(flops(work) / 1e12 / seen["tflops"].median())
     # Of throughput, as it was published: the measured step over the predicted one.
     measured = rows["seconds"]
@@ -245,14 +250,19 @@ def page(table: Predicted) -> str:
     ])  # fmt: skip
 
 
-def main(arguments: list[str]) -> None:
-    """Writes docs/modelled.md, or prints the page of the file that is named."""
-    if arguments:
+def main(arguments: list[str]) -> int:
+    """Writes docs/modelled.md, or prints the page of the file that is named; 2 if it cannot be read."""
+    if not arguments:
+        table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
+        (DOCS / "modelled.md").write_text(page(table), encoding="utf-8")
+        return 0
+    try:
         sys.stdout.write(page(predict(read(Path(arguments[0])))))
-        return
-    table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
-    (DOCS / "modelled.md").write_text(page(table), encoding="utf-8")
+    except (PublishedError, OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        sys.stderr.write(f"report.published_steps: {error}\n")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

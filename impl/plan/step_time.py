@@ -98,16 +98,6 @@ class StepTime:
     seconds: float  # of the step
     calibrated: bool  # whether the batch lies where the machine was measured
 
-    @property
-    def exposed(self) -> float:
-        """Seconds of messages that no computation hides."""
-        return self.seconds - self.compute
-
-    @property
-    def critical(self) -> Literal["compute", "wire"]:
-        """The resource that a faster step would need more of."""
-        return "compute" if self.compute >= self.wire else "wire"
-
 
 def step_time(machine: Machine, work: Work) -> StepTime:
     """Returns the predicted step of one system on one cluster."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from report.data import published
-from report.published_steps import DOCS, PublishedError, page, predict, read
+from report.published_steps import DOCS, PublishedError, main, page, predict, read
 
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
 
@@ -71,6 +71,7 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
         ({"adapters": 0}, "row 1: adapters is 0"),
         ({"parameters_billion": float("nan")}, "row 1: parameters_billion is nan"),
         ({"tokens_per_gpu": "many"}, "row 1: tokens_per_gpu is many"),
+        ({"seconds": 0.0}, "row 1: seconds, by tflops_per_gpu if not said, is 0.0"),
     ],
 )
 def test_a_table_that_cannot_be_modelled_is_refused(
@@ -84,6 +85,7 @@ def test_a_table_that_cannot_be_modelled_is_refused(
     table.to_csv(path, index=False)
     with pytest.raises(PublishedError, match=said):
         read(path)
+    assert main([str(path)]) == main([str(tmp_path / "none.csv")]) == 2
     table.drop(columns="adapters").to_csv(path, index=False)
     with pytest.raises(PublishedError, match="column adapters is missing"):
         read(path)
