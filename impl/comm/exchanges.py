@@ -226,7 +226,6 @@ class Distributed:
             self._works = route.start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo says here already that a rank is lost
             raise self._watchdog.stuck(self._step, error) from error
-        self._watchdog.follow(self._step, self._works)
 
     def wait(self) -> Tensor:
         if self._under_way:

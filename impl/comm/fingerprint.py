@@ -15,7 +15,6 @@ import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from threading import get_ident
 from typing import Final, NamedTuple
 
 from impl.plan.topology import ranks_in_words
@@ -87,16 +86,14 @@ class CollectiveLog:
         waiting: the exchange, or in words what else, that the rank stands waiting for; None while it
             computes.
         finished: the exchange received last.
-        thread: which opened the last exchange; autograd has threads of its own.
     """
 
-    __slots__ = ("_steps", "count", "fingerprint", "finished", "thread", "waiting")
+    __slots__ = ("_steps", "count", "fingerprint", "finished", "waiting")
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
         self.waiting: Step | str | None = None
         self.finished: Step | None = None
-        self.thread = get_ident()
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
 
     def open(self, fields: Fields) -> Step:
@@ -104,18 +101,13 @@ class CollectiveLog:
         operation, code = _met(fields)
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ code) * _FACTOR + 1) & _MASK
-        self.thread = get_ident()
         step = (self.count, operation, self.fingerprint)
         self._steps.append(step)
         return step
 
     def steps(self) -> list[Step]:
-        """The last :data:`REMEMBERED` exchanges, oldest first; may be asked from another thread."""
-        while True:
-            try:
-                return list(self._steps)
-            except RuntimeError:  # the rank opened one meanwhile
-                continue
+        """The last :data:`REMEMBERED` exchanges, oldest first."""
+        return list(self._steps)
 
     def packed(self) -> bytes:
         """:data:`impl.plan.traffic.ORDER_BYTES` to send to the other ranks."""

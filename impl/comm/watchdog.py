@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from impl.comm.desync_report import DesyncReporter, report
 from impl.comm.fingerprint import CollectiveLog, Step, told
@@ -62,29 +60,23 @@ class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
     Args:
-        timeout: seconds after which a missing rank is an error.
-
         streams: whether not the host waits for messages but the device's current stream, as with NCCL.
 
     Attributes:
         timeline: is told of waits, where there is one.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float, *, streams: bool = False) -> None:
+    def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log = CollectiveLog()
         self._waited = 0.0  # by the host
         self._stalls = Stalls() if streams else None
         self.timeline: Timeline | None = None
         self._mesh = mesh
-        # This rank's part in desync reports; None without other ranks, or a store: thread ranks have none.
+        # None without a store: thread ranks have none.
         self._desync_reporter: DesyncReporter | None = None
-        store = mesh.store()
-        if store is not None:
-            # A clone, so that a thread that stands in one does not hold up the other.
-            own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-            listed = DesyncReporter(own, mesh.rank, mesh.topology.world, self.collective_log, timeout)
-            weakref.finalize(self, listed.end, join=False).atexit = False
-            self._desync_reporter = listed
+        if (store := mesh.store()) is not None:
+            world = mesh.topology.world
+            self._desync_reporter = DesyncReporter(store, mesh.rank, world, self.collective_log)
 
     @property
     def exposed_seconds(self) -> float:
@@ -151,20 +143,19 @@ class Watchdog:
         if self._desync_reporter is None:
             last = f"exchange {self.collective_log.count} was the last that it opened"
             return WireError(f"{first}; {last}; the other ranks have no store to be asked by")
+        log = self.collective_log
+        now = f"exchange {told(log.waiting)}" if isinstance(log.waiting, tuple) else log.waiting
+        does = f"gave up waiting for {now}" if now else f"gave up after {log.count} exchanges"
         try:
-            self._desync_reporter.give_up()
-            found = self._desync_reporter.ask()
-        except RuntimeError as error:
-            lost = str(error).split("\n", 1)[0]
-            return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
+            self._desync_reporter.write(does)
+            found = self._desync_reporter.collect()
+        except RuntimeError as lost:
+            why_lost = str(lost).split("\n", 1)[0]
+            return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({why_lost})")
         return WireError(f"{first}\n{report(found)}")
 
-    def follow(self, step: Step, works: Sequence[dist.Work]) -> None:
-        """On a device the stream waits, not the host: what is overdue there can only be told in the log."""
-        if self._mesh.device.type != "cpu" and self._desync_reporter is not None:
-            self._desync_reporter.follow(step, list(works))
-
     def close(self) -> None:
-        """Answer no more desync reports."""
+        """Tell ranks that may wait in vain that this one has closed its wire."""
         if self._desync_reporter is not None:
-            self._desync_reporter.end()
+            with contextlib.suppress(RuntimeError):  # the store's: its host has exited, and nobody will ask
+                self._desync_reporter.write(f"closed its wire after {self.collective_log.count} exchanges")

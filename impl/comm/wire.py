@@ -96,7 +96,7 @@ class Wire:
         self._pacer, self._timeout = pacer, timeout
         self._timeline: Timeline | None = None
         streams = mesh.device.type == "cuda" and transport != "staged"
-        self._watchdog = Watchdog(mesh, timeout, streams=streams)
+        self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device)
         self._staging = Staging(mesh.device) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}

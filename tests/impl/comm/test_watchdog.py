@@ -87,7 +87,7 @@ def test_events_do_not_pile_up_where_nobody_asks(stream: Stream) -> None:
 
 def test_a_wait_that_fails_is_not_counted(stream: Stream) -> None:
     """It has no end; the next ones count."""
-    watchdog = Watchdog(_mesh("cuda"), 1.0, streams=True)
+    watchdog = Watchdog(_mesh("cuda"), streams=True)
     with pytest.raises(WireError, match="could not finish"), watchdog.waiting(STEP):
         raise RuntimeError("lost")
     stream.run()
