@@ -22,18 +22,19 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_STEPS`: the speed-up of every contender, from 6 pairs on, and its share of the bytes
-    between nodes, which is expected to be the same again.
+    """Rows of :data:`_STEPS`: the speed-up of every contender whose interval does not hold 1, and its share
+    of the bytes between nodes, which is expected to be the same again.
     """
     pairs = derived.pairs
     compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
     rows: list[tuple[str, ...]] = []
     for (where, contender, baseline), mine in groups(compared, ["where", "contender", "baseline_contender"]):
         fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
-        speed = (f"{fast.estimate:.2f}", _ends(fast, ".2f"), str(len(mine)))
+        claimed = fast.known and not fast.contains(1)
+        speed = (f"{fast.estimate:.2f}", _ends(fast, ".2f")) if claimed else (NOTHING, NOTHING)
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
-        if fast.known or sent != NOTHING:
-            rows.append((where, baseline, contender, *(speed if fast.known else (NOTHING,) * 3), sent))
+        if claimed or sent != NOTHING:
+            rows.append((where, baseline, contender, *speed, str(len(mine)), sent))
     return rows
 
 

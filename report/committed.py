@@ -51,12 +51,12 @@ Columns and marks are explained in [metrics.md](reference/metrics.md).
 This file is written from the records (`python -m report.committed`), and CI compares.
 """
 _FACTS: Final = (
-    "trials", "model", "repetition", "processor", "cores", "commit", "checkout",
+    "trials", "processor", "cores", "commit", "checkout",
 )  # fmt: skip
 """Those that stand below a suite's table; the others are on its page."""
 _ON_THE_PAGE: Final = (
     "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
-    "in 16 bits",
+    "in 16 bits", "Allowed step/step",
 )  # fmt: skip
 """Titles of columns that are left to the page, as is the share of bytes, which docs/claims.md has."""
 _CLAIMS_HEAD: Final = """\
@@ -76,26 +76,35 @@ def wrong(root: Path = ROOT) -> list[str]:
         RecordError: for a record that was edited, or an archive that is none.
     """
     found = []
-    for path, content in wanted(root).items():
+    for path, content in wanted(root, derived(root)).items():
         there = (root / path).read_bytes() if (root / path).exists() else b""
         if there != content:
             found.append(f"{path}: {_first_difference(there, content)}")
     return found
 
 
-def wanted(root: Path = ROOT) -> dict[Path, bytes]:
-    """The files that follow from the committed records, as they must be, by their paths below ``root``.
+def derived(root: Path = ROOT) -> dict[str, Derived]:
+    """What the committed records of each suite say, by its name.
 
     Raises:
         RecordError: as :func:`wrong`.
     """
     with tempfile.TemporaryDirectory() as name:
-        there = Path(name)
-        packed = sorted((root / REFERENCE).glob(f"*{archive.SUFFIX}"))
-        found = {
-            one.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(one, there))) for one in packed
+        return {
+            one.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(one, Path(name))))
+            for one in sorted((root / REFERENCE).glob(f"*{archive.SUFFIX}"))
         }
-        figures = {FIGURES / f"{suite}.svg": _figure(derived, there) for suite, derived in found.items()}
+
+
+def wanted(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
+    """The files that follow from the records, as they must be, by their paths below ``root``.
+
+    Args:
+        root: whose texts have marks between which numbers stand.
+        found: what :func:`derived` gives.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        figures = {FIGURES / f"{suite}.svg": _figure(one, Path(name)) for suite, one in found.items()}
     texts = {path: (root / path).read_text(encoding="utf-8") for path in (_README, *_MARKED)}
     files = {path: _with_numbers(text, found) for path, text in texts.items()}
     files |= {DOCS / "results.md": _results(found), DOCS / "claims.md": _claims(found)}
@@ -192,7 +201,7 @@ def _first_difference(there: bytes, wanted_content: bytes) -> str:
 def main() -> None:
     """Write the files that differ, and print their names."""
     (ROOT / FIGURES).mkdir(exist_ok=True)
-    for path, content in wanted().items():
+    for path, content in wanted(ROOT, derived()).items():
         if not (ROOT / path).exists() or (ROOT / path).read_bytes() != content:
             (ROOT / path).write_bytes(content)
             sys.stdout.write(f"{path}\n")

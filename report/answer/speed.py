@@ -84,21 +84,24 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         over = f" as with {pair[main.base]}"
 
     def claim(mine: Sequence[Effect]) -> str:
-        """Who is how fast: of the first with the words, of others the number alone."""
-        told: list[str] = []
+        """Who is how fast: of the first in words, of others the number alone."""
+        parts: list[str] = []
         for effect in mine:
             title = where[cell_of(effect)]
             place = f" on {title}" if title else ""
-            if effect is main:
-                told.insert(0, f"{subject} is {ratio(effect.ratio)} times as fast{over}{place}")
+            name = names.get(effect.contender, "")
+            own = name == spelled(effect.contender)  # a strategy's name, where others have what differs
+            if not parts:
+                other = f"a step {'of' if own else 'with'} {name}"
+                who = subject if effect.contender == main.contender else other
+                parts.append(f"{who} is {ratio(effect.ratio)} times as fast{over}{place}")
             elif effect.contender == main.contender:
-                told.append(f"{ratio(effect.ratio)}{place}")
+                parts.append(f"{ratio(effect.ratio)}{place}")
+            elif own:
+                parts.append(f"that of {name} {ratio(effect.ratio)}{place}")
             else:
-                told.append(f"{ratio(effect.ratio)} with {names[effect.contender]}{place}")
-        if mine[0] is not main:
-            told[0] = f"{told[0].replace(' with', ' times as fast' + over + ' with', 1)}"
-            told[0] = f"a step is {told[0]}"
-        return listed(told)
+                parts.append(f"{ratio(effect.ratio)} with {name}{place}")
+        return listed(parts)
 
     told = [effect for effect in found if effect.verdict != OPEN]
     unclear = [effect for effect in found if effect.verdict == OPEN]

@@ -90,11 +90,20 @@ def _emulated_in_words(data: pd.DataFrame) -> str:
 SPEEDUP: Final = Figure(
     name="speedup",
     title="Speed-up",
-    question="How much faster is each contender, and how near is its step to the shortest possible?",
+    question="How much faster is each contender?",
     table=_at_one_rate,
-    mark=Rows((_SPEEDUP, _SHARE)),
+    mark=Rows((_SPEEDUP,)),
     needs="two contenders in one cell, on two nodes or more, at one rate of the link",
-    notes=(_above_in_words, _differing_in_words),
+    notes=(_differing_in_words,),
+)
+SHARE: Final = Figure(
+    name="share",
+    title="Steps beside the shortest possible",
+    question="How near is each contender's step to the shortest possible?",
+    table=_at_one_rate,
+    mark=Rows((_SHARE,)),
+    needs="two contenders in one cell, on two nodes or more, at one rate of the link",
+    notes=(_above_in_words,),
 )
 OVER_RATES: Final = Figure(
     name="speedup_over_rates",

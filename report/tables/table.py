@@ -127,10 +127,14 @@ class Table:
         return f"**{markdown(self.title)}.** {markdown(self.caption)}\n\n{self.markdown_rows()}"
 
     def markdown_rows(self) -> str:
-        """The same without title and caption."""
+        """The same without title and caption; a place stands in the first of the rows that share it."""
         head = [markdown(column.title) for column in self.columns]
         rule = ["---:" if column.numeric else ":---" for column in self.columns]
-        body = [[markdown(cell) for cell in row] for row in self.rows()]
+        body, places, above = [], sum(column.place for column in self.columns), [""]
+        for row in self.rows():
+            same = [] if row[:places] != above[:places] else [""] * places
+            body.append([*same, *(markdown(cell) for cell in row[len(same) :])])
+            above = row
         return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *body))
 
 

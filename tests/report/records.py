@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from itertools import product
 from typing import Any, Final
@@ -269,10 +270,16 @@ def _ledgers(
     if policy is None:
         return []
     load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
-    return [
-        [_ledger_row(key, sent) for key, sent in predict(policy, topology, units, rank, load).sent.items()]
-        for rank in range(topology.world)
-    ]
+    return [list(_ledger(policy, topology, tuple(units), rank, load)) for rank in range(topology.world)]
+
+
+@functools.cache
+def _ledger(
+    policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, load: Load
+) -> tuple[LedgerRow, ...]:
+    """One rank's ledger: the same in trials that differ in seed or repeat alone."""
+    found = predict(policy, topology, units, rank, load).sent
+    return tuple(_ledger_row(key, sent) for key, sent in found.items())
 
 
 def _ledger_row(key: LedgerKey, sent: Sent) -> LedgerRow:

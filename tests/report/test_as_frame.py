@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,12 @@ def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
     assert packed["id"].is_unique
     assert (packed["step_seconds"] > 0).all()
     assert all(one["cluster"]["rate"] == 100.0 for one in packed["trial"])
-    whole = report.load(REFERENCE)
-    suites = {path.name.removesuffix(".tar.xz") for path in REFERENCE.glob("*.tar.xz")}
-    assert set(whole["suite"]) == suites - {"generation"}  # whose trials decode
+    suites = ("quickstart", "generation", "models")
+    for name in suites:
+        shutil.copy(REFERENCE / f"{name}.tar.xz", tmp_path)
+    shutil.rmtree(folder)
+    whole = report.load(tmp_path)
+    assert set(whole["suite"]) == {*suites} - {"generation"}  # whose trials decode
     assert len(whole[whole["suite"] == "quickstart"]) == len(packed)
 
 

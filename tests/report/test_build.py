@@ -263,18 +263,18 @@ def test_no_file_is_named_that_is_not_there(tmp_path: Path) -> None:
     assert needed("bits", tmp_path / "suites") == "zeropp run suites/bits.toml"
 
 
-def test_the_same_records_give_the_same_bytes(tmp_path: Path) -> None:
-    """A second build, and one of a copy elsewhere, writes equal files."""
-    first = _folder(tmp_path / "first", "quickstart")
-    second = tmp_path / "elsewhere" / "copy"
-    shutil.copytree(first, second)
-    build(first)
-    once = {path.relative_to(first): path.read_bytes() for path in first.rglob("*") if path.is_file()}
-    build(first)
-    build(second)
-    for folder in (first, second):
-        found = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        assert found == once
+def test_the_same_records_give_the_same_bytes(quickstart: Path, tmp_path: Path) -> None:
+    """A build of a copy elsewhere writes equal files."""
+    copy = tmp_path / "elsewhere" / "copy"
+    copy.mkdir(parents=True)
+    for path in quickstart.glob("*.json"):
+        shutil.copy(path, copy)
+    build(copy)
+    once, again = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (quickstart, copy)
+    )
+    assert once == again
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -309,9 +309,9 @@ def _snapshot(folder: Path) -> dict[Path, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("size", [0, 20_000, 250_000])
+@pytest.mark.parametrize("size", [0, 250_000])
 def test_a_full_disk_leaves_the_previous_report(size: int, quickstart: Path, tmp_path: Path) -> None:
-    """Whether the first figure, a later one or the page cannot be written, nothing of the folder changes."""
+    """Whether the first figure or the page cannot be written, nothing of the folder changes."""
     folder = tmp_path / "results"
     shutil.copytree(quickstart, folder)
     (folder / "report.html").write_text("previous")
@@ -330,6 +330,7 @@ def test_a_full_disk_leaves_no_first_report(tmp_path: Path) -> None:
     assert _snapshot(tmp_path) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_build_leaves_the_previous_report(
     quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,18 +6,17 @@ import io
 import re
 import shutil
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from harness import cli
-from harness.records.archive import unpack
 from harness.records.record import RecordError
 from report import committed
 from report.answer.lead import answer
 from report.committed import REFERENCE, ROOT
-from report.data.frames import load
-from report.data.metrics import derive
+from report.data.metrics import Derived
 from report.tables import registry
 
 FILES = {  # and where in each the first number by the records stands
@@ -29,47 +28,66 @@ FILES = {  # and where in each the first number by the records stands
 }
 
 
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    """The files that follow from records, and the records, in a folder of their own."""
-    for name in (*FILES, "docs/figures", str(REFERENCE)):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        whole = ROOT / name
-        (shutil.copytree if whole.is_dir() else shutil.copy)(whole, tmp_path / name)
-    return tmp_path
-
-
 def other(digit: str) -> str:
     """Another digit."""
     return str((int(digit) + 1) % 10)
 
 
 def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What files say by the records, figures among them, follows from the records; with one digit of one
-    number in a file changed, the check names the file and the line.
+    number in a file changed, the check names the file and the line; and pages say one number for a step.
     """
-    wanted = committed.wanted(copied)  # once for all: the copied records are the committed ones
-    monkeypatch.setattr(committed, "wanted", lambda _: wanted)
+    found = committed.derived()  # once for all: it takes half a minute
+    wanted = committed.wanted(ROOT, found)
+    monkeypatch.setattr(committed, "derived", lambda _: found)
+    monkeypatch.setattr(committed, "wanted", lambda _, __: wanted)
     assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
     expected = []
+    for name in (*FILES, "docs/figures"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
     for name, begin in FILES.items():
-        path = copied / name
+        path = tmp_path / name
         text = path.read_text(encoding="utf-8")
         start = text.index(begin) + len(begin)
-        found = re.search(r"\d", text[start:])
-        assert found is not None
-        place = start + found.start()
+        digit = re.search(r"\d", text[start:])
+        assert digit is not None
+        place = start + digit.start()
         path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
         expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
-    lines = committed.wrong(copied)
+    lines = committed.wrong(tmp_path)
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
+    check_one_number_for_a_step(found)
 
 
-def test_an_edited_record_is_refused(copied: Path) -> None:
+def check_one_number_for_a_step(found: Mapping[str, Derived]) -> None:
+    """On every page of one setting that states steps, the lead's seconds and ratios are the Summary's."""
+    compared = 0
+    told = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
+    for suite, derived in found.items():
+        if derived.trials.empty or derived.trials["cell"].nunique() > 1:
+            continue
+        summary, lead = registry.summary(derived), answer(derived).sentences
+        rows = {row[0]: row for row in summary.rows()}
+        titles = [column.title for column in summary.columns]
+        said = next((match for sentence in lead[1:] if (match := told.match(sentence))), None)
+        if said is None or said[1] not in rows or said[3] not in rows:
+            continue
+        step = titles.index("Step, s")
+        speedup = next(n for n, title in enumerate(titles) if "Speed-up" in title)
+        assert (rows[said[1]][step], rows[said[3]][step]) == (said[2], said[4]), suite
+        assert rows[said[1]][speedup].split(" (")[0] in lead[0], suite
+        compared += 1
+    assert compared >= 2
+
+
+def test_an_edited_record_is_refused(tmp_path: Path) -> None:
     """One digit of a committed record changed, and it is no record of these trials any more."""
-    path = next((copied / REFERENCE).glob("quickstart.tar.xz"))
+    path = tmp_path / REFERENCE / "quickstart.tar.xz"
+    path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / REFERENCE / path.name, path)
     with tarfile.open(path) as archive:
         parts = [(entry, archive.extractfile(entry).read()) for entry in archive]  # type: ignore[union-attr]
     with tarfile.open(path, "w:xz") as archive:
@@ -80,7 +98,7 @@ def test_an_edited_record_is_refused(copied: Path) -> None:
                 changed = content[:place] + other(chr(content[place])).encode() + content[place + 1 :]
             archive.addfile(entry, io.BytesIO(changed))
     with pytest.raises(RecordError, match="edited or damaged"):
-        committed.wrong(copied)
+        committed.derived(tmp_path)
 
 
 def test_documents_are_text_and_no_longer_than_one_reads() -> None:
@@ -90,31 +108,3 @@ def test_documents_are_text_and_no_longer_than_one_reads() -> None:
     )
     assert "\\." not in results + claims
     assert results.count("\n") <= 600
-
-
-def test_a_page_prints_one_number_for_a_step(copied: Path, tmp_path: Path) -> None:
-    """On every committed page that states steps, the lead's seconds and ratios are those of the Summary."""
-    compared = 0
-    for packed in sorted((copied / REFERENCE).glob("*.tar.xz")):
-        derived = derive(load(unpack(packed, tmp_path)))
-        if derived.trials.empty:
-            continue
-        rows = (
-            {row[0]: row for row in registry.summary(derived).rows()}
-            if derived.trials["cell"].nunique() == 1
-            else {}
-        )
-        lead = answer(derived).sentences
-        told = re.compile(r"A step of (.+?) takes (\S+) s where (.+?)'s takes (\S+) s")
-        found = next((match for sentence in lead[1:] if (match := told.match(sentence))), None)
-        if found is None or found[1] not in rows or found[3] not in rows:
-            continue
-        titles = [column.title for column in registry.summary(derived).columns]
-        step, speedup = (
-            titles.index("Step, s"),
-            next(n for n, title in enumerate(titles) if "Speed-up" in title),
-        )
-        assert (rows[found[1]][step], rows[found[3]][step]) == (found[2], found[4]), packed.name
-        assert rows[found[1]][speedup].split(" (")[0] in lead[0], packed.name
-        compared += 1
-    assert compared >= 2

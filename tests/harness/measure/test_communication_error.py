@@ -142,7 +142,9 @@ def ratio(error: CommunicationError) -> float:
     return error.squared_error / error.squared_value
 
 
-@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "topology", [Topology(2, 2), pytest.param(Topology(4, 2), marks=pytest.mark.nightly)], ids=str
+)
 def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path, topology: Topology) -> None:
     """Of every trial of suite ``algorithms`` the error end to end, and that of each hop, is that of an
     independent implementation on the captured gradients, within 1 %: on record by unit, and as the page
@@ -253,7 +255,7 @@ def dropping(sequence: int) -> Any:
     return Normed()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp+bf16"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp+bf16", marks=pytest.mark.nightly)])
 def test_dropout_and_buffers_go_on_as_before(text: str, tmp_path: Path, strategy: str) -> None:
     """Random masks and running means of a model are those of a run that measured nothing."""
     losses = [

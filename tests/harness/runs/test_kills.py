@@ -149,13 +149,22 @@ class Folder:
         assert results(self.folder) == undisturbed
 
 
-def test_no_finished_trial_is_lost_by_three_kills(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    """A supervisor of another node, a rank and the runner are killed by signal 9; what had a result keeps it,
+RUNNER = [("runner", 4.0)]
+ALL = [("supervisor", 6.0), ("rank", 5.0), *RUNNER]
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(RUNNER, id="runner"), pytest.param(ALL, id="all", marks=pytest.mark.long)]
+)
+def test_no_finished_trial_is_lost_by_kills(
+    tmp_path: Path, undisturbed: dict[str, Any], kills: list[tuple[str, float]]
+) -> None:
+    """A supervisor of another node, a rank or the runner is killed by signal 9; what had a result keeps it,
     nothing of a run stays behind, and a run that is left alone ends with the ids, bytes and losses of one
     that was never disturbed.
     """
     folder = Folder(tmp_path)
-    for which, (who, seconds) in enumerate([("supervisor", 6.0), ("rank", 5.0), ("runner", 4.0)]):
+    for which, (who, seconds) in enumerate(kills):
         folder.kill(who, seconds, which)
     folder.check(undisturbed)
 

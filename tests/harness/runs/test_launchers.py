@@ -24,7 +24,9 @@ from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm
 
-WALKS = [pytest.param(False, id="short"), pytest.param(True, id="whole", marks=pytest.mark.nightly)]
+WHOLE = pytest.param(True, id="whole", marks=pytest.mark.nightly)
+WALKS = [pytest.param(False, id="short"), WHOLE]
+LONG = [pytest.param(False, id="short", marks=pytest.mark.long), WHOLE]
 AXES = 'strategy = ["zero3", "qgz"]\nseed = [0, 1, 2, 3]'
 SUITE = """
 name = "walk"
@@ -122,6 +124,7 @@ def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
         assert "modelled" in page
 
 
+@pytest.mark.long
 @pytest.mark.needs("root", "namespaces", "ip", "nsenter")
 def test_a_rate_between_hosts_is_kept_by_their_interfaces(tmp_path: Path) -> None:
     """Two hosts under torchrun, whose interfaces are shaped: calibration and probes reach 0.95 to 1.0 of each
@@ -229,7 +232,7 @@ def command(words: list[str], environment: dict[str, str]) -> str:
     return subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.parametrize("whole", LONG)
 @pytest.mark.needs("slurm", "root")
 def test_a_suite_with_failing_ranks_finishes_under_slurm(
     tmp_path: Path, local: Callable[[bool], Found], *, whole: bool
@@ -271,7 +274,7 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(
         assert FAILED_BEFORE[whole] in again.stderr
 
 
-@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.parametrize("whole", LONG)
 @pytest.mark.needs("namespaces", "root", "ssh", "sshd")
 def test_a_suite_with_failing_ranks_finishes_on_hosts(
     tmp_path: Path, local: Callable[[bool], Found], *, whole: bool

@@ -89,12 +89,12 @@ def test_bars_intervals_and_values_are_those_of_the_table() -> None:
 def test_each_share_has_its_stroke_at_the_schedules() -> None:
     """Each bar is as long as the share with processors, and its stroke stands at the one without them."""
     derived = derive(frames_of([busy_while_waiting(r) for r in records_of("quickstart")]))
-    figure, data, drawn = _drawn("speedup", derived)
-    right = figure.axes[1]
+    figure, data, drawn = _drawn("share", derived)
+    ax = figure.axes[0]
     shares = data.groupby("contender", sort=False)[["share", "schedule_share"]].median()
     assert (shares["share"] > shares["schedule_share"]).all()
-    bars = [bar.get_width() for bar in right.patches if isinstance(bar, Rectangle)]
-    (strokes,) = (line for line in right.lines if line.get_marker() == "|")
+    bars = [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)]
+    (strokes,) = (line for line in ax.lines if line.get_marker() == "|")
     assert sorted(bars) == pytest.approx(sorted(shares["share"]))
     assert sorted(np.asarray(strokes.get_xdata(), float)) == pytest.approx(sorted(shares["schedule_share"]))
     assert "processor seconds of all ranks" in drawn.caption(data)

@@ -25,16 +25,16 @@ from tests.report.records import COMBINATIONS, record_of, records_of
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume"}
 EXPECTED = {
-    "quickstart": {"speedup", "memory", "sent_error", "pareto"},
-    "ablation": {"speedup", "memory"},
-    "algorithms": {"speedup", "memory", "sent_error"},
-    "block_size": {"speedup", "sent_error", "pareto"},
-    "bits": {"speedup", "sent_error", "pareto"},
-    "hpz_group": {"speedup", "memory"},
+    "quickstart": {"speedup", "share", "memory", "sent_error", "pareto"},
+    "ablation": {"speedup", "share", "memory"},
+    "algorithms": {"speedup", "share", "memory", "sent_error"},
+    "block_size": {"speedup", "share", "sent_error", "pareto"},
+    "bits": {"speedup", "share", "sent_error", "pareto"},
+    "hpz_group": {"speedup", "share", "memory"},
     "bandwidth": {"speedup_over_rates", "throughput", "beside_published", "memory"},
-    "convergence": {"speedup", "loss", "final_loss", "memory"},
-    "nodes": {"speedup", "memory", "scaling"},
-    "stages": {"speedup", "memory", "largest_model"},
+    "convergence": {"speedup", "share", "loss", "final_loss", "memory"},
+    "nodes": {"speedup", "share", "memory", "scaling"},
+    "stages": {"speedup", "share", "memory", "largest_model"},
 }
 
 
@@ -128,7 +128,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
     found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
-    assert {"speedup", "step_split", "volume", "memory"} <= found
+    assert {"speedup", "share", "step_split", "volume", "memory"} <= found
 
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
