@@ -20,7 +20,10 @@ from tests.gpu_campaign import ARCHIVE, Stage, main, run, stages, table
 NO_GPU = pytest.mark.needs("no CUDA device")
 
 
-@pytest.mark.parametrize("letters", ["e", pytest.param("abcde", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "letters",
+    [pytest.param("e", marks=pytest.mark.long), pytest.param("abcde", marks=pytest.mark.nightly)],
+)
 @pytest.mark.timeout(660)  # its stages have limits of their own
 def test_the_same_commands_run_on_a_cpu(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], letters: str

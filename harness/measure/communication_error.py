@@ -29,6 +29,8 @@ from impl.plan.shard_layout import ROOT, Slot
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
+GROWTH: Final = 8.0  # of an error from the first measured step on; without a fault at most 4.4 so far
+OF_BF16: Final = 2.0e-5  # vNMSE of a cast to bf16, at most, 2^-16, and a little
 REPEATED: Final = 8  # reductions of the same gradients, where each may come out otherwise
 
 
@@ -241,6 +243,40 @@ def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]
             whole[place].add(sums)
             whole[place._replace(unit="")].add(sums)
     return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums.value != 0]
+
+
+def refusal(errors: Sequence[CommunicationError], *, carried: bool) -> str | None:
+    """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
+
+    The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
+    that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`.  hpZ's copy
+    errs as the weights that it copies.
+
+    Args:
+        errors: of all ranks together.
+        carried: whether errors of gradients are carried over from step to step, which then are not judged.
+    """
+    ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]
+    weights = {(e.step, e.unit, e.codec): _vnmse(e) for e in ends if e.purpose == "weights"}
+    first: dict[tuple[str, str, str], float] = {}
+    for error in ends:
+        found, copied = _vnmse(error), weights.get((error.step, error.unit, error.codec))
+        where = error.unit or "all units"
+        what = f"in step {error.step} {error.purpose} of {where} err by a vNMSE of {found:.3g}"
+        if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied:
+            return f"{what}, and what they are copies of by {copied:.3g}"
+        if carried and error.purpose == "gradients":
+            continue
+        allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), found), OF_BF16)
+        if not found <= allowed:
+            return f"{what}: more than {allowed:.3g}, as by the first step that was measured"
+    return None
+
+
+def _vnmse(error: CommunicationError) -> float:
+    if error.squared_error is None or not error.squared_value:
+        return math.inf
+    return error.squared_error / error.squared_value
 
 
 def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:

@@ -53,6 +53,14 @@ class StepClock:
             self._waited[name] = self._waited.get(name, 0.0) + after - waited
 
     @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What the body takes is no part of the step."""
+        wall, computed = self._now(), time.process_time()
+        yield
+        self._computed += time.process_time() - computed
+        self._begun += self._now() - wall
+
+    @contextlib.contextmanager
     def noted(self, note: Callable[[str, float], None]) -> Iterator[None]:
         """Inside, ``note`` is called after each part with its name and its begin on the clock."""
         self._note = note

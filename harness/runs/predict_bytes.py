@@ -55,15 +55,29 @@ def per_node_bytes(
 ) -> tuple[int, int]:
     """Bytes that the ranks of one node send in one step, to other nodes and inside it.
 
-    All nodes send the same, so the ranks of node 0 are enough.
+    All nodes send the same, so the ranks of node 0 are enough, and of those that send to equally many ranks
+    of each node along every axis, one.
     """
     loads, later = _loads(trial)
-    ranks = range(topology.ranks_per_node)
-    one, two = (
-        _by_link(traffic.predict(policy, topology, units, rank, load).sent for rank in ranks)
-        for load in loads
-    )
-    return one[0] + later * (two[0] - one[0]), one[1] + later * (two[1] - one[1])
+    gathers, replicas = policy.gather_axes(topology)[0], policy.replica_axes(topology)[0]
+    axes = {topology.world_axis, *gathers, *replicas, *(axis for axis, _ in policy.reduce_axes(topology))}
+    alike: dict[frozenset[tuple[object, ...]], list[int]] = {}
+    for rank in range(topology.ranks_per_node):
+        reached = {
+            (axis, ring, link, count)
+            for axis in axes
+            for ring in (False, True)
+            for link, count in traffic.destinations(topology, axis, rank, ring=ring).items()
+        }
+        alike.setdefault(frozenset(reached), []).append(rank)
+    inter = intra = 0
+    for ranks in alike.values():
+        one, two = (
+            _by_link([traffic.predict(policy, topology, units, ranks[0], load).sent]) for load in loads
+        )
+        inter += len(ranks) * (one[0] + later * (two[0] - one[0]))
+        intra += len(ranks) * (one[1] + later * (two[1] - one[1]))
+    return inter, intra
 
 
 def hosted_bytes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.reference_loss import as_computed, as_computed_by
 from harness.measure.telemetry import Telemetry
+from harness.measure.training_checks import Checked, TrainingChecks, wrong_kernel
 from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
 from harness.records.record import (
@@ -77,6 +79,7 @@ class Outcome:
 
     Attributes:
         compared: with a single process and with exact values.
+        checked: of training, step by step.
         predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
         sent: counters of its node's interface over the timed steps, evaluations left out; from the
             first rank of a node.
@@ -91,6 +94,7 @@ class Outcome:
     sent: InterfaceCounters | None
     probed: list[float]
     compared: Compared
+    checked: Checked
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
@@ -135,6 +139,11 @@ class TrialRun:
                 )
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
+        self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
+        self.checked_training = self.loop.checks.found
+        policy = trial.resolved_policy()
+        if policy is not None:
+            self.checked_training.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
@@ -157,10 +166,12 @@ class TrialRun:
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
+        self.checked_training.untimed, begin = 0.0, time.perf_counter()
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
+            self.checked_training.seconds = time.perf_counter() - begin
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
@@ -208,6 +219,7 @@ class TrialRun:
             sent=sent,
             probed=probed,
             compared=self.comparison.compared,
+            checked=self.checked_training,
             ran=ran,
             units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
             parameters=self.parameters,
@@ -302,13 +314,14 @@ class TrialRun:
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """What the body sends belongs to no step, and passes an open link.  All ranks must call it."""
-        before = self._count()
+        begin, before = time.perf_counter(), self._count()
         with self.rank.open_link():
             yield
         after = self._count()
         if before is not None and after is not None:
             self.apart += after - before
         dist.barrier()  # the next step begins on all ranks at once
+        self.checked_training.untimed += time.perf_counter() - begin
 
     def _count(self) -> Counters | None:
         """Read the node's interface counters, on its first rank.  All ranks must call it."""

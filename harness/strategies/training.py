@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from harness.measure.step_clock import StepClock
+from harness.measure.training_checks import TrainingChecks
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
-from harness.workloads.data import Data
+from harness.workloads.data import Batch, Data
 from impl.engine.optimizer_step import Stepped
 from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
@@ -24,10 +25,12 @@ class Passes:
 
     Attributes:
         losses: () each, of this rank's batches.
+        batches: that the model read.
         events: the passes as ``impl.plan.traffic`` has them.
     """
 
     losses: list[Tensor] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -60,6 +63,7 @@ def run_passes(
             with clock.part("backward"):
                 strategy.backward(loss / (trial.accumulation * data.parts))
             found.losses.append(loss.detach())
+            found.batches.append(batch)
         with clock.part("backward"):
             strategy.finish_backward()
         found.events += ["forward", "backward" if strategy.reduced else "accumulate"]
@@ -73,6 +77,7 @@ class TrainingLoop:
     Attributes:
         clock: with the times and the loss of each step so far.
         events: of all passes and steps so far.
+        checks: of every step, if any.
     """
 
     trial: Trial
@@ -82,6 +87,7 @@ class TrainingLoop:
     schedule: Schedule | None
     clock: StepClock
     events: list[Event]
+    checks: TrainingChecks | None = None
 
     @classmethod
     def of(cls, trial: Trial, strategy: Strategy, data: Data, device: torch.device) -> TrainingLoop:
@@ -102,11 +108,17 @@ class TrainingLoop:
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)
+        if self.checks is not None:
+            with clock.paused():
+                self.checks.stepped(index, done=stepped.done)
+        with clock.part("optimizer"):
             self.optimizer.zero_grad()
         self.events += passes.events
         self.events += ["norm"] if stepped.norm is not None else []
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
+        if self.checks is not None:
+            self.checks.read(index, passes.batches)
         return stepped
 
     @property

@@ -51,18 +51,24 @@ class Data:
     def step(self, index: int) -> Iterator[list[Batch]]:
         """For each micro-batch of a step, the batches of each part."""
         for micro_batch in range(self._trial.accumulation):
-            yield [
-                self._tensors(
-                    self._samples.batch(
-                        seed=self._trial.seed,
-                        step=index,
-                        micro_batch=micro_batch,
-                        rank=part,
-                        sequences=self._sequences,
-                    )
-                )
-                for part in self._ranks
-            ]
+            yield [self._batch(index, micro_batch, part) for part in self._ranks]
+
+    def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
+        """Batches of a step of another rank; of strategy ``single``, of all ranks."""
+        ranks = (rank,) if self.parts == 1 else self._ranks
+        for micro_batch in range(self._trial.accumulation):
+            yield from (self._batch(index, micro_batch, part) for part in ranks)
+
+    def _batch(self, step: int, micro_batch: int, rank: int) -> Batch:
+        return self._tensors(
+            self._samples.batch(
+                seed=self._trial.seed,
+                step=step,
+                micro_batch=micro_batch,
+                rank=rank,
+                sequences=self._sequences,
+            )
+        )
 
     def _tensors(self, pair: Pair) -> Batch:
         read, answer = (torch.tensor(array).to(self._device) for array in pair)

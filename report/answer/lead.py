@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -72,6 +73,7 @@ def of_folder(results: Path) -> Answer:
     return answer(derive(load(results)))
 
 
+@lru_cache(maxsize=32)  # page, figures, tables and claims ask for it
 def answer(derived: Derived) -> Answer:
     """The answer by the records of a folder."""
     frames = derived.frames

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final
 
@@ -434,7 +435,7 @@ def split(frames: Frames) -> pd.DataFrame:
     return long.dropna(subset=["seconds"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one is another's equal only if it is the same: what is cached of it stays
 class Derived:
     """Raw tables with the derived tables that figures share, computed once."""
 
@@ -445,12 +446,12 @@ class Derived:
     differing: dict[str, float]  # of rates_differ
     generations: pd.DataFrame
 
-    @property
+    @cached_property
     def compared(self) -> Comparison:
         """What the suite's question compares."""
         return comparison(self.finished)
 
-    @property
+    @cached_property
     def finished(self) -> pd.DataFrame:
         """One row per finished trial, trained or generated: the columns of ``frames.trials``."""
         columns = [*self.frames.trials.columns, "first"]

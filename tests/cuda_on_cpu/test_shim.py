@@ -109,6 +109,7 @@ def test_sanitizers_find_a_planted_bug(cuda_libraries: Path, kernel: str, findin
     assert re.search(finding, done.stderr), done.stderr
 
 
+@pytest.mark.long
 def test_kernels_are_clean_under_sanitizers(cuda_libraries: Path) -> None:
     """No kernel reads or writes outside its tensors, at tails of every kind, or does what C++ leaves open."""
     done = under_sanitizers(cuda_libraries)

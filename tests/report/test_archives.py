@@ -12,6 +12,7 @@ from tests.report.records import records_of
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("undrawn")
 def test_a_folder_of_archives_is_reported_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``zeropp archive`` writes them, and ``zeropp report`` draws a page of each."""
     for suite in ("quickstart", "bits"):

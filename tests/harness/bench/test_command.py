@@ -296,7 +296,7 @@ def test_deepspeed_is_optional(
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_engine(folder: Path, capsys: pytest.CaptureFixture[str], compute: Compute) -> None:
     """Contenders train the same in the same processes, each in every round, peers as shipped and tuned; what
     is printed says how each stands beside compute alone and the best peer.

@@ -78,7 +78,7 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
     assert log.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
     """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""
     code = f"""

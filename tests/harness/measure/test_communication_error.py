@@ -255,7 +255,8 @@ def dropping(sequence: int) -> Any:
     return Normed()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp+bf16", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["zero3", "ddp+bf16"])
 def test_dropout_and_buffers_go_on_as_before(text: str, tmp_path: Path, strategy: str) -> None:
     """Random masks and running means of a model are those of a run that measured nothing."""
     losses = [

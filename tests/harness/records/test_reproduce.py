@@ -77,6 +77,7 @@ def ran(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
     """In a checkout with changes: the script gives the same sources, id, bytes and losses."""
     clone = tmp_path / "clone"

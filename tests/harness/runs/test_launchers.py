@@ -106,6 +106,7 @@ def reached(link: LinkRecord, asked: float) -> bool:
     return 0.95 * asked <= max(found) <= asked
 
 
+@pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_rate_between_hosts_is_kept_by_pacing(tmp_path: Path) -> None:
     """Two hosts under torchrun, which no queue of ours joins: messages between them leave at the rate asked

@@ -120,6 +120,7 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.nightly
 def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
     """Policies behind a paced link that is calibrated and probed, and torch's own engines, all on them."""
     policies = [

@@ -60,15 +60,17 @@ ZERO_2 = '{"zero_optimization": {"stage": 2}}'
 BF16: dict[str, Any] = {"peer": {"compute": "bf16"}}
 
 
-@pytest.mark.parametrize("setting", [(None, 1, False), (0.5, 2, True)], ids=str)
+@pytest.mark.parametrize(
+    "setting", [pytest.param((None, 1, False), marks=pytest.mark.nightly), (0.5, 2, True)], ids=str
+)
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
         ("ddp", {}),
         ("ddp-tuned", {}),
         ("fsdp2", {}),
-        ("fsdp2-prefetch", {}),
-        ("fsdp2-kept", {}),
+        pytest.param("fsdp2-prefetch", {}, marks=pytest.mark.nightly),
+        pytest.param("fsdp2-kept", {}, marks=pytest.mark.nightly),
         ("fsdp2-kept-prefetch", {}),
         pytest.param("deepspeed", {}, marks=INSTALLED),
         pytest.param("deepspeed-hpz", {}, marks=INSTALLED),
@@ -96,10 +98,10 @@ def test_all_train_like_a_single_process(
     ("strategy", "more"),
     [
         ("single", BF16),
-        ("ddp-bf16", {}),
-        ("ddp", BF16),
+        pytest.param("ddp-bf16", {}, marks=pytest.mark.nightly),
+        pytest.param("ddp", BF16, marks=pytest.mark.nightly),
         ("ddp-bf16", BF16),
-        ("fsdp2", BF16),
+        pytest.param("fsdp2", BF16, marks=pytest.mark.nightly),
         ("fsdp2-kept-prefetch", BF16),
         pytest.param("deepspeed", BF16, marks=INSTALLED),
         ("exact", {"policy": {"compute": "bf16", "max_padding": 1.0}}),

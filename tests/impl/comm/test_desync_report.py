@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from impl.comm import desync_report
 from impl.comm.desync_report import DesyncReporter, Standing, report
 from impl.comm.fingerprint import CollectiveLog
 from impl.comm.ledger import Tag
@@ -74,7 +75,7 @@ def _fails(wire: Wire, unit: str) -> str:
 
 def _scattered(mesh: Mesh, transport: str) -> str:
     """Rank 0 waits; rank 1 is in its own code, rank 2 dies, rank 3 closes its wire, rank 4 is stopped."""
-    wire = Wire(mesh, transport=transport, timeout=20 if transport == "shm" else 8)
+    wire = Wire(mesh, transport=transport, timeout=20 if transport == "shm" else 4)
     _exchange(wire, "a")
     if mesh.rank == 1:
         time.sleep(60)
@@ -114,20 +115,21 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
 
 
 def _late(mesh: Mesh, _: None) -> str:
-    wire = Wire(mesh, timeout=4)
+    desync_report._PATIENCE_SECONDS = 1.0  # type: ignore[misc]  # this process is an entry point
+    wire = Wire(mesh, timeout=2)
     _exchange(wire, "a")
     if mesh.rank == 1:
-        time.sleep(12)
+        time.sleep(5)
     text = _fails(wire, "b")
     if mesh.rank == 0:  # whose result ends the test
-        time.sleep(12)
+        time.sleep(5)
     return text
 
 
 def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
     """Gloo closes what timed out; the late rank is told that its peer gave up, and where."""
     texts = _survivors(tmp_path, 2, _late, None)
-    assert "Timed out waiting 4000ms" in texts[0].splitlines()[0]
+    assert "Timed out waiting 2000ms" in texts[0].splitlines()[0]
     assert "it computes, or is lost" in _said_of("rank 1", texts[0])
     assert _said_of("ranks 0 and 1", texts[1]).startswith(
         f"gave up waiting for exchange 2, {GATHER} (2 ranks)"

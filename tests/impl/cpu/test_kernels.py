@@ -207,7 +207,7 @@ def test_nothing_beyond_the_frame_is_written(backend: Backend) -> None:
         assert bool((values[:, 16 + numel :] == 7.0).all())
 
 
-@pytest.mark.parametrize("undefined", [False, True])
+@pytest.mark.parametrize("undefined", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -> None:
     """Rows, frames and errors that end where memory does are coded, also with checks of each operation."""
     checks = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all") if undefined else ()

@@ -29,7 +29,7 @@ def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: 
     return losses, state, wire.ledger.rows()
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     st.data(),
     st.sampled_from([Topology(1, 2), Topology(1, 3), Topology(2, 2)]),

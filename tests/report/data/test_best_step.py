@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records.record import Record, Step
@@ -47,6 +47,10 @@ def test_zero_bytes_between_nodes_leave_the_computation() -> None:
     assert row["best_seconds"] == pytest.approx(statistics.median(slowest))
 
 
+FEW = settings(max_examples=max(5, settings().max_examples // 4))  # each derives tables of several trials
+
+
+@FEW
 @given(st.data())
 def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(data: st.DataObject) -> None:
     """However differently ranks fare from step to step, the ideal step is no longer than the scheduled one,
@@ -90,6 +94,7 @@ def _zero3(**cluster: Any) -> Record:
     return record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate="50 Mbit/s", **cluster)))
 
 
+@FEW
 @given(st.data(), st.integers(1, 8))
 def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObject, cores: int) -> None:
     """Whatever parts of the processors' time ranks had in each step, their bound is at most the step, and
@@ -110,6 +115,7 @@ def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObjec
     assert row["share"] >= row["schedule_share"]
 
 
+@FEW
 @given(st.data(), st.integers(0, 4))
 def test_a_processor_for_every_rank_leaves_the_bound_as_it_was(data: st.DataObject, spare: int) -> None:
     """Ranks that have a processor each, and compute on it whenever they do not wait, or less, are bound by
@@ -168,6 +174,7 @@ def test_peers_keep_processors_busy_and_have_no_best_step() -> None:
     assert math.isnan(row["share"])
 
 
+@FEW
 @given(stall=st.floats(0.0, 5.0), accumulation=st.integers(1, 3))
 def test_what_an_engine_stalls_is_not_allowed(stall: float, accumulation: int) -> None:
     """An engine that sleeps in every step, or computes more than the model does by itself, has the bounds

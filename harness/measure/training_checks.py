@@ -1,0 +1,221 @@
+"""Checks of training after its first step, outside of what is timed.
+
+Each rank makes them while it trains (:class:`TrainingChecks`); :func:`refusal` judges what all ranks found:
+
+- *the optimizer*: of a few masters every step is replayed in float64 as AdamW by the trial's own settings;
+- *the batches* of the first, a middle and the last step are those that the seed gives this rank: each rank
+  draws those of the next rank, too, and hashes of both are compared;
+- *gradient norms* are equal on all ranks, since all clip by the same;
+- *the clock*: the timed steps fill the time that passed over them, but for what is untimed.
+
+What is sent is judged by :func:`harness.measure.communication_error.refusal`, and kernels before training by
+:func:`wrong_kernel`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from harness.measure.communication_error import measured_steps
+from harness.records.record import Step
+from harness.suites.peers import family_of
+from harness.suites.trial import Trial
+from harness.workloads.data import Batch, Data
+from impl import ops
+from impl.codecs.codec import Codec, OwnCodec, Raw
+from impl.codecs.reference import REFERENCE
+from impl.codecs.rounding_noise import Noise
+
+_TENSORS: Final = 3  # of an optimizer, whose first elements are replayed
+_ELEMENTS: Final = 32
+_SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's own
+_ULPS: Final = 3 * 2.0**-24  # of a master: fp32 rounds it in each of two operations
+_OF_RATE: Final = 2e-5  # of the learning rate: rounding of moments in fp32
+_COVERED: Final = 0.9  # of the time that passed, what steps take at least
+_BESIDE: Final = (0.03, 0.005)  # seconds, and seconds a step, that a busy machine takes between steps
+_PROBE: Final = 2048  # elements of a kernel's check
+
+
+@dataclass(slots=True)
+class Checked:
+    """What one rank found.
+
+    Attributes:
+        kernel: the first codec whose kernels are not the reference, in words.
+        optimizer: the first step after which a master is not what AdamW makes of it, in words.
+        replayed: steps of the optimizer that were replayed.
+        batches: SHA-256 of what the model read and was to answer, by step.
+        of_next_rank: of the batches that the seed gives the next rank, by step.
+        seconds: that passed over this rank's timed steps, with what belongs to no step between them.
+        untimed: of these, what belongs to none.
+    """
+
+    kernel: str | None = None
+    optimizer: str | None = None
+    replayed: int = 0
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    untimed: float = 0.0
+
+
+@dataclass(slots=True)
+class _Replayed:
+    """A few elements of one master, with the moments that AdamW has of them."""
+
+    parameter: Tensor
+    value: Tensor  # (n,) float64, before the next step
+    first: Tensor  # (n,) float64
+    second: Tensor
+
+
+class TrainingChecks:
+    """The checks of one rank, which :class:`harness.strategies.training.TrainingLoop` calls."""
+
+    def __init__(self, trial: Trial, data: Data, rank: int, optimizer: torch.optim.Optimizer) -> None:
+        self.found = Checked()
+        self._data, self._world = data, trial.topology().world
+        self._rank = rank
+        total = trial.warmup + trial.steps
+        self._due = measured_steps(total) if trial.workload == "train" else frozenset[int]()
+        self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
+        self._schedule = trial.schedule()
+        self._steps = 0
+        self._masters: list[_Replayed] = []
+        # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
+        adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
+        if adamw and family_of(trial.strategy) != "deepspeed":
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            plain = [p for p in parameters if type(p) is torch.nn.Parameter and p.dtype is torch.float32]
+            for parameter in [p for p in plain if p.numel()][:_TENSORS]:
+                value = _sample(parameter)
+                self._masters.append(
+                    _Replayed(parameter, value, torch.zeros_like(value), torch.zeros_like(value))
+                )
+
+    def read(self, step: int, batches: Iterable[Batch]) -> None:
+        """Note what the model read in a step that is due."""
+        if step in self._due:
+            begin = time.perf_counter()
+            self.found.batches[step] = _digest(batches)
+            after = self._data.of_rank(step, (self._rank + 1) % self._world)
+            self.found.of_next_rank[step] = _digest(after)
+            self.found.untimed += time.perf_counter() - begin
+
+    def stepped(self, index: int, *, done: bool) -> None:
+        """Replay step ``index`` of the optimizer, whose gradients are there; not ``done``, it was skipped."""
+        begin = time.perf_counter()
+        self._steps += done
+        for number, master in enumerate(self._masters):
+            gradient = master.parameter.grad
+            after = _sample(master.parameter)
+            if gradient is not None:
+                before = master.value
+                expected = self._adamw(master, _sample(gradient), index) if done else before
+                self._compare(index, number, after, expected)
+                self.found.replayed += number == 0
+            master.value = after
+        self.found.untimed += time.perf_counter() - begin
+
+    def _adamw(self, master: _Replayed, gradient: Tensor, index: int) -> Tensor:
+        """(n,) float64: decoupled weight decay, then Adam (Loshchilov and Hutter, algorithm 2)."""
+        settings = self._settings
+        beta1, beta2 = settings["betas"]
+        rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
+        master.first = beta1 * master.first + (1 - beta1) * gradient
+        master.second = beta2 * master.second + (1 - beta2) * gradient**2
+        mean = master.first / (1 - beta1**self._steps)
+        spread = (master.second / (1 - beta2**self._steps)).sqrt() + settings["eps"]
+        after: Tensor = master.value * (1 - rate * settings["weight_decay"]) - rate * mean / spread
+        return after
+
+    def _compare(self, index: int, number: int, found: Tensor, expected: Tensor) -> None:
+        if self.found.optimizer is not None:
+            return
+        allowed = _ULPS * expected.abs() + _OF_RATE * abs(self._settings["lr"])
+        wrong = ~((found - expected).abs() <= allowed)  # NaN is wrong, too
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            self.found.optimizer = (
+                f"after step {index} element {at} of rank {self._rank}'s master {number} is "
+                f"{float(found[at]):.9g}, by AdamW of the trial {float(expected[at]):.9g}: they differ by "
+                f"more than {float(allowed[at]):.2g}"
+            )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """(n,) float64 on the CPU: the first elements."""
+    return tensor.detach().reshape(-1)[:_ELEMENTS].double().cpu()
+
+
+def _digest(batches: Iterable[Batch]) -> str:
+    found = hashlib.sha256()
+    for read, answer in batches:
+        for tensor in (read, answer):
+            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def refusal(checked: Sequence[Checked], steps: Sequence[Sequence[Step]]) -> str | None:
+    """Why training was not as the trial asks, in words; None if nothing is wrong.
+
+    Args:
+        checked: of all ranks, in their order.
+        steps: of each rank, warm-ups included.
+    """
+    for rank, one in enumerate(checked):
+        if (wrong := one.kernel or one.optimizer) is not None:
+            return wrong
+        drawn = checked[rank - 1].of_next_rank
+        for step, digest in one.batches.items():
+            if digest != drawn.get(step):
+                return (
+                    f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]}) than its seed "
+                    f"gives it ({drawn.get(step, 'none')[:12]})"
+                )
+        timed = [step.total for step in steps[rank] if not step.warmup]
+        passed = one.seconds - one.untimed
+        if timed and math.fsum(timed) < _COVERED * passed - _BESIDE[0] - _BESIDE[1] * len(timed):
+            return (
+                f"the timed steps of rank {rank} add up to {math.fsum(timed):.3f} s, and {passed:.3f} s "
+                "passed: the clock misses a part"
+            )
+    for of_step in zip(*steps, strict=True):
+        norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]
+        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
+            told = ", ".join(f"{norm:.6g}" for norm in norms)
+            return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
+    return None
+
+
+def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
+    """The first codec whose kernels do not write and read what the reference does, in words; else None."""
+    for codec in dict.fromkeys(codecs):
+        if isinstance(codec, Raw | OwnCodec):
+            continue
+        numel = codec.grain * -(-_PROBE // codec.grain)
+        x = ((torch.arange(numel) * 40503 % 65521).float() - 32760) / 7919  # (n,) in [-4.2, 4.2]
+        noise = Noise((1, 2, 3, 4)) if codec.stochastic else None
+        frames = [torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8) for _ in range(2)]
+        elements = [torch.empty(numel) for _ in range(2)]
+        REFERENCE.encode(codec, x, frames[0], noise=noise)
+        REFERENCE.decode(codec, frames[0], elements[0])
+        ours, back = frames[1].to(device), elements[1].to(device)
+        ops.encode(codec, x.to(device), ours, noise=noise)
+        ops.decode(codec, ours, back)
+        if not torch.equal(frames[0], ours.cpu()) or not torch.equal(elements[0], back.cpu()):
+            off = float((elements[0] - back.cpu()).abs().max())
+            return (
+                f"the {ops.backend_of(device)} kernels of {codec} do not do what the reference does: {numel} "
+                f"elements differ by up to {off:.3g} after them"
+            )
+    return None

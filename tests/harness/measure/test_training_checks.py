@@ -1,0 +1,274 @@
+"""Whatever goes wrong with training after its first step fails the trial, by name; nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import run_ranks
+from harness.measure.communication_error import GROWTH, OF_BF16, refusal
+from harness.measure.step_clock import StepClock
+from harness.measure.training_checks import wrong_kernel
+from harness.records.record import CommunicationError
+from harness.runs.comparison import TrialError
+from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.strategies import training
+from harness.suites.trial import Trial
+from harness.workloads.data import Data
+from impl import ops
+from impl.codecs.codec import parse
+from impl.engine.engine import Zero
+from impl.unit.gradient_reduction import GradientReduction
+from impl.unit.secondary_shard import SecondaryShard
+from tests.harness.cluster.test_rank_processes import local
+from tests.harness.runs.test_trial_loop import assembled, text, trial
+
+__all__ = ["text"]  # a fixture
+
+# Sabotages: patches of one name, made on every rank before it trains
+
+Patch = contextlib.AbstractContextManager[Any]
+
+
+def other_batches(rank: Rank) -> Patch:
+    """Rank 1 reads what rank 0 reads."""
+    drawn = Data.step
+
+    def step(self: Data, index: int) -> Iterator[list[Any]]:
+        return (list(self.of_rank(index, 0)) for _ in (0,)) if rank.rank == 1 else drawn(self, index)
+
+    return mock.patch.object(Data, "step", step)
+
+
+def half_a_batch(_: Rank) -> Patch:
+    """Every rank leaves half of its sequences out."""
+    drawn = Data.step
+
+    def step(self: Data, index: int) -> Iterator[list[Any]]:
+        for micro in drawn(self, index):
+            yield [(read[: len(read) // 2], answer[: len(answer) // 2]) for read, answer in micro]
+
+    return mock.patch.object(Data, "step", step)
+
+
+def _stepping(change: Callable[[torch.optim.AdamW, int, Rank], bool]) -> Callable[[Rank], Patch]:
+    """AdamW that is changed before each step, which is left out if ``change`` says so."""
+
+    def patched(rank: Rank) -> Patch:
+        taken, count = torch.optim.AdamW.step, [0]
+
+        def step(self: torch.optim.AdamW, closure: None = None) -> Any:
+            count[0] += 1
+            return None if change(self, count[0], rank) else taken(self, closure)
+
+        return mock.patch.object(torch.optim.AdamW, "step", step)
+
+    return patched
+
+
+def _decays_twice(optimizer: torch.optim.AdamW, _: int, __: Rank) -> bool:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    return False
+
+
+def _has_another_beta(optimizer: torch.optim.AdamW, _: int, rank: Rank) -> bool:
+    if rank.rank == 3:
+        for group in optimizer.param_groups:
+            group["betas"] = (0.8, 0.999)
+    return False
+
+
+def masters_in_bf16(_: Rank) -> Patch:
+    """Masters are rounded after every step."""
+    taken = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, closure: None = None) -> None:
+        taken(self, closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.copy_(parameter.bfloat16())
+
+    return mock.patch.object(torch.optim.AdamW, "step", step)
+
+
+def no_rate_in_a_step(_: Rank) -> Patch:
+    """The learning rate is 0 in the fourth step."""
+
+    def set_rates(optimizer: torch.optim.Optimizer, _: Any, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0 if step == 3 else 3e-4
+
+    return mock.patch.object(training, "set_rates", set_rates)
+
+
+def local_norms(rank: Rank) -> Patch:
+    """Every rank clips by the norm of its own shards."""
+    whole = Zero.grad_norm
+
+    def grad_norm(self: Zero, norm_type: float = 2.0) -> Tensor:
+        return whole(self, norm_type) * (1 + 0.01 * rank.rank)
+
+    return mock.patch.object(Zero, "grad_norm", grad_norm)
+
+
+def _taking(change: Callable[[GradientReduction, Tensor], None]) -> Callable[[Rank], Patch]:
+    """Means of which each unit's are changed from its fifth reduction on."""
+
+    def patched(_: Rank) -> Patch:
+        taken, count = GradientReduction._take, dict[int, int]()
+
+        def take(self: GradientReduction, mean: Tensor) -> None:
+            count[id(self)] = count.get(id(self), 0) + 1
+            if count[id(self)] > 4:
+                change(self, mean)
+            taken(self, mean)
+
+        return mock.patch.object(GradientReduction, "_take", take)
+
+    return patched
+
+
+def _a_quarter(_: GradientReduction, mean: Tensor) -> None:
+    mean.div_(4)
+
+
+def _own_alone(_: GradientReduction, mean: Tensor) -> None:
+    """As if nodes ignored each other: an error as large as the gradient."""
+    mean.copy_(mean.flip(0))
+
+
+def stale_secondary(_: Rank) -> Patch:
+    """Backward computes with the first copy that was kept."""
+    renewed = SecondaryShard.keep
+
+    def keep(self: SecondaryShard, received: Tensor, version: Any) -> None:
+        if self._frames is None:
+            renewed(self, received, version)
+        self._version = version
+
+    return mock.patch.object(SecondaryShard, "keep", keep)
+
+
+def early_clock(_: Rank) -> Patch:
+    """The clock leaves the backward pass out."""
+    end = StepClock.end
+
+    def ended(self: StepClock, **said: Any) -> None:
+        self._begun += self._seconds["backward"]
+        end(self, **said)
+
+    return mock.patch.object(StepClock, "end", ended)
+
+
+def biased_kernel(_: Rank) -> Patch:
+    """The kernels read a little more than was written."""
+    decode = ops.decode
+
+    def biased(codec: Any, frames: Tensor, out: Tensor) -> None:
+        decode(codec, frames, out)
+        out.mul_(1 + 1e-3)
+
+    return mock.patch.object(ops, "decode", biased)
+
+
+SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
+    "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
+    "half a batch": (half_a_batch, "read other batches in step 0"),
+    "weight decay twice": (_stepping(_decays_twice), "after step 0 element .* by AdamW of the trial"),
+    "another beta on one rank": (_stepping(_has_another_beta), "of rank 3's master"),
+    "every second step skipped": (_stepping(lambda _, count, __: count % 2 == 0), "after step . element"),
+    "masters rounded to bf16": (masters_in_bf16, "after step 0 element"),
+    "learning rate 0 in a step": (no_rate_in_a_step, "after step 3 element"),
+    "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
+    "gradients divided by 4": (_taking(_a_quarter), "gradients of .* err by"),
+    "nodes ignore each other": (_taking(_own_alone), "gradients of .* err by a vNMSE of"),
+    "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
+    "a clock that stops early": (early_clock, "the clock misses a part"),
+    "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
+}
+CLEAN: Final[dict[str, dict[str, Any]]] = {
+    "zero3": {"accumulation": 2},
+    "zeropp": {"clip": 1.0, "policy": {"max_padding": 9.0, "gradients": "int4:64", "offload_optimizer": 0.5}},
+    "qgz": {"policy": {"max_padding": 9.0, "gradients": "int4:64:stochastic", "feedback": "loco"}},
+    "zero1": {"policy": {"max_padding": 9.0, "compute": "fp16", "loss_scale": "dynamic:from1024"}},
+    "ddp+qgz": {"policy": {"max_padding": 9.0}, "optimizer": {"schedule": {"warmup": 2}}},
+    "ddp": {},
+}
+
+
+def _trial(text: str, strategy: str, changes: dict[str, Any]) -> Trial:
+    return trial(text, strategy, measure_quantisation=True, **changes)
+
+
+def _all(rank: Rank, asked: list[tuple[str, Trial]]) -> list[Outcome]:
+    """The trials one after the other, each with its sabotage."""
+    found = []
+    for name, one in asked:
+        patch = SABOTAGES[name][0](rank) if name in SABOTAGES else contextlib.nullcontext()
+        with patch:
+            found.append(run(rank, Assignment(one, None, count=False)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """What the ranks found under every sabotage, and in trials without one: of all ranks by name."""
+    ours = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
+    asked = [(name, _trial(text, "zeropp", {"clip": 1.0, "policy": ours})) for name in SABOTAGES]
+    asked += [(name, _trial(text, name, changes)) for name, changes in CLEAN.items()]
+    launch = local(asked[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
+    by_rank = run_ranks(_all, asked, launch)
+    return {name: [mine[place] for mine in by_rank] for place, (name, _) in enumerate(asked)}
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_each_sabotage_is_named(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    """The trial fails with words that say what is wrong, and where."""
+    with pytest.raises(TrialError, match=SABOTAGES[name][1]):
+        assembled(outcomes[name])
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    """Policies, hosts and peers pass, and where the optimizer's masters are plain every step is replayed."""
+    record = assembled(outcomes[name])
+    assert [rank.steps for rank in record.ranks]
+    for outcome in outcomes[name]:
+        assert outcome.checked.optimizer is None
+        assert outcome.checked.replayed >= 4 if name != "zero1" else True
+        assert set(outcome.checked.batches) == {0, 2, 4}
+
+
+def _error(step: int, purpose: str, error: float) -> CommunicationError:
+    return CommunicationError(
+        step=step, purpose=purpose, unit="u", hop=None, axis="", codec="int8:64", repeated=1,
+        squared_error=error, squared_value=1.0,
+    )  # fmt: skip
+
+
+@given(first=st.floats(0, 1), factor=st.floats(0, 100), carried=st.booleans())
+@example(first=1e-6, factor=20.0, carried=False)
+def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool) -> None:
+    """From GROWTH times the first step's on, where that is above what bf16 errs by; not of carried errors."""
+    later = first * factor
+    wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], carried=carried)
+    assert (wrong is None) == (carried or later <= GROWTH * max(first, OF_BF16))
+
+
+@pytest.mark.parametrize("codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16"])
+def test_kernels_are_the_reference(codec: str) -> None:
+    """What is compiled here passes."""
+    assert wrong_kernel([parse(codec)], torch.device("cpu")) is None
