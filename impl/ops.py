@@ -17,7 +17,7 @@ from torch import Tensor
 
 from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES, NAMES, REFERENCE, Carried, Operations
-from impl.codecs.rounding_noise import Noise
+from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cpu import build
 from impl.cpu import kernels as cpu
 from impl.cuda import kernels as cuda
@@ -27,11 +27,37 @@ from impl.cuda.launch import on_device
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build what tensors on ``device`` need, so that no later call waits for a compiler.
 
+    On a GPU each codec encodes and decodes one octet, so that a compiler or an architecture that is missing
+    is said here, and not in the first step.
+
     Raises:
         ValueError: for a device that has no backend, or that a user's own codec is not for.
+        RuntimeError: for a codec whose kernels do not compile or run on the GPU.
     """
-    _choose(device.type)
+    operations, _ = _choose(device.type)
+    codecs = tuple(codecs)
     check_devices(device, codecs)
+    if device.type == "cuda":
+        for codec in dict.fromkeys(codecs):
+            try_codec(operations, codec, device)
+        torch.cuda.synchronize(device)
+
+
+def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
+    """Encode and decode one octet of zeros by a built-in codec with scales; others have no kernels.
+
+    Raises:
+        RuntimeError: naming the codec and the device, if that fails.
+    """
+    if isinstance(codec, OwnCodec | Raw):
+        return
+    x = torch.zeros(OCTET, device=device)
+    frames = torch.zeros(codec.frame_bytes(OCTET), dtype=torch.uint8, device=device)
+    try:
+        operations.encode(codec, x, frames, noise=Noise((0, 0, 0, 0)) if codec.stochastic else None)
+        operations.decode(codec, frames, x)
+    except (ImportError, OSError, RuntimeError) as problem:
+        raise RuntimeError(f"the kernels of {codec} do not run on {device}: {problem}") from problem
 
 
 def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:

@@ -23,7 +23,7 @@ class Compiled:
     """Kernels of one file.
 
     Attributes:
-        image: the cubin.
+        image: the cubin; PTX, which the driver compiles, where NVRTC is older than the architecture.
         lowered: name in the image by the name as C++ writes it.
         log: of the compiler.
     """
@@ -59,10 +59,12 @@ def compile_kernels(
     try:
         for kernel in kernels:
             nvrtc.addNameExpression(program, kernel)
-        nvrtc.compileProgram(
-            program, (*OPTIONS, f"-I{sources}", f"--gpu-architecture=sm_{architecture}", *options)
-        )
-        image = nvrtc.getCUBIN(program) + b"\0"  # CuPy takes the last byte off, as of a string
+        newest = max(nvrtc.getSupportedArchs())
+        known = architecture <= newest
+        target = f"sm_{architecture}" if known else f"compute_{newest}"
+        nvrtc.compileProgram(program, (*OPTIONS, f"-I{sources}", f"--gpu-architecture={target}", *options))
+        # CuPy takes the last byte off, as of a string.
+        image = nvrtc.getCUBIN(program) + b"\0" if known else nvrtc.getPTX(program)
         lowered = {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels}
         return Compiled(image, lowered, nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as problem:

@@ -13,6 +13,8 @@ from impl import ops
 from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.cpu import build
+from impl.cuda import kernels as cuda
+from impl.cuda.launch import Launch
 
 
 @pytest.fixture
@@ -75,6 +77,23 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(
     warning = ops.warning_of(torch.device("cpu"))
     assert warning is not None
     assert "kernels.so" in warning
+
+
+def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> None:
+    """Each codec with scales is tried; what goes wrong is said with its name and the device's."""
+    asked: list[str] = []
+
+    def fail(launch: Launch, _: torch.device) -> None:
+        asked.append(launch.kernel)
+        raise RuntimeError("sm_200: no such architecture")
+
+    for text in ("fp32", "bf16"):
+        ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
+    assert not asked
+    for text in ("int8:256", "int4:32:stochastic", "fp8e4m3:32"):
+        with pytest.raises(RuntimeError, match=rf"{text}.* do not run on cpu: sm_200: no such architecture"):
+            ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
+    assert len(asked) == 3
 
 
 def test_a_device_without_kernels_is_refused() -> None:

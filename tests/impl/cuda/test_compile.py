@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from impl.cuda.compilation import compile_kernels
 from impl.cuda.kernels import VARIANTS
 from tests.support.cubin import Cubin, compiled
 
@@ -75,6 +76,15 @@ def test_the_covering_sets_cover() -> None:
     """Over the four architectures every kernel is compiled."""
     chosen = {row for architecture in ARCHITECTURES for row in covering(architecture)}
     assert chosen == {(file, variant) for file, variants in VARIANTS.items() for variant in variants}
+
+
+@pytest.mark.needs("CUDA compiler")
+def test_an_architecture_that_the_compiler_does_not_know_gets_ptx() -> None:
+    """NVRTC older than the GPU gives text that the GPU's driver compiles, with the kernel's name in it."""
+    kernel = "decode<Bf16, 8>"
+    made = compile_kernels("dequantize.cu", [kernel], 999)
+    assert f".entry {made.lowered[kernel]}(".encode() in made.image
+    assert made.image.rstrip().endswith(b"}")
 
 
 @pytest.mark.nightly
