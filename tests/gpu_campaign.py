@@ -289,16 +289,24 @@ def table(ended: Sequence[Ended]) -> str:
     )
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that, whenever this is killed, holds the text before or this one."""
+    aside = path.with_suffix(".part")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
 def pack(results: Path, into: Path) -> Path:
     """Write all that is in ``results``, but for what is drawn of records, to ``into/gpu-campaign.tar.gz``."""
     into.mkdir(parents=True, exist_ok=True)
     path = into / ARCHIVE
-    with tarfile.open(path, "w:gz") as archive:
+    aside = path.with_suffix(".part")  # whoever is killed meanwhile leaves the archive before this one
+    with tarfile.open(aside, "w:gz") as archive:
         for found in sorted(results.rglob("*")):
             inside = found.relative_to(results)
-            if found.is_file() and found != path and not _DRAWN & set(inside.parts):
+            if found.is_file() and found not in (path, aside) and not _DRAWN & set(inside.parts):
                 archive.add(found, Path("gpu-campaign", inside))
-    return path
+    return aside.replace(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,9 +329,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, stage in enumerate(stages(asked.device, results)):
         if stage.name[0] in asked.stages:
             log = results / f"{number}-{stage.name.replace(' ', '-')}.log"
-            ended.append(run(stage, log, min(stage.seconds, ends - time.monotonic())))
             letters = "".join(sorted(set(asked.stages)))  # of several calls into one folder
-            (results / f"campaign-{letters}.txt").write_text(table(ended) + "\n", encoding="utf-8")
+            found = results / f"campaign-{letters}.txt"
+            begun = [*ended, Ended(stage.name, "not ended", 0.0, log.name)]
+            write_whole(found, table(begun) + "\n")
+            ended.append(run(stage, log, min(stage.seconds, ends - time.monotonic())))
+            write_whole(found, table(ended) + "\n")
             pack(results, packed)
     print(table(ended))
     return int(any(one.status not in ("ok", "left out") for one in ended))
