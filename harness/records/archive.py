@@ -12,18 +12,21 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
+from harness.records.journal import JOURNAL
 from harness.records.record import RecordError
 
 SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(
-    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json"
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/"
+    r"(([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json|journal\.jsonl)"
 )
 _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % less than 9 alone
 _MOST: Final = 64 << 20  # bytes of a file in it
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write records of ``folder``, files of their runs and traces of steps to ``<into>/<its name>.tar.xz``.
+    """Write records of ``folder``, files of their runs, traces of steps and the journal to
+    ``<into>/<its name>.tar.xz``.
 
     Raises:
         RecordError: if there are none, a file is none of these, or the archive cannot be written.
@@ -32,6 +35,7 @@ def pack(folder: Path, into: Path) -> Path:
     if not files:
         raise RecordError(f"{folder}: no records in it")
     files += [*sorted(folder.glob("runs/*.json")), *sorted(folder.glob("traces/trace-*.json"))]
+    files += folder.glob(JOURNAL)
     buffer = io.BytesIO()
     try:
         with (

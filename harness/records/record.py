@@ -329,6 +329,7 @@ class Record(_Part):
         machine_use: of each node, over the timed steps; empty in older records.
         processor_use: of the machine on which all ranks ran; None if they may run on several, if the
             system does not report it, and in older records.
+        entry: number of the line of its folder's journal that tells of it; None in older records.
         digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
     """
 
@@ -366,6 +367,7 @@ class Record(_Part):
     processor_use: ProcessorUse | None = None
     earlier: list[Failed] = []
     run: str | None = Field(None, pattern=r"^[0-9a-f]{16}$")
+    entry: int | None = None
     digest: str | None = None
 
     @model_validator(mode="before")

@@ -19,7 +19,8 @@ from typing import Any, Final, Literal
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
-from harness.records import checks
+from harness.records import checks, journal
+from harness.records.journal import Verified
 from harness.records.machine_use import joules
 from harness.records.record import (
     Alone,
@@ -94,6 +95,7 @@ class Frames:
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
     ran: dict[str, Trial]  # by id
+    journal: Verified | None  # what the folder's journal says of the records; None of records of no folder
     shared: dict[str, str]  # changes that all policies share, which names leave out
     units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
     # What the busiest node sent to others over the timed steps, by id, then unit, phase and purpose.
@@ -116,10 +118,17 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     records = read_all(results)
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
-    return frames_of(records, read_traces(results), across_pools=across_pools)
+    verified = journal.verify(results, records)
+    return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
 
 
-def frames_of(records: list[Record], traces: Sequence[Trace] = (), *, across_pools: bool = False) -> Frames:
+def frames_of(
+    records: list[Record],
+    traces: Sequence[Trace] = (),
+    *,
+    across_pools: bool = False,
+    verified: Verified | None = None,
+) -> Frames:
     """Tables of ``records`` and of traces of their trials' steps; see :func:`load`."""
     found = len(records)
     if not across_pools:
@@ -172,6 +181,7 @@ def frames_of(records: list[Record], traces: Sequence[Trace] = (), *, across_poo
         failures=pd.DataFrame(failures, columns=[*everything[0], *Failure.model_fields]),
         facts=_facts_frame(records),
         ran=trials,
+        journal=verified,
         shared=shared,
         units={r.id: r.units for r in ended},
         unit_bytes={r.id: _unit_bytes(r) for r in finished},

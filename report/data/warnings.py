@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.records import journal
 from harness.suites import labels
 from impl.plan.shard_layout import MUCH_PADDING
 from report.data import footnotes
@@ -41,6 +42,13 @@ def of_page(derived: Derived) -> list[str]:
         found.append(
             f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
             "than the records; `zeropp trace` writes them again."
+        )
+    if frames.journal is not None:
+        found += journal.in_words(frames.journal)
+    if frames.journal is not None and frames.journal.without:
+        found.append(
+            f"Without journal: {counted(frames.journal.without, 'record')}, from before sweeps kept one; "
+            "whether trials were deleted or run again is not known."
         )
     if len(unequal):
         found.append(

@@ -1,0 +1,188 @@
+"""A suite's journal: one line for each record that a sweep writes, chained by hashes.
+
+Each line holds the SHA-256 of the line before, so none can be taken out or changed alone.  A report compares
+journal and records (:func:`verify`): a record that was deleted, edited with its digest made anew, or run
+again after it had a result is named.  It cannot stop a forger who has this program: whoever writes records
+can write a journal, too.  No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import BaseModel, ValidationError
+
+from harness.records.record import Record, RecordError, digest_of, write
+from harness.suites.labels import counted
+
+JOURNAL: Final = "journal.jsonl"
+_LEFT_OUT: Final = {"role", "answer", "digest"}  # the first two are the question's, which may change
+
+
+class Entry(BaseModel, extra="forbid", frozen=True):
+    """One line.
+
+    Attributes:
+        number: of the line, from 0.
+        trial: id of the record.
+        content: :func:`content_of` it.
+        failure: its kind; empty of a result.
+        before: SHA-256 of the line before; empty of the first.
+    """
+
+    number: int
+    trial: str
+    content: str
+    failure: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What a journal says of the records beside it, by ids of trials in order.
+
+    Attributes:
+        broken: in words, why lines are not those that were written; None if they may be.
+        deleted: of which no record is left.
+        rerun: that had a result, and were run again.
+        edited: whose records are not those that were written last.
+        missing: whose records say that a journal tells of them, and none does.
+        without: number of records from before there were journals.
+    """
+
+    broken: str | None
+    deleted: tuple[str, ...]
+    rerun: tuple[str, ...]
+    edited: tuple[str, ...]
+    missing: tuple[str, ...]
+    without: int
+
+
+def content_of(record: Record) -> str:
+    """SHA-256 of a record but for what a changed question rewrites, and for defaults: later versions of this
+    program, whose records have further fields, find the same.
+    """
+    return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
+
+
+def path_of(results: Path) -> Path:
+    """Path of the journal of a folder of records."""
+    return results / JOURNAL
+
+
+def append(results: Path, record: Record) -> Record:
+    """Write a line and then the record, which is returned as it was written: with the number of its line.
+
+    The line comes first: a sweep killed between the two leaves a trial that is named, not one unnoticed.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
+    path = path_of(results)
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        record = record.model_copy(update={"entry": len(lines)})
+        entry = Entry(
+            number=len(lines),
+            trial=record.id,
+            content=content_of(record),
+            failure="" if record.failure is None else record.failure.kind,
+            before=_hash(lines[-1]) if lines else "",
+        )
+        _write_line(path, entry.model_dump_json().encode() + b"\n")
+    except OSError as error:
+        raise RecordError(f"{path}: cannot write there: {error.strerror or error}") from error
+    write(results, record)
+    return record
+
+
+def _write_line(path: Path, line: bytes) -> None:
+    """Append a whole line, or nothing."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(handle).st_size
+        written = os.write(handle, line)
+        if written != len(line):
+            os.ftruncate(handle, size)
+            raise OSError(f"{written} of {len(line)} bytes could be written")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def verify(results: Path, records: Sequence[Record]) -> Verified:
+    """Compare a folder's journal with its records.
+
+    Raises:
+        RecordError: if there is a journal that cannot be read.
+    """
+    path = path_of(results)
+    try:
+        lines = path.read_bytes().splitlines() if path.exists() else []
+    except OSError as error:
+        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    entries, broken = _entries(lines)
+    of_trial: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        of_trial[entry.trial].append(entry)
+    there = {record.id: record for record in records}
+    return Verified(
+        broken=broken,
+        deleted=tuple(trial for trial in of_trial if trial not in there),
+        rerun=tuple(
+            trial for trial, told in of_trial.items() if any(not entry.failure for entry in told[:-1])
+        ),
+        edited=tuple(
+            trial
+            for trial, told in of_trial.items()
+            if trial in there and content_of(there[trial]) != told[-1].content
+        ),
+        missing=tuple(
+            record.id for record in records if record.entry is not None and record.id not in of_trial
+        ),
+        without=sum(record.entry is None and record.id not in of_trial for record in records),
+    )
+
+
+def _entries(lines: Sequence[bytes]) -> tuple[list[Entry], str | None]:
+    """The lines up to the first that does not follow the one before, and what is wrong with that."""
+    found: list[Entry] = []
+    before = ""
+    for number, line in enumerate(lines):
+        try:
+            entry = Entry.model_validate_json(line)
+        except ValidationError:
+            return found, f"line {number + 1} of {len(lines)} is none of a journal's"
+        if entry.number != number or entry.before != before:
+            return found, f"line {number + 1} of {len(lines)} does not follow the line before it"
+        found.append(entry)
+        before = _hash(line)
+    return found, None
+
+
+def _hash(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+def in_words(verified: Verified) -> list[str]:
+    """What is wrong, one sentence for each kind; none where all is as it was written."""
+    named = {
+        "without a record any more: deleted": verified.deleted,
+        "run again after there was a result: rerun": verified.rerun,
+        "with another record than was written: edited": verified.edited,
+        "whose record names a line that it lacks": verified.missing,
+    }
+    found = [f"The journal is not whole: {verified.broken}."] if verified.broken is not None else []
+    return found + [
+        f"By the journal {counted(len(trials), 'trial')} {what} ({', '.join(trials)})."
+        for what, trials in named.items()
+        if trials
+    ]

@@ -1,0 +1,103 @@
+"""A journal names the trials whose records are not those that the sweep wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.records import archive, journal, record
+from harness.records.record import Failure, Record, signed
+from harness.suites.trial import Trial
+from tests.report.records import changed_steps, record_of
+
+MADE = [record_of(Trial(steps=2, warmup=0, seed=seed), suite="q", order=seed) for seed in range(3)]
+
+
+def written(folder: Path) -> list[Record]:
+    return [journal.append(folder, made) for made in MADE]
+
+
+def words(folder: Path) -> list[str]:
+    return journal.in_words(journal.verify(folder, record.read_all(folder)))
+
+
+def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
+    """Neither are changed questions, nor trials that ran again after a failure; an archive keeps it so."""
+    folder = tmp_path / "q"
+    failed = record_of(Trial(steps=2, warmup=0, seed=9), failure=Failure(kind="lost", message="", log=None))
+    journal.append(folder, failed)
+    journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
+    first, *_ = written(folder)
+    record.write(folder, first.model_copy(update={"role": "baseline"}))
+    assert words(folder) == []
+    found = archive.unpack(archive.pack(folder, tmp_path / "b"))
+    assert words(found) == []
+    assert journal.path_of(found).read_bytes() == journal.path_of(folder).read_bytes()
+
+
+def delete(folder: Path) -> None:
+    record.path_of(folder, MADE[1].id).unlink()
+
+
+def rerun(folder: Path) -> None:
+    delete(folder)
+    journal.append(folder, MADE[1])
+
+
+def scale_times(folder: Path) -> None:
+    there = record.read(record.path_of(folder, MADE[1].id))
+    faster = changed_steps(there, lambda step: {"total": step.total / 2})
+    record.write(folder, signed(faster))
+
+
+def cut_line(folder: Path) -> None:
+    lines = journal.path_of(folder).read_bytes().splitlines(keepends=True)
+    journal.path_of(folder).write_bytes(lines[0] + lines[2])
+
+
+def cut_tail(folder: Path) -> None:
+    lines = journal.path_of(folder).read_bytes().splitlines(keepends=True)
+    journal.path_of(folder).write_bytes(lines[0])
+
+
+def edit_line(folder: Path) -> None:
+    text = journal.path_of(folder).read_text(encoding="utf-8")
+    journal.path_of(folder).write_text(text.replace(MADE[1].id, MADE[2].id), encoding="utf-8")
+
+
+def remove(folder: Path) -> None:
+    journal.path_of(folder).unlink()
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "named"),
+    [
+        (delete, "without a record any more: deleted"),
+        (rerun, "run again after there was a result: rerun"),
+        (scale_times, "with another record than was written: edited"),
+        (cut_line, "line 2 of 2 does not follow the line before it"),
+        (edit_line, "line 3 of 3 does not follow the line before it"),
+        (cut_tail, "whose record names a line that it lacks"),
+        (remove, "whose record names a line that it lacks"),
+    ],
+)
+def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], named: str) -> None:
+    """Deleted, rerun and edited trials are named by their ids, and so are cut and edited journals."""
+    written(tmp_path)
+    sabotage(tmp_path)
+    found = words(tmp_path)
+    assert any(named in sentence for sentence in found)
+    if sabotage in (delete, rerun, scale_times):
+        assert len(found) == 1
+        assert MADE[1].id in found[0]
+        assert MADE[0].id not in found[0]
+
+
+def test_older_records_have_no_journal(tmp_path: Path) -> None:
+    """They are counted, and nothing is said against them."""
+    for made in MADE:
+        record.write(tmp_path, made)
+    assert words(tmp_path) == []
+    assert journal.verify(tmp_path, record.read_all(tmp_path)).without == 3
