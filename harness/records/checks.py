@@ -6,6 +6,7 @@ The harness fails a trial that they refuse; a report applies them again to what 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from harness.records.record import LedgerRow, Record
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
 # gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
 CONTROL_BYTES: Final = 2 * 3 * 48
+RATE_WITHIN: Final = (0.95, 1.05)  # of the rate that was asked for, what probes may find
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
 
 
@@ -129,3 +131,14 @@ def segmented(row: LedgerRow) -> int:
     if not row.messages:
         return 0
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / row.messages / SEGMENT_BYTES)
+
+
+def off_rate(record: Record) -> str | None:
+    """How the link's probes after a trial miss the rate that was asked for; None where they do not."""
+    link = record.link
+    if link is None or link.requested_mbit is None or not link.probed_mbit:
+        return None
+    share = statistics.median(link.probed_mbit) / link.requested_mbit
+    if RATE_WITHIN[0] <= share <= RATE_WITHIN[1]:
+        return None
+    return f"its link carried {share:.1%} of {link.requested_mbit:g} Mbit/s"

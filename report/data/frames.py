@@ -321,6 +321,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "reference_loss": record.reference_loss,
         "predicted_equal": checks.unpredicted(record) is None if record.predicted else None,
         "miscounted": checks.miscounted(record) or "",
+        "off_rate": checks.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",

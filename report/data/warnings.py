@@ -60,6 +60,12 @@ def of_page(derived: Derived) -> list[str]:
             f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
             f"{listed(sorted(wrong['id'])[:6])}; in {wrong.iloc[0]['id']} {wrong.iloc[0]['miscounted']}."
         )
+    if len(off := ran[ran["off_rate"].ne("")]):
+        found.append(
+            f"The link's rate after the trial is more than 5 % off what was asked for in "
+            f"{counted(len(off), 'trial')}: {listed(sorted(off['id'])[:6])}; in {off.iloc[0]['id']} "
+            f"{off.iloc[0]['off_rate']}."
+        )
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
         for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.records import checks
@@ -82,6 +82,20 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
     if one.wrong is not None:
         assert f"node 1's interface sent {counted} bytes" in one.wrong
         assert f"holds {ledger} and {headers} are" in one.wrong
+
+
+@given(share=st.floats(0.5, 2))
+@example(share=1.25)
+def test_a_link_of_another_rate_is_marked(share: float) -> None:
+    """One that carries 25 % too much is, with its share; within 5 % of the rate both ways none is."""
+    made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
+    assert made.link is not None
+    probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})
+    words = checks.off_rate(made.model_copy(update={"link": probed}))
+    if 0.951 < share < 1.049:
+        assert words is None
+    elif not 0.949 < share < 1.051:
+        assert words == f"its link carried {share:.1%} of 100 Mbit/s"
 
 
 def row(nbytes: int, messages: int) -> LedgerRow:
