@@ -23,6 +23,7 @@ from harness.cluster import link
 from harness.cluster.link import Link, LinkError, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.measure import provenance
+from harness.records.journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan
@@ -340,7 +341,7 @@ def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
     (tmp_path / SCRATCH / "zeropp-old").mkdir(parents=True)
     outcome, _ = sweep([trial("single")], tmp_path)
     assert outcome.ok == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK, RUNS]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK, JOURNAL, RUNS]
 
 
 @pytest.mark.parametrize(
