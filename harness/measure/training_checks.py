@@ -1,6 +1,7 @@
 """Checks of training after its first step, outside of what is timed.
 
-Each rank makes them while it trains (:class:`TrainingChecks`); :func:`refusal` judges what all ranks found:
+Each rank makes them while it trains (:class:`TrainingChecks`), and
+:func:`harness.records.checks.untrained` judges what all ranks found:
 
 - *the optimizer*: of a few masters every step is replayed in float64 as AdamW by the trial's own settings;
 - *the batches* of the first, a middle and the last step are those that the seed gives this rank: each rank
@@ -15,17 +16,16 @@ What is sent is judged by :func:`harness.measure.communication_error.refusal`, a
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from harness.measure.communication_error import measured_steps
-from harness.records.record import Step
+from harness.records.checks import Checked
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.workloads.data import Batch, Data
@@ -39,32 +39,7 @@ _ELEMENTS: Final = 32
 _SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's own
 _ULPS: Final = 3 * 2.0**-24  # of a master: fp32 rounds it in each of two operations
 _OF_RATE: Final = 2e-5  # of the learning rate: rounding of moments in fp32
-_COVERED: Final = 0.9  # of the time that passed, what steps take at least
-_BESIDE: Final = (0.03, 0.005)  # seconds, and seconds a step, that a busy machine takes between steps
 _PROBE: Final = 2048  # elements of a kernel's check
-
-
-@dataclass(slots=True)
-class Checked:
-    """What one rank found.
-
-    Attributes:
-        kernel: the first codec whose kernels are not the reference, in words.
-        optimizer: the first step after which a master is not what AdamW makes of it, in words.
-        replayed: steps of the optimizer that were replayed.
-        batches: SHA-256 of what the model read and was to answer, by step.
-        of_next_rank: of the batches that the seed gives the next rank, by step.
-        seconds: that passed over this rank's timed steps, with what belongs to no step between them.
-        untimed: of these, what belongs to none.
-    """
-
-    kernel: str | None = None
-    optimizer: str | None = None
-    replayed: int = 0
-    batches: dict[int, str] = field(default_factory=dict)
-    of_next_rank: dict[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    untimed: float = 0.0
 
 
 @dataclass(slots=True)
@@ -163,38 +138,6 @@ def _digest(batches: Iterable[Batch]) -> str:
             found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def refusal(checked: Sequence[Checked], steps: Sequence[Sequence[Step]]) -> str | None:
-    """Why training was not as the trial asks, in words; None if nothing is wrong.
-
-    Args:
-        checked: of all ranks, in their order.
-        steps: of each rank, warm-ups included.
-    """
-    for rank, one in enumerate(checked):
-        if (wrong := one.kernel or one.optimizer) is not None:
-            return wrong
-        drawn = checked[rank - 1].of_next_rank
-        for step, digest in one.batches.items():
-            if digest != drawn.get(step):
-                return (
-                    f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]}) than its seed "
-                    f"gives it ({drawn.get(step, 'none')[:12]})"
-                )
-        timed = [step.total for step in steps[rank] if not step.warmup]
-        passed = one.seconds - one.untimed
-        if timed and math.fsum(timed) < _COVERED * passed - _BESIDE[0] - _BESIDE[1] * len(timed):
-            return (
-                f"the timed steps of rank {rank} add up to {math.fsum(timed):.3f} s, and {passed:.3f} s "
-                "passed: the clock misses a part"
-            )
-    for of_step in zip(*steps, strict=True):
-        norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]
-        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
-            told = ", ".join(f"{norm:.6g}" for norm in norms)
-            return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
-    return None
 
 
 def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:

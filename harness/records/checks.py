@@ -1,4 +1,4 @@
-"""Checks of a record's bytes from its own rows: ledger against prediction, interfaces against the ledger.
+"""Checks of a record from its own rows: ledger against prediction, interfaces against the ledger, training.
 
 The harness fails a trial that they refuse; a report applies them again to what is on record.  No torch.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
-from harness.records.record import LedgerRow, Record
+from harness.records.record import LedgerRow, RankRecord, Record
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
 # gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # of the rate that was asked for, what probes may find
+_COVERED: Final = 0.9  # of the time that passed, what steps take at least
+_BESIDE: Final = (0.1, 0.01)  # seconds, and seconds a step, that a busy machine takes between steps
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
 
 
@@ -121,6 +123,61 @@ def counted_nodes(record: Record) -> Iterator[Counted]:
 def miscounted(record: Record) -> str | None:
     """In what the interfaces on record are not the ledgers; None if they agree, or are not there."""
     return next((words for node in counted_nodes(record) if (words := node.wrong) is not None), None)
+
+
+@dataclass(slots=True)
+class Checked:
+    """What one rank found.
+
+    Attributes:
+        kernel: the first codec whose kernels are not the reference, in words.
+        optimizer: the first step after which a master is not what AdamW makes of it, in words.
+        replayed: steps of the optimizer that were replayed.
+        batches: SHA-256 of what the model read and was to answer, by step.
+        of_next_rank: of the batches that the seed gives the next rank, by step.
+        seconds: that passed over this rank's timed steps, with what belongs to no step between them.
+        untimed: of these, what belongs to none.
+    """
+
+    kernel: str | None = None
+    optimizer: str | None = None
+    replayed: int = 0
+    batches: dict[int, str] = field(default_factory=dict)
+    of_next_rank: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    untimed: float = 0.0
+
+
+def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
+    """Why training was not as the trial asks, in words; None if nothing is wrong.
+
+    Args:
+        checked: of all ranks, in their order.
+        ranks: with their steps, warm-ups included.
+    """
+    for rank, one in enumerate(checked):
+        if (wrong := one.kernel or one.optimizer) is not None:
+            return wrong
+        drawn = checked[rank - 1].of_next_rank
+        for step, digest in one.batches.items():
+            if digest != drawn.get(step):
+                return (
+                    f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]}) than its seed "
+                    f"gives it ({drawn.get(step, 'none')[:12]})"
+                )
+        timed = [step.total for step in ranks[rank].steps if not step.warmup]
+        passed = one.seconds - one.untimed
+        if timed and math.fsum(timed) < _COVERED * passed - _BESIDE[0] - _BESIDE[1] * len(timed):
+            return (
+                f"the timed steps of rank {rank} add up to {math.fsum(timed):.3f} s, and {passed:.3f} s "
+                "passed: the clock misses a part"
+            )
+    for of_step in zip(*(rank.steps for rank in ranks), strict=True):
+        norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]
+        if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
+            told = ", ".join(f"{norm:.6g}" for norm in norms)
+            return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
+    return None
 
 
 def segmented(row: LedgerRow) -> int:

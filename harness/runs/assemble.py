@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.measure import communication_error, training_checks
 from harness.measure.cpu_usage import Spent
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
@@ -22,16 +21,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             interfaces that did not send what the ledger holds, or generations of one rank that differ.
     """
     _check_inputs(outcomes, blank)
-    steps = [outcome.record.steps for outcome in outcomes]
-    if wrong := training_checks.refusal([outcome.checked for outcome in outcomes], steps):
-        raise TrialError(wrong)
-    # Of control "unordered" reduced gradients are wrong on purpose.
-    right = blank.trial.get("control") != "unordered"
-    compared = merge([outcome.compared for outcome in outcomes], gradients=right)
-    if not blank.trial.get("control") and (
-        wrong := communication_error.refusal(compared["communication_errors"], carried=_carries(blank))
-    ):
-        raise TrialError(wrong)
+    compared = merge([outcome.compared for outcome in outcomes], blank.trial)
     _check_losses(outcomes)
     _check_steps(outcomes[0])
     _check_decoded(outcomes)
@@ -58,15 +48,11 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             **compared,
         }
     )
-    for why in (checks.unpredicted(found), checks.miscounted(found)):
+    untrained = checks.untrained([outcome.checked for outcome in outcomes], found.ranks)
+    for why in (untrained, checks.unpredicted(found), checks.miscounted(found)):
         if why is not None:
             raise TrialError(why)
     return found
-
-
-def _carries(record: Record) -> bool:
-    """Whether errors of gradients are carried over, and so are larger in later steps."""
-    return bool(dict(record.trial.get("policy") or {}).get("feedback", "none") != "none")
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:

@@ -10,7 +10,7 @@ first, a middle and the last step, where errors are measured: what is sent besid
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -100,28 +100,34 @@ class Compared:
     errors: Annotated[dict[Key, Squares], *_as_pairs(Key, Squares)] = field(default_factory=dict)
 
 
-def merge(ranks: Sequence[Compared], *, gradients: bool) -> dict[str, Any]:
+def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record that hold what all ranks compared, in rank order.
 
     Args:
         ranks: what each compared.
-        gradients: whether reduced gradients are to be those of a single process.
+        trial: as on record; a control is wrong on purpose.
 
     Raises:
-        TrialError: for a loss before training that is not a single process's, or reduced gradients that are
-            farther from it than the codecs promise.
+        TrialError: for a loss before training that is not a single process's, reduced gradients that are
+            farther from it than the codecs promise, or errors of what was sent that a codec cannot make.
     """
+    control, feedback = trial.get("control"), dict(trial.get("policy") or {}).get("feedback")
     losses = [rank.first_loss for rank in ranks]
     for number, rank in enumerate(ranks):
         _check_loss(number, rank.first_loss)
-        for error in rank.gradient_errors if gradients else ():
+        for error in rank.gradient_errors if control != "unordered" else ():
             _check_gradient(number, error)
     first_gradients = checks_of([rank.gradient_errors for rank in ranks])
-    communicated, errors = [rank.communicated for rank in ranks], [rank.errors for rank in ranks]
+    reference = math.fsum(loss.reference for loss in losses) / len(losses)
+    errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
+    communicated = communication_error.errors_of(sent)
+    wrong = communication_error.refusal(communicated, carried=feedback not in (None, "none"))
+    if wrong is not None and not control:
+        raise TrialError(wrong)
     return {
-        "reference_loss": math.fsum(loss.reference for loss in losses) / len(losses),
+        "reference_loss": reference,
         "first_gradients": first_gradients,
-        "communication_errors": communication_error.errors_of(communicated),
+        "communication_errors": communicated,
         "quantisation": quantisation_error.errors_of(errors),
     }
 

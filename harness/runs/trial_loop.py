@@ -29,7 +29,8 @@ from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.reference_loss import as_computed, as_computed_by
 from harness.measure.telemetry import Telemetry
-from harness.measure.training_checks import Checked, TrainingChecks, wrong_kernel
+from harness.measure.training_checks import TrainingChecks, wrong_kernel
+from harness.records.checks import Checked
 from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
 from harness.records.record import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
@@ -163,12 +164,12 @@ def stale_secondary(_: Rank) -> Patch:
 
 
 def early_clock(_: Rank) -> Patch:
-    """The clock leaves the backward pass out."""
+    """The clock stops before a wait of a tenth of a second."""
     end = StepClock.end
 
     def ended(self: StepClock, **said: Any) -> None:
-        self._begun += self._seconds["backward"]
         end(self, **said)
+        time.sleep(0.1)
 
     return mock.patch.object(StepClock, "end", ended)
 
