@@ -64,6 +64,7 @@ def report(
     if check:
         from report.committed import wrong
 
+        gc.disable()
         if differing := wrong():
             print("\n".join(differing))
             raise typer.Exit(SOME_FAILED)
@@ -76,10 +77,14 @@ def report(
                 f"{folder} holds {len(archives)} archives: --columns and --explain are of one suite"
             )
         processes = min(len(archives), machine.cores())
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            largest_first = sorted(archives, key=lambda path: path.stat().st_size, reverse=True)
-            for page in sorted(pool.map(partial(_built, width=width), largest_first)):
-                print(page)
+        largest_first = sorted(archives, key=lambda path: path.stat().st_size, reverse=True)
+        built = partial(_built, width=width)
+        if processes == 1:
+            pages = [built(path) for path in largest_first]
+        else:
+            with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+                pages = list(pool.map(built, largest_first))
+        print("\n".join(map(str, sorted(pages))))
         return
     if folder is None:
         raise Refusal(

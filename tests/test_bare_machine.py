@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 ABSENT = [
     *("pydantic", "pydantic_core", "pyroute2", "platformdirs", "submitit", "typer", "rich", "safetensors"),
@@ -86,6 +88,7 @@ def test_the_engine_trains_on_a_bare_machine() -> None:
     assert done.stdout.splitlines()[-1:] == ["[] True"], done.stderr
 
 
+@pytest.mark.long
 def test_tests_for_a_gpu_are_collected_on_a_bare_machine() -> None:
     """None of them imports what is not there, and each place has some."""
     options = ("-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")

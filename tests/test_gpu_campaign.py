@@ -92,6 +92,7 @@ def test_benches_of_a_gpu_lack_nothing_but_the_gpu(
 
 
 @NO_GPU
+@pytest.mark.long
 def test_tests_of_a_gpu_are_found(tmp_path: Path) -> None:
     """Each of its paths holds tests that are marked for a GPU."""
     testing = [stage.command for stage in stages("cuda", tmp_path) if "pytest" in stage.command[:2]]

@@ -133,6 +133,7 @@ def _ran(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_the_loop_trains_as_shown() -> None:
     """The README's loop runs as it stands: five steps of four ranks, with falling losses."""
     said = [line.split() for line in _ran(_python("zero.step(optimizer"))]

@@ -90,6 +90,7 @@ def test_the_toy_s_blocks_travel_as_int8_and_int4() -> None:
             assert sent == 3 * codec.frame_bytes(unit.shard)
 
 
+@pytest.mark.long
 def test_the_script_of_the_zero_tutorial_runs_under_torchrun(tmp_path: Path) -> None:
     """As it stands there, on two ranks; torchrun and two imports of torch take seconds."""
     text = (PAGES / "zero.md").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and 
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
+@lru_cache(maxsize=32)  # the answer, tables and figures ask for it
 def losses(derived: Derived) -> pd.DataFrame:
     """One row per contender and cell whose trials ended in a validation.
 

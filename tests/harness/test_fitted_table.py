@@ -14,6 +14,7 @@ from harness import fitted_table, terminal
 from harness.fitted_table import Column, broken, sizes, text
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
+from tests.support.params import nightly
 
 SUITES = Path(__file__).parents[2] / "suites"
 
@@ -40,7 +41,7 @@ def test_headings_break_at_dots_and_spaces_alone(parts: list[str], lines: int) -
     assert broken(heading, 1) == heading
 
 
-@pytest.mark.parametrize("name", ["quickstart", "bits", "paper_scale", "peers"])
+@pytest.mark.parametrize("name", ["quickstart", "bits", "peers", *nightly("paper_scale")])
 def test_plans_fit_the_terminal(name: str) -> None:
     """No line of a shipped suite's plan is longer than the terminal, no word of its headings is cut, and the
     columns that are not there are named.

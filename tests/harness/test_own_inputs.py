@@ -243,6 +243,7 @@ def test_rates_follow_the_schedule(folder: Path, zeropp: Callable[..., Done]) ->
         assert moved.validations[-1].loss > still.validations[-1].loss + 1
 
 
+@pytest.mark.nightly
 def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done]) -> None:
     """Of a text beside the suite, and token files are as good; what changed is found by its digest."""
     (folder / "text").mkdir()

@@ -21,6 +21,7 @@ from report.build import build
 from report.data.frames import ReportError
 from report.page import needed
 from tests.report.records import record_of, records_of, taken_by_others
+from tests.support.params import nightly
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
 
@@ -309,7 +310,7 @@ def _snapshot(folder: Path) -> dict[Path, bytes | None]:
     }
 
 
-@pytest.mark.parametrize("size", [0, 250_000])
+@pytest.mark.parametrize("size", [0, *nightly(250_000)])
 def test_a_full_disk_leaves_the_previous_report(size: int, quickstart: Path, tmp_path: Path) -> None:
     """Whether the first figure or the page cannot be written, nothing of the folder changes."""
     folder = tmp_path / "results"

@@ -195,6 +195,7 @@ def test_collectives_bring_what_they_should() -> None:
         assert lists == [*owns, *([100.0 * source + rank] for source in range(3))]
 
 
+@pytest.mark.nightly
 def test_every_preset_trains_as_in_the_golden_file() -> None:
     """On 2x2, in fp32 and bf16: ledgers and losses are those of other ranks, to the bit."""
     topology, golden = record.TOPOLOGIES[0], record.load()

@@ -408,6 +408,7 @@ OVERLAP = ("overlap", "--layers", "2", "--sequences", "1", "--megabytes", "1")
 
 @pytest.mark.needs("namespaces")
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run holds the link to the rate that follows from compute alone, and keeps every round's seconds."""
     assert cli.main(["bench", *OVERLAP, "--seconds", "0"]) == cli.OK

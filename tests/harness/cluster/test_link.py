@@ -444,6 +444,7 @@ def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("namespaces", "root", "setpriv")
+@pytest.mark.long
 def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
     """Without CAP_SYS_ADMIN the nodes stand in a user namespace; ranks join, and the rate holds."""
     code = f"""

@@ -71,6 +71,7 @@ def test_no_words_are_lost(agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
     assert spoke("b")
 
 
+@pytest.mark.long
 def test_torchrun_prints_a_refusal_once() -> None:
     """Both ranks refuse the same flags with status 2; processes of torchrun take seconds."""
     command = [

@@ -18,6 +18,7 @@ from harness.cluster.rank import Progress
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
+from tests.support.params import nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -78,7 +79,9 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
     assert log.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), *nightly(signal.SIGINT)]
+)
 def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
     """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""
     code = f"""

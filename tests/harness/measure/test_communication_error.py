@@ -163,7 +163,7 @@ def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path
         policy = one.resolved_policy()
         assert policy is not None
         codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]
-        steps = sorted(measured_steps(one.warmup + one.steps))
+        steps, printed_by_step = sorted(measured_steps(one.warmup + one.steps)), printed_rows(found, one)
         for step in steps:
             error, value = 0.0, 0.0
             for unit, _, padded in found.units:
@@ -184,7 +184,7 @@ def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path
                 lengths = np.linalg.norm(flat, axis=1)
                 cosines = (flat @ flat.T / np.outer(lengths, lengths))[np.triu_indices(topology.world, 1)]
                 assert end(found, step, unit).cosine == pytest.approx(cosines.mean(), rel=1e-6)
-            row = printed_rows(found, one)[step]
+            row = printed_by_step[step]
             assert float(row["End to end"]) == pytest.approx(error / value, rel=0.01)
         printed[str(policy.gradients[0]), f"{policy.reduce} {policy.chunks}"] = ratio(end(found, steps[-1]))
     assert printed["int4:128", "one_hop 1"] < 0.7 * printed["int4:128", "two_hop 1"]
@@ -208,12 +208,17 @@ LOSSLESS: Final = {"max_padding": 9.0, "gradients": "int4:64"}
     ("strategy", "changes"),
     [
         ("zeropp", {"policy": LOSSLESS, "accumulation": 2, "clip": 1.0}),
-        ("qgz", {"policy": {**LOSSLESS, "feedback": "loco"}}),
         ("qgz", {"policy": {**LOSSLESS, "gradients": "int4:64:stochastic", "order_every": 2}}),
-        ("zeropp", {"policy": {**LOSSLESS, "offload_optimizer": 0.5, "offload_weights": 0.5}}),
-        ("zero1", {"policy": {**LOSSLESS, "compute": "fp16", "loss_scale": "dynamic:from1024"}}),
-        ("fsdp2+qwz+qgz", {"policy": {"gradients": "int4:64"}}),
         ("ddp+qgz", {"policy": LOSSLESS}),
+        *[
+            pytest.param(strategy, changes, marks=pytest.mark.nightly)
+            for strategy, changes in (
+                ("qgz", {"policy": {**LOSSLESS, "feedback": "loco"}}),
+                ("zeropp", {"policy": {**LOSSLESS, "offload_optimizer": 0.5, "offload_weights": 0.5}}),
+                ("zero1", {"policy": {**LOSSLESS, "compute": "fp16", "loss_scale": "dynamic:from1024"}}),
+                ("fsdp2+qwz+qgz", {"policy": {"gradients": "int4:64"}}),
+            )
+        ],
     ],
 )
 def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from harness.records.confidence_intervals import (
     power,
     verdict,
 )
+from tests.support.params import nightly
 
 values = st.floats(0.001, 1000)
 samples = st.lists(values, min_size=FEWEST, max_size=20)
@@ -103,7 +104,7 @@ _DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, int]], Any], f
 
 
 @pytest.mark.parametrize("name", _DRAWS)
-@pytest.mark.parametrize("n", [6, 7, 8, 9, 12, 20])
+@pytest.mark.parametrize("n", [6, 9, *nightly(7, 8, 12, 20)])
 def test_intervals_of_medians_hold_them_as_often_as_they_say(name: str, n: int) -> None:
     """In 0.93 to 0.97 of 2000 samples, whatever the distribution."""
     draw, median = _DRAWS[name]
@@ -121,7 +122,7 @@ def test_intervals_of_ratios_hold_them_as_often_as_they_say(n: int) -> None:
 
 
 @pytest.mark.parametrize("between", [0.0, 0.02, 0.1])
-@pytest.mark.parametrize(("sweeps", "repeats"), [(3, 2), (3, 6), (5, 3), (8, 6)])
+@pytest.mark.parametrize(("sweeps", "repeats"), [(3, 2), (5, 3), *nightly((3, 6), (8, 6))])
 def test_intervals_of_several_sweeps_hold_what_one_sweep_would_find_on_average(
     sweeps: int, repeats: int, between: float
 ) -> None:
@@ -159,8 +160,8 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
     assert median_interval(list(above.values()), of_six).known
 
 
-@pytest.mark.parametrize("n", [6, 20])
-@pytest.mark.parametrize("shared", [0.0, 0.2])
+@pytest.mark.parametrize("n", [6, *nightly(20)])
+@pytest.mark.parametrize("shared", [0.2, *nightly(0.0)])
 @pytest.mark.parametrize("spread", [(0.05, 0.05), (0.3, 0.3), (0.02, 0.3)])
 def test_intervals_of_crossings_hold_them_as_often_as_they_say(
     n: int, shared: float, spread: tuple[float, float]
@@ -189,8 +190,8 @@ def test_a_crossing_that_was_not_measured_has_open_ends() -> None:
     assert low == -math.inf
 
 
-@pytest.mark.parametrize("n", [6, 12])
-@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("n", [6, *nightly(12)])
+@pytest.mark.parametrize("spread", [0.3, 3.0, *nightly(1.0)])
 def test_verdicts_are_wrong_no_more_often_than_they_may_be(n: int, spread: float) -> None:
     """With differences at the margin itself, neither verdict comes more often than in 2.5 % of samples."""
     differences = np.random.default_rng(n).normal(1.0, spread, (4000, n))

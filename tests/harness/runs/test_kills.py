@@ -154,7 +154,11 @@ ALL = [("supervisor", 6.0), ("rank", 5.0), *RUNNER]
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(RUNNER, id="runner"), pytest.param(ALL, id="all", marks=pytest.mark.long)]
+    "kills",
+    [
+        pytest.param(RUNNER, id="runner", marks=pytest.mark.long),
+        pytest.param(ALL, id="all", marks=pytest.mark.long),
+    ],
 )
 def test_no_finished_trial_is_lost_by_kills(
     tmp_path: Path, undisturbed: dict[str, Any], kills: list[tuple[str, float]]

@@ -25,7 +25,6 @@ from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm
 
 WHOLE = pytest.param(True, id="whole", marks=pytest.mark.nightly)
-WALKS = [pytest.param(False, id="short"), WHOLE]
 LONG = [pytest.param(False, id="short", marks=pytest.mark.long), WHOLE]
 AXES = 'strategy = ["zero3", "qgz"]\nseed = [0, 1, 2, 3]'
 SUITE = """
@@ -68,7 +67,7 @@ set = { model.arguments = { fault = "memory" } }
 """
 
 
-@pytest.mark.parametrize("whole", WALKS)
+@pytest.mark.parametrize("whole", LONG)
 @pytest.mark.needs("namespaces")
 def test_a_suite_with_failing_ranks_finishes_across_hosts(
     tmp_path: Path, local: Callable[[bool], Found], *, whole: bool

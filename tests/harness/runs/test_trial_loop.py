@@ -256,7 +256,14 @@ def test_a_tensor_of_zeros_has_no_error() -> None:
 
 
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize("strategy", ["zeropp", "fsdp2", pytest.param("deepspeed", marks=INSTALLED)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zeropp",
+        pytest.param("fsdp2", marks=pytest.mark.nightly),
+        pytest.param("deepspeed", marks=INSTALLED),
+    ],
+)
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
@@ -279,7 +286,13 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
 
 
-@pytest.mark.parametrize("kind", [pytest.param("namespaces", marks=pytest.mark.needs("namespaces")), "paced"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("namespaces", marks=pytest.mark.needs("namespaces")),
+        pytest.param("paced", marks=pytest.mark.nightly),
+    ],
+)
 def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Path, kind: Any) -> None:
     """Errors, checks before training, losses and ledgers have the bits that they have where it is shaped
     throughout; after the timed steps it has its rate, and the interfaces count as much.

@@ -66,12 +66,12 @@ BF16: dict[str, Any] = {"peer": {"compute": "bf16"}}
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("ddp", {}),
         ("ddp-tuned", {}),
         ("fsdp2", {}),
-        pytest.param("fsdp2-prefetch", {}, marks=pytest.mark.nightly),
-        pytest.param("fsdp2-kept", {}, marks=pytest.mark.nightly),
-        ("fsdp2-kept-prefetch", {}),
+        *[
+            pytest.param(name, {}, marks=pytest.mark.nightly)
+            for name in ("ddp", "fsdp2-prefetch", "fsdp2-kept", "fsdp2-kept-prefetch")
+        ],
         pytest.param("deepspeed", {}, marks=INSTALLED),
         pytest.param("deepspeed-hpz", {}, marks=INSTALLED),
         pytest.param("deepspeed", {"deepspeed_config": ZERO_2}, marks=INSTALLED),
@@ -97,7 +97,7 @@ def test_all_train_like_a_single_process(
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("single", BF16),
+        pytest.param("single", BF16, marks=pytest.mark.nightly),
         pytest.param("ddp-bf16", {}, marks=pytest.mark.nightly),
         pytest.param("ddp", BF16, marks=pytest.mark.nightly),
         ("ddp-bf16", BF16),

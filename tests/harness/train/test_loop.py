@@ -277,6 +277,7 @@ sys.exit(cli.main())
 """
 
 
+@pytest.mark.long
 def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
     """It ends with its line and status 2, though a message to a rank that no longer answers is under way."""
     with socket.socket() as free:

@@ -21,6 +21,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
+from tests.support.params import nightly
 
 GATHER = "all_gather of 64 B along world"
 
@@ -97,7 +98,7 @@ def _said_of(ranks: str, text: str) -> str:
     return parts[1].split("\nrank")[0]
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
+@pytest.mark.parametrize("transport", ["shm", *nightly("backend")])
 def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> None:
     """Ranks that wait, exited or closed their wire are distinguished; others are said not to wait."""
     text = _survivors(tmp_path, 5, _scattered, transport)[0]

@@ -18,6 +18,7 @@ from impl.plan.topology import Topology
 from impl.transport.staging import Staging
 from impl.zero import shard
 from tests.golden.record import _NETS, policies
+from tests.support.params import nightly
 from tests.support.ranks import on_processes, on_threads
 from tests.support.shaken import computing_late, poison, shaken
 
@@ -116,7 +117,8 @@ def test_the_calm_run_is_delayed_by_nothing() -> None:
     assert (Staging.take, Distributed.post) == before
 
 
-DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)
+DEVICES = ["cpu", CUDA]
 
 
 def _staged(mesh: Mesh, device: str, seed: int | None) -> dict[str, list[str]]:
@@ -126,7 +128,7 @@ def _staged(mesh: Mesh, device: str, seed: int | None) -> dict[str, list[str]]:
     return _all(Mesh.create(mesh.topology, there), "staged", seed)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [*nightly("cpu"), CUDA])
 def test_ranks_that_share_a_device_wait_for_what_they_need(device: str) -> None:
     """2x2 ranks, staged: copies, messages and computation late at random, the same losses to the bit."""
     calm = on_processes(Topology(2, 2), _staged, device, None)

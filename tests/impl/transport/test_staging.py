@@ -26,6 +26,7 @@ def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[st
     }
 
 
+@pytest.mark.nightly
 def test_every_policy_trains_as_without_staging() -> None:
     """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
     staged, plain = (on_threads(Topology(2, 2), _all_policies, way, ()) for way in ("staged", "backend"))

@@ -21,6 +21,7 @@ from report.draw.figure import records_behind
 from report.draw.theme import Style
 from report.figures import registry
 from tests.report.records import COMBINATIONS, record_of, records_of
+from tests.support.params import nightly
 
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume"}
@@ -41,47 +42,45 @@ EXPECTED = {
 @pytest.mark.parametrize("suite", EXPECTED)
 def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path) -> None:
     """A suite's records give exactly its figures, with ids and words; a figure is in all its forms, which are
-    tried with the first suite that draws it, and as SVG with the others.
+    drawn with the first suite that has it.
     """
     records = records_of(suite, repeats=2)
     derived = derive(frames_of(records))
     earlier = [EVERYWHERE | EXPECTED[other] for other in list(EXPECTED)[: list(EXPECTED).index(suite)]]
-    tried, drawn, every = set[str]().union(*earlier), {}, files.FORMS
-    for plot in registry.FIGURES:
-        forms = ("svg",) if plot.name in tried else every
-        drawn[plot.name] = files.draw(plot, derived, tmp_path, Style(), forms)
-    assert {name for name, found in drawn.items() if found} == EXPECTED[suite] | EVERYWHERE
+    tried = set[str]().union(*earlier)
+    tables = {plot.name: plot.table(derived) for plot in registry.FIGURES}
+    assert {name for name, data in tables.items() if not data.empty} == EXPECTED[suite] | EVERYWHERE
     ids = {record.id for record in records}
-    for found in drawn.values():
-        if found is None:
+    for plot in registry.FIGURES:
+        data = tables[plot.name]
+        if data.empty:
             continue
-        forms_of = {path.suffix: path for path in tmp_path.glob(f"{found.figure.name}.*")}
-        alone = found.figure.name in tried
-        assert set(forms_of) == ({".svg", ".csv"} if alone else {".svg", ".pdf", ".png", ".csv"})
+        assert records_behind(data)
+        assert set(records_behind(data)) <= ids
+        assert plot.caption(data)
+        assert plot.alt(data)
+        if plot.name in tried:
+            continue
+        assert files.draw(plot, derived, tmp_path, Style()) is not None
+        forms_of = {path.suffix: path for path in tmp_path.glob(f"{plot.name}.*")}
+        assert set(forms_of) == {".svg", ".pdf", ".png", ".csv"}
         assert all(path.stat().st_size > 0 for path in forms_of.values())
         (wide,) = re.findall(r'<svg [^>]*?width="([0-9.]+)pt"', forms_of[".svg"].read_text(encoding="utf-8"))
         assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)  # two columns of a journal
-        if not alone:
-            pdf = forms_of[".pdf"].read_bytes()
-            (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
-            assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)
-            assert pdf.count(b"/FontFile2") > 0 == pdf.count(b"/Type3")  # it carries its fonts
-        assert records_behind(found.data)
-        assert set(records_behind(found.data)) <= ids
-        assert found.figure.caption(found.data)
-        assert found.figure.alt(found.data)
-        assert len(pd.read_csv(forms_of[".csv"])) == len(found.data)
+        pdf = forms_of[".pdf"].read_bytes()
+        (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", pdf)
+        assert float(wide) / 72 * 25.4 == pytest.approx(178, abs=0.01)
+        assert pdf.count(b"/FontFile2") > 0 == pdf.count(b"/Type3")  # it carries its fonts
+        assert len(pd.read_csv(forms_of[".csv"])) == len(data)
 
 
-@pytest.mark.parametrize("suite", ["bandwidth", "convergence", "quickstart"])
+@pytest.mark.parametrize("suite", ["bandwidth", *nightly("convergence", "quickstart")])
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
     for plot in registry.FIGURES:
-        if files.draw(plot, derived, tmp_path, Style(84.0)) is not None:
-            (wide,) = re.findall(
-                rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / f"{plot.name}.pdf").read_bytes()
-            )
+        if (found := files.draw(plot, derived, tmp_path, Style(84.0), ("svg",))) is not None:
+            (wide,) = re.findall(rb'<svg [^>]*?width="([0-9.]+)pt"', found.svg)
             assert float(wide) / 72 * 25.4 == pytest.approx(84, abs=0.01), plot.name
 
 
@@ -127,7 +126,7 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
+    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style(), ("svg",))}
     assert {"speedup", "share", "step_split", "volume", "memory"} <= found
 
 

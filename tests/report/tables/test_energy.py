@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records.machine_use import GpuUse, NodeUse
@@ -35,6 +35,7 @@ def tokens(record: Record) -> int:
     return trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
 
 
+@settings(max_examples=5)
 @given(st.floats(1, 1e6), st.floats(0, 1), st.integers(0, 2))
 def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others: int) -> None:
     """By the counters, else by the samples; a GPU that was held down or shared is marked."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records.record import Failure, Record
@@ -29,6 +29,7 @@ def rows(*records: Record) -> pd.DataFrame:
     return peers(derive(frames_of(list(records)))).data.set_index(["contender", "carried"])
 
 
+@settings(max_examples=5)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), st.floats(0.5, 2.0), st.sampled_from([1.0, 3.0])
 )
