@@ -40,6 +40,7 @@ from harness.errors import Refusal, one_line
 from harness.expected_time import expected
 from harness.laws import command as check
 from harness.laws.own_codecs import check_laws
+from harness.measure import machine as machine_facts
 from harness.measure import provenance
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
@@ -55,6 +56,7 @@ from harness.runs.feasibility import (
     this_host,
 )
 from harness.runs.predict_bytes import PlanError
+from harness.suites import machine_file
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
@@ -126,6 +128,14 @@ ClusterFile = Annotated[
 ]
 
 
+MachineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--machine",
+        help="What zeropp calibrate wrote, or a published one: predict seconds.",
+        metavar="MACHINE.toml",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print all of it for programs, as JSON.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print all of it for programs, as CSV.")]
 
@@ -144,17 +154,21 @@ def _entry(
 
 
 @app.command()
-def plan(file: SuiteFile, *, as_json: Json = False, as_csv: Csv = False) -> None:
-    """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here."""
+def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False, as_csv: Csv = False) -> None:
+    """Predict every trial's bytes and memory; status 1, after the reasons, if some cannot run here.
+
+    With --machine also the seconds of a step, as modelled from what that machine achieves.
+    """
     _check_form(as_json, as_csv)
+    made = None if machine is None else machine_file.read(machine)
     suite = load(file)
     found = forecast(suite.trials, _host(suite))
     if as_json or as_csv:
-        table = plan_rows.rows(found)
-        print(plan_rows.as_json(suite, found) if as_json else plan_rows.as_csv(table), end="")
+        table = plan_rows.rows(found, made)
+        print(plan_rows.as_json(suite, found, made) if as_json else plan_rows.as_csv(table), end="")
         raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
     out = fitted_table.console()
-    terminal.forecasts(suite, found, out)
+    terminal.forecasts(suite, found, out, made)
     terminal.expected_time(expected(found), out)
     if impossible := sum(bool(one.problems) for one in found):
         out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
@@ -172,10 +186,27 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
 
 
 @app.command()
+def calibrate(
+    file: Annotated[Path, typer.Argument(help="Written; other commands' --machine.", metavar="MACHINE.toml")],
+    results: ResultsFolder = RESULTS,
+) -> None:
+    """Measure what this machine achieves, in two minutes, for predictions of steps."""
+    if not file.absolute().parent.is_dir():
+        raise Refusal(f"{file}: there is no folder {file.absolute().parent}")
+
+    from harness.bench.calibration import calibrate as measured
+
+    interrupts.take_over()
+    machine_file.write(file, measured(file.stem, results, fitted_table.console(stderr=True)))
+    print(file)
+
+
+@app.command()
 def run(
     file: SuiteFile,
     results: ResultsFolder = RESULTS,
     *,
+    machine: MachineFile = None,
     sweeps: Sweeps = 1,
     only: Only = None,
     retry_failed: RetryFailed = False,
@@ -185,6 +216,9 @@ def run(
 
     On a cluster the launcher starts this on every host; the first one's writes records and report.
     """
+    made = None if machine is None else machine_file.read(machine)
+    if made is not None and machine is not None:
+        machine_file.check_here(machine, made, machine_facts.identity())
     suite = load(file)
     asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
     if len(asked) > MOST_TRIALS:
@@ -244,6 +278,7 @@ def run(
                 suite.on_failure,
                 SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
                 suite.answer,
+                made,
             ),
             first,
             folder,

@@ -96,7 +96,7 @@ def _trial_seconds(one: Forecast, computing: float) -> float:
     if trial.workload == "generate":
         micro_batches = _FORWARD * (1 + trial.generate.tokens / trial.sequence)
     sent = one.egress if one.egress is not None else ring_egress(one)
-    rate = trial.cluster.rate
+    rate = trial.slowest_mbit
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps
     passes = float(_CHECKS + (_ERRORS if trial.measure_quantisation and trial.repeat == 0 else 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,16 +13,24 @@ from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import summarise
 from harness.runs.feasibility import Forecast
+from harness.runs.predict_time import predict
 from harness.suites.labels import varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
+from harness.suites.repeats import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
 from impl.codecs.codec import ITEM_BYTES
+from impl.plan.machine import Machine
+from impl.plan.step_time import StepTime
 
 WHOLLY_SHARDED: Final = 3  # stage of ZeRO
+TIMED: Final = (
+    "seconds", "low_seconds", "high_seconds", "compute_seconds", "wire_seconds", "exposed_seconds",
+    "critical", "tokens_per_second", "tflops", "speed_up", "basis",
+)  # fmt: skip
 
 
-def rows(found: Sequence[Forecast]) -> list[dict[str, Any]]:
+def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """One for each trial: who and where, what varies in the suite, and what is predicted.
 
     Bytes are those of an optimizer step or of one generation.  Keys:
@@ -32,9 +41,56 @@ def rows(found: Sequence[Forecast]) -> list[dict[str, Any]]:
         least_seconds: of the trial's steps, untimed ones too, at that; what computing takes is not in it.
         memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
         runs_here: whether it can run on this machine; ``why`` says why not.
+
+    On a ``machine`` also :func:`timed`'s, prefixed with ``modelled_``.
     """
     varying = [path for path in varying_paths([one.trial.canonical() for one in found]) if path != "repeat"]
-    return [_row(one, varying) for one in found]
+    table = [_row(one, varying) for one in found]
+    if machine is None:
+        return table
+    return [
+        row | {f"modelled_{name}": value for name, value in more.items()}
+        for row, more in zip(table, timed(found, machine), strict=True)
+    ]
+
+
+def timed(found: Sequence[Forecast], machine: Machine) -> list[dict[str, Any]]:
+    """What a step is predicted to take on a machine, by trial; empty values for peers and generation.
+
+    Keys:
+        seconds: of a step; low_seconds, high_seconds: within two of the calibration's standard deviations.
+        compute_seconds, wire_seconds, exposed_seconds: of a step, which overlap.
+        critical: the resource that is busy longest.
+        tokens_per_second: of all ranks together.
+        tflops: floating-point operations a second and rank, 6 a parameter and token, 8 with activation
+            checkpointing, in units of 1e12.
+        speed_up: over ZeRO-3 in the same setting.
+        basis: *calibrated* inside what the machine was measured with, else *transferred*.
+    """
+    steps = [predict(one.trial, one.step, one.egress, machine) for one in found]
+    base = {
+        setting_of(one.trial): step.seconds
+        for one, step in zip(found, steps, strict=True)
+        if step is not None and one.trial.strategy == BASELINE
+    }
+    return [
+        _timed(one, step, base.get(setting_of(one.trial))) for one, step in zip(found, steps, strict=True)
+    ]
+
+
+def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
+    if step is None:
+        return dict.fromkeys(TIMED)
+    trial = one.trial
+    tokens = trial.tokens_per_rank * trial.accumulation
+    operations = (8 if trial.activation_checkpointing else 6) * (one.parameters or 0) * tokens
+    values = (
+        step.seconds, step.seconds * (1 - 2 * step.spread), step.seconds * (1 + 2 * step.spread),
+        step.compute, step.wire, None if math.isnan(step.exposed) else step.exposed, step.critical,
+        tokens * trial.topology().world / step.seconds, operations / step.seconds / 1e12,
+        None if base is None else base / step.seconds, "calibrated" if step.calibrated else "transferred",
+    )  # fmt: skip
+    return dict(zip(TIMED, values, strict=True))
 
 
 def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
@@ -93,9 +149,11 @@ def ring_egress(one: Forecast) -> int | None:
     return round((gathers + 1) * share * elements * trial.accumulation)
 
 
-def as_json(suite: Suite, found: Sequence[Forecast]) -> str:
+def as_json(suite: Suite, found: Sequence[Forecast], machine: Machine | None = None) -> str:
     """An object with the suite's name, question and trials, each with its row and its whole form."""
-    trials = [row | {"trial": one.trial.canonical()} for row, one in zip(rows(found), found, strict=True)]
+    trials = [
+        row | {"trial": one.trial.canonical()} for row, one in zip(rows(found, machine), found, strict=True)
+    ]
     head = {"suite": suite.name, "question": suite.question, "stated_time": suite.time}
     return json.dumps(head | {"trials": trials}, indent=1)
 

@@ -16,6 +16,7 @@ from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.expected_time import Expected
 from harness.fitted_table import Column, sizes, text
+from harness.plan_rows import timed
 from harness.records.confidence_intervals import FEWEST
 from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
@@ -36,6 +37,7 @@ from harness.suites.peers import PEERS
 from harness.suites.question import LEAST_STEPS
 from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
+from impl.plan.machine import Machine
 
 _MOST_CELLS: Final = 6  # that are named one by one
 _PLANNED: Final = (
@@ -44,9 +46,17 @@ _PLANNED: Final = (
     "without activations."
 )
 
+_MODELLED: Final = (
+    "a modelled step is calibrated where model and batch lie inside what the machine was measured with, else "
+    "transferred; speed-up: over ZeRO-3 in the same setting."
+)
 
-def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
-    """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run."""
+
+def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
+    """Print a suite's plan: one row for all seeds and repeats of a trial, then why some cannot run.
+
+    On a ``machine`` also what its steps are predicted to take.
+    """
     once = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
     trials = [one.trial.canonical() for one in once.values()]
     varying = [path for path in varying_paths(trials) if path != "seed"]
@@ -73,8 +83,13 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console) -> None:
     for line in (*suite.kept, *said, *dict.fromkeys(other)):
         fitted_table.say(line, out)
     notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
-    fitted_table.show(_planned(rows, varying, notes), out, whole="--json and --csv have all")
+    columns = _planned(rows, varying, notes)
+    if machine is not None:
+        columns[len(varying or [""]) : len(varying or [""])] = _modelled(rows, machine)
+    fitted_table.show(columns, out, whole="--json and --csv have all")
     fitted_table.say(_PLANNED, out)
+    if machine is not None:
+        fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
     _say_padding((one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
@@ -135,6 +150,24 @@ def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[s
             sizes("to and from the host", [one.copied for one in rows], per="/step", rank=3),
         ]
     return [*columns, Column("runs here", [_runs(one, notes) for one in rows], always=bool(notes))]
+
+
+def _modelled(rows: Sequence[Forecast], machine: Machine) -> list[Column]:
+    """The columns of predicted steps."""
+    table = timed(rows, machine)
+
+    def column(heading: str, key: str, form: str, unit: str, rank: int) -> Column:
+        return Column(
+            heading, [NONE if (v := row[key]) is None else f"{v:{form}}" for row in table], unit, rank=rank
+        )
+
+    return [
+        column("step, modelled", "seconds", ".3g", "s", 0),
+        column("speed-up", "speed_up", ".2f", "", 1),
+        column("tokens", "tokens_per_second", ",.0f", "/s", 3),
+        column("speed", "tflops", ".3g", "TFLOPS/rank", 4),
+        column("basis", "basis", "", "", 2),
+    ]
 
 
 def _too_short(found: Sequence[Forecast]) -> str | None:

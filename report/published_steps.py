@@ -23,7 +23,8 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Overlap, Work, flops, least_seconds, step_time
+from impl.plan.machine import Machine, Overlap
+from impl.plan.step_time import FLOPS_PER_TOKEN, Work, flops, least_seconds, step_time
 from report.data import published
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
@@ -235,11 +236,18 @@ def page(table: Predicted) -> str:
             {worst["tokens_per_gpu"]:g} tokens, which achieved {more} than modelled: there one efficiency and
             this overlap do not hold together."""
         )
+    like = ["gbps", "tokens_per_gpu", "system", "tflops", "predicted_tflops", "mark"]
+    alike = rows.assign(
+        gbps=rows["rate_gbps"] * rows["adapters"],
+        tflops=rows["tflops"].round(6),
+        predicted_tflops=rows["predicted_tflops"].round(6),
+    )
+    alike = alike.groupby(like, sort=False).agg({"model": ", ".join, "error": "first"}).reset_index()
     lines = [
-        f"| {row['model']} | {row['rate_gbps'] * row['adapters']:g} | {row['tokens_per_gpu']:g} "
+        f"| {row['model']} | {row['gbps']:g} | {row['tokens_per_gpu']:g} "
         f"| {row['system']} | {row['tflops']:.3g} | {row['predicted_tflops']:.3g} | {row['error']:+.1%} "
         f"| {row['mark']} |"
-        for row in rows.to_dict("records")
+        for row in alike.to_dict("records")
     ]
     text = "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in paragraphs)
     return "\n".join([

@@ -82,6 +82,7 @@ def without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_the_engine_trains_on_a_bare_machine() -> None:
     """All of impl is imported, and trains, without what the harness needs."""
     done = without(TRAINS)

@@ -10,6 +10,7 @@ MOST_STAYS = 20
 MOST_RETURNS = 6
 
 
+@pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_trial_goes_one_way() -> None:
     """From the sweep to its record it stays in few files, and comes back to few of them."""

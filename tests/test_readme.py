@@ -141,6 +141,7 @@ def test_the_loop_trains_as_shown() -> None:
     assert float(said[-1][1]) < float(said[0][1])
 
 
+@pytest.mark.long
 def test_the_collectives_stand_alone_as_shown() -> None:
     """The README's two lines gather weights and reduce a gradient; it prints the stated shapes and types."""
     code = _python("quantized_all_gather")

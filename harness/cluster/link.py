@@ -55,7 +55,7 @@ class Setting:
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
     ``transport``: gloo, nccl, or a module that gives a backend.  ``hcas``: the InfiniBand adapters of NCCL,
-    how many or which.
+    how many or which.  The last node has the share ``slow`` of the rate.
     """
 
     kind: Kind
@@ -64,6 +64,12 @@ class Setting:
     latency_ms: float = 0.0
     transport: str = "gloo"
     hcas: int | tuple[str, ...] | None = None
+    slow: float = 1.0
+
+    @property
+    def slowest_mbit(self) -> float | None:
+        """The rate of the slowest node."""
+        return None if self.rate_mbit is None else self.rate_mbit * self.slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +282,8 @@ def open_link(setting: Setting, run_id: str) -> Link:
             return _open_namespaces(setting, run_id, "auto: namespaces work here")
         except LinkError as error:
             why = f"auto: no namespaces ({error})"
+    if setting.slow < 1:
+        raise LinkError(f"a node with {setting.slow:g} of the rate needs network namespaces ({why})")
     if rate is None and setting.latency_ms:
         raise LinkError(
             f"a latency of {setting.latency_ms:g} ms without a rate needs network namespaces ({why})"
@@ -290,7 +298,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     if not sys.platform.startswith("linux"):
         raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
-    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms)
+    slow = None if setting.slow == 1 or setting.slowest_mbit is None else shape(setting.slowest_mbit)
+    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms, slow)
     process = start_keeper(_KEEPER, json.dumps(asdict(request)))
     try:
         answer = answer_of(process, "no network namespaces here", f"; {_advice()}")
@@ -313,6 +322,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     if form is not None:
         details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
         details["untimed"] = "open"
+    if slow is not None:
+        details["slow"] = setting.slow
     return Link(setting, "namespaces", why, ports, details, _keeper=process)
 
 

@@ -29,6 +29,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -80,13 +81,18 @@ class Shape:
 class Request:
     """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``.
 
-    Packets leave a node ``latency_ms`` milliseconds late.
+    Packets leave a node ``latency_ms`` milliseconds late.  ``slow`` is the last node's shape, if it differs.
     """
 
     nodes: int
     prefix: str
     shape: Shape | None
     latency_ms: float = 0.0
+    slow: Shape | None = None
+
+    def shape_of(self, node: int) -> Shape | None:
+        """How the link of a node is shaped, both ways."""
+        return self.slow if self.slow is not None and node == self.nodes - 1 else self.shape
 
 
 def address(node: int) -> str:
@@ -178,8 +184,8 @@ def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0)
     route.tc("add", "tbf", index, handle=_TBF, rate=shape.rate, burst=shape.burst, limit=shape.limit, **below)
 
 
-def _reshape(names: list[str], shape: Shape, *, latency: bool, state: bytes) -> None:
-    """Hold what leaves the interfaces ``names`` of this namespace to the rate, or to none (``OPEN``).
+def _reshape(shapes: Mapping[str, Shape], *, latency: bool, state: bytes) -> None:
+    """Hold what leaves the interfaces of this namespace, by name, to their rates, or to none (``OPEN``).
 
     Their queues are empty before they hold it again, and the burst of an open one is not kept.  Packets keep
     their size, which a connection has from when it was made.
@@ -187,9 +193,9 @@ def _reshape(names: list[str], shape: Shape, *, latency: bool, state: bytes) -> 
     Raises:
         KeeperError: if a queue does not drain.
     """
-    rate, burst = (_OPEN_RATE, _OPEN_BURST) if state == OPEN else (shape.rate, shape.burst)
     with _netlink() as route:
-        for name in names:
+        for name, shape in shapes.items():
+            rate, burst = (_OPEN_RATE, _OPEN_BURST) if state == OPEN else (shape.rate, shape.burst)
             index = route.link_lookup(ifname=name)[0]
             if state == SHAPED:
                 _drain(route, index, name)
@@ -213,7 +219,7 @@ def _configure_node(request: Request, node: int) -> None:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         index = route.link_lookup(ifname=interface(request.prefix, node))[0]
         route.addr("add", index=index, address=address(node), prefixlen=PREFIX)
-        _shape(route, index, request.shape, request.latency_ms)
+        _shape(route, index, request.shape_of(node), request.latency_ms)
         route.link("set", index=index, state="up")
         route.route(
             "replace",
@@ -264,9 +270,9 @@ def _hold(request: Request, node: int) -> _Holder:
         _configure_node(request, node)
         os.write(answers_write, b"ok")
         while state := os.read(go_read, len(SHAPED)):
-            assert request.shape is not None  # noqa: S101  # nobody asks for another state else
-            names = [interface(request.prefix, node)]
-            _reshape(names, request.shape, latency=bool(request.latency_ms), state=state)
+            shape = request.shape_of(node)
+            assert shape is not None  # noqa: S101  # nobody asks for another state else
+            _reshape({interface(request.prefix, node): shape}, latency=bool(request.latency_ms), state=state)
             os.write(answers_write, b"ok")
     except BaseException as error:  # the process boundary
         os.write(answers_write, f"node {node}: {error}"[:4000].encode())
@@ -292,13 +298,15 @@ def _join(request: Request, holders: list[_Holder]) -> None:
             route.link("add", ifname=port, kind="veth", peer={"ifname": name, "net_ns_pid": holder.pid})
             index = route.link_lookup(ifname=port)[0]
             route.link("set", index=index, master=master)
-            _shape(route, index, request.shape)  # towards the node; the node's own end shapes the other way
+            # Towards the node; the node's own end shapes the other way.
+            _shape(route, index, request.shape_of(node))
             route.link("set", index=index, state="up")
 
 
-def _ports(request: Request) -> list[str]:
-    """The bridge's ports in the keeper's namespace; none where two nodes are joined directly."""
-    return [] if request.nodes == 2 else [f"{request.prefix}p{node}" for node in range(request.nodes)]
+def _ports(request: Request) -> dict[str, Shape]:
+    """Shapes of the bridge's ports in the keeper's namespace; none where two nodes are joined directly."""
+    shapes = [request.shape_of(node) for node in range(0 if request.nodes == 2 else request.nodes)]
+    return {f"{request.prefix}p{node}": shape for node, shape in enumerate(shapes) if shape is not None}
 
 
 def _set(request: Request, holders: list[_Holder], state: bytes) -> None:
@@ -307,8 +315,7 @@ def _set(request: Request, holders: list[_Holder], state: bytes) -> None:
     Raises:
         KeeperError, OSError: with the call that failed.
     """
-    assert request.shape is not None  # noqa: S101  # else there is no socket
-    _reshape(_ports(request), request.shape, latency=False, state=state)
+    _reshape(_ports(request), latency=False, state=state)
     for holder in holders:
         os.write(holder.go, state)
     for holder in holders:
@@ -365,8 +372,8 @@ def main() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
     asked = json.loads(sys.argv[1])
-    shape = Shape(**asked["shape"]) if asked["shape"] else None
-    request = Request(**asked | {"shape": shape})
+    shape, slow = (Shape(**asked[name]) if asked.get(name) else None for name in ("shape", "slow"))
+    request = Request(**asked | {"shape": shape, "slow": slow})
     try:
         mode, holders = keep(request)
     except Exception as error:  # reported to the parent, whatever netlink raised

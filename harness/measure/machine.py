@@ -51,6 +51,11 @@ def facts() -> dict[str, Any]:
     }
 
 
+def identity() -> str:
+    """What a calibration is of: processor, cores and kernel."""
+    return f"{_cpu_model()}, {cores()} cores, {platform.system()} {platform.release()}"
+
+
 def code() -> dict[str, Any]:
     """Identity of the code: version, commit, whether the checkout is dirty, digest of the sources, and the
     C++ kernels that they, compiler and flags make here (:func:`impl.cpu.build.identity`).

@@ -270,6 +270,24 @@ class ProcessorUse(_Part):
     steal: _Seconds
 
 
+class Foreseen(_Part):
+    """A step as it was predicted before the trial ran (:mod:`impl.plan.step_time`), in seconds.
+
+    Attributes:
+        machine: name of the calibration.
+        calibrated: whether model and batch lie where it was measured.
+        seconds: of the step; ``compute`` and ``wire`` are its parts, which overlap.
+        spread: relative standard deviation of the calibration's own steps around their predictions.
+    """
+
+    machine: str
+    calibrated: bool
+    seconds: _Seconds
+    compute: _Seconds
+    wire: _Seconds
+    spread: _Seconds
+
+
 class Predicted(_Part):
     """Bytes that ``impl.plan.traffic`` predicts per rank, and whether the ledger equals them exactly."""
 
@@ -360,6 +378,7 @@ class Record(_Part):
     quantisation: list[QuantisationError] = []
     communication_errors: list[CommunicationError] = []
     predicted: Predicted | None = None
+    foreseen: Foreseen | None = None
     reference_loss: float | None = None
     first_gradients: list[GradientCheck] = []
     decoded_sha256: list[str] = []

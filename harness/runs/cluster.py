@@ -74,7 +74,7 @@ def setting_of(trial: Trial) -> Setting:
     if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
     transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
-    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas)
+    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas, cluster.slow)
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ def _link_record(link: Link, probed: list[float]) -> LinkRecord:
     return LinkRecord(
         kind=link.kind,
         why=link.why,
-        requested_mbit=link.setting.rate_mbit,
+        requested_mbit=link.setting.slowest_mbit,
         calibrated_mbit=link.calibrated_mbit,
         probed_mbit=probed,
         message_bytes=link.message_bytes,

@@ -29,6 +29,7 @@ from harness.runs.predict_bytes import (
     peer_memory,
     per_node_bytes,
 )
+from harness.runs.predict_time import step_asked
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
@@ -41,6 +42,7 @@ from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import memory as held
 from impl.plan.policy import PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
+from impl.plan.step_time import Step
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +86,7 @@ class Forecast:
             is offloaded.
         secondary: bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps;
             None where it keeps none.
+        step: what a step asks of a machine; None for peers and generation.
     """
 
     trial: Trial
@@ -106,6 +109,7 @@ class Forecast:
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
     findings: tuple[Finding, ...] = ()
+    step: Step | None = None
 
 
 def this_host() -> Host:
@@ -177,7 +181,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         from impl.zero import ZeroError, plan_units
 
         units: Sequence[UnitGeometry | GroupGeometry]
-        copied, secondary = 0, None
+        copied, secondary, step = 0, None, None
         try:
             if trial.host is not None:
                 units, (inter, intra) = hosted_bytes(trial, policy, model)
@@ -189,9 +193,10 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
                     memory = with_state(memory, optimizer)
                 copied = copied_bytes(policy, topology, own, trial)
                 secondary = held.secondary_either_way(policy, topology, own)
+                step = step_asked(trial, own, parameters)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))
-        rate = trial.cluster.rate
+        rate = trial.slowest_mbit
         found = replace(
             found,
             padded=sum(unit.padded for unit in units),
@@ -201,6 +206,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
             wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
             copied=copied,
             secondary=secondary,
+            step=step,
         )
     if isinstance(optimizer, str) or memory is None:  # nobody knows what its state is
         return replace(found, problems=problems)

@@ -124,6 +124,8 @@ class Display:
         else:
             timed = slowest_seconds(record)
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
+            if record.foreseen is not None:
+                end += f" (predicted {record.foreseen.seconds:.3f})"
             tokens = [token.seconds for rank in record.ranks[:1] for token in rank.tokens if not token.warmup]
             end = f"{statistics.median(tokens):.3f} s a token" if tokens else end
             if record.link is not None and record.link.probed_mbit:

@@ -22,14 +22,22 @@ from rich.console import Console
 from harness.cluster.node_supervisors import Nodes
 from harness.measure import machine, provenance
 from harness.records import journal, run_record
-from harness.records.record import Failed, Failure, Record, RecordError, path_of, read, write
+from harness.records.record import Failed, Failure, Foreseen, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
 from harness.runs.cluster import LOGS, SCRATCH, Cluster, failure_of
 from harness.runs.comparison import TrialError
-from harness.runs.feasibility import failure_after, failures_before, findings, this_host
+from harness.runs.feasibility import (
+    any_host,
+    failure_after,
+    failures_before,
+    findings,
+    forecast,
+    this_host,
+)
 from harness.runs.lease import Lease, sharing_machine
 from harness.runs.predict_bytes import Models
+from harness.runs.predict_time import foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.suites.labels import counted
@@ -38,6 +46,7 @@ from harness.suites.question import Said
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.deepspeed.recipe import Finding
+from impl.plan.machine import Machine
 
 LOCK: Final = ".lock"
 
@@ -66,6 +75,7 @@ class Asked:
         on_failure: what follows a failure, by its kind; the next trial for others.
         text: of the suite's file.
         said: the quantity that the suite names as its answer.
+        machine: on which steps are predicted before they run; None predicts nothing.
     """
 
     suite: str
@@ -74,6 +84,7 @@ class Asked:
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
     text: SuiteText | None = None
     said: Said = ""
+    machine: Machine | None = None
 
     def answer(self, record: Record) -> Answer:
         """What follows the outcome of a trial."""
@@ -257,6 +268,7 @@ class _Known:
         role: what the suite's question compares it as.
         failure: why it is not run; None if it is.
         parameters: of its model, where it is not run.
+        foreseen: its step, where a machine is known.
     """
 
     order: int
@@ -265,6 +277,7 @@ class _Known:
     findings: list[Finding]
     failure: Failure | None
     parameters: int
+    foreseen: Foreseen | None
 
 
 @dataclass(slots=True)
@@ -304,11 +317,22 @@ class _Sweep:
             facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
             self._run = run_record.write(self.results, provenance.run_of(self.asked.text, facts))
         failures, models = failures_before(missing, this_host()), Models()
+        steps = self._foreseen(missing)
         for trial in missing:
             failure, parameters = failures.get(trial.id, (None, 0))
             order, role = self._orders[trial.id], self.asked.role_of(trial)
             found = list(findings(trial, models))
-            self._known[trial.id] = _Known(order, role, digests(trial), found, failure, parameters)
+            self._known[trial.id] = _Known(
+                order, role, digests(trial), found, failure, parameters, steps.get(trial.id)
+            )
+
+    def _foreseen(self, trials: Sequence[Trial]) -> dict[str, Foreseen]:
+        """The predicted steps of trials by id, where a machine is known."""
+        if (on := self.asked.machine) is None:
+            return {}
+        planned = forecast(trials, any_host())
+        steps = ((one.trial.id, predict(one.trial, one.step, one.egress, on)) for one in planned)
+        return {identity: foreseen(on, step) for identity, step in steps if step is not None}
 
     def run(self, trial: Trial, display: Display) -> Record:
         """Run one trial and return its record, of a failure too.
@@ -353,6 +377,7 @@ class _Sweep:
             findings=known.findings,
             failure=known.failure,
             parameters=known.parameters,
+            foreseen=known.foreseen,
             run=self._run,
         )
 

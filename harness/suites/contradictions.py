@@ -59,6 +59,13 @@ def _contradictions(trial: Trial) -> Iterator[str]:
             f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
             f"{cluster.link!r}; expected another link, or no latency"
         )
+    if cluster.slow < 1 and (
+        cluster.nodes < 3 or cluster.rate is None or cluster.link not in ("auto", "namespaces")
+    ):
+        yield (
+            f"cluster.slow = {cluster.slow:g} of the rate for the last of {cluster.nodes} nodes: expected a "
+            "cluster.rate, 3 nodes or more (of two, both are as slow as one), and cluster.link = 'namespaces'"
+        )
     yield from _beyond_workload(trial)
     yield from _beside_control(trial)
     on_gpus = ("nccl", "staged")

@@ -97,6 +97,7 @@ class Cluster(_Frozen):
             its rate is only what predictions reckon with.
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
+        slow: share of the rate that the last node's link has; on namespaces alone.
         hcas: InfiniBand adapters that NCCL may use on every node of a real link: how many, or their names.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
             ``staged`` on GPUs that ranks share, by gloo through host memory;
@@ -113,6 +114,7 @@ class Cluster(_Frozen):
     link: Literal["auto", "namespaces", "paced", "none", "real", "shaped"] = "auto"
     rate: Annotated[float | None, written(parse_rate)] = None
     latency: Annotated[float | None, written(parse_latency)] = None
+    slow: float = Field(1.0, gt=0, le=1)
     hcas: (
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
     ) = None
@@ -351,8 +353,8 @@ class Trial(_Frozen):
             del data["optimizer"]["schedule"]
         if self.peer == PeerSettings():
             del data["peer"]
-        for name in ("latency", "hcas"):
-            if data["cluster"][name] is None:
+        for name, unused in (("latency", None), ("hcas", None), ("slow", 1.0)):
+            if data["cluster"][name] == unused:
                 del data["cluster"][name]
         del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
@@ -376,6 +378,11 @@ class Trial(_Frozen):
     def topology(self) -> Topology:
         """Where its ranks stand."""
         return Topology(self.cluster.nodes, self.cluster.ranks_per_node)
+
+    @property
+    def slowest_mbit(self) -> float | None:
+        """Rate of the slowest node's link; None without one."""
+        return None if self.cluster.rate is None else self.cluster.rate * self.cluster.slow
 
     @property
     def host(self) -> Host | None:

@@ -1,68 +1,38 @@
 """Predicts the seconds of a training step from its bytes, its computation and a machine.
 
-Pure: no torch.  A :class:`Machine` says what a cluster achieves; :func:`step_time` adds up or overlaps what
-one step asks of it.  How a system overlaps belongs to the machine's description, by name, and is never
-carried from one system to another:
+Pure: no torch.  A :class:`~impl.plan.machine.Machine` says what a cluster achieves.  How a system overlaps
+belongs to the machine's description, by name, and is never carried from one system to another:
 
 ``none``
     Computation and the messages between nodes follow one another: ``step = compute + wire``.
 ``full``
     The longer of the two hides the other: ``step = max(compute, wire)``, which no schedule surpasses.
+``schedule``
+    This engine's own: unit by unit and hop by hop (:mod:`impl.plan.timeline`).
 
-Computation is ``parameters * (fixed + tokens * per_token)`` seconds a rank: ``fixed`` is what a step costs
-whatever the batch, such as messages inside a node, launches and the optimizer.  The wire is the bytes that
-leave one node over what its adapters carry together.
+The first two need only sums (:class:`Work`, :func:`step_time`), so that systems of which little is known are
+modelled, too.  Their computation is ``parameters * (fixed + tokens * per_token)`` seconds a rank: ``fixed``
+is what a step costs whatever the batch, such as messages inside a node, launches and the optimizer.  The
+wire is the bytes that leave one node over what its adapters carry together.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Final
 
-Overlap = Literal["none", "full"]
+from impl.codecs.codec import Codec
+from impl.plan.machine import BACKWARD, Machine
+from impl.plan.policy import Policy
+from impl.plan.prefetch_schedule import Schedule
+from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.timeline import NOTHING, Collective, Hop, Load, PassTime, pass_time
+from impl.plan.topology import Axis, Topology
+from impl.plan.traffic import destinations, secondary_bytes
+
 FLOPS_PER_TOKEN: Final = 8  # of each parameter: forward 2, again for activation checkpointing 2, backward 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What one cluster achieves in training, as measured or as published.
-
-    Attributes:
-        fixed: seconds of a step for each parameter of the model, whatever the batch.
-        per_token: further seconds for each parameter and each token of a rank.
-        efficiency: share of an adapter's nominal rate that messages achieve, above 0 and at most 1.
-        fewest, most: tokens of a rank between which ``fixed`` and ``per_token`` were measured.
-        overlap: how the system hides messages.
-
-    Raises:
-        ValueError: naming the field that is negative, not finite, or out of its range.
-    """
-
-    name: str
-    source: str
-    fixed: float
-    per_token: float
-    efficiency: float
-    fewest: float
-    most: float
-    overlap: Overlap = "none"
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"machine {self.name}: {field.name} is {value}, not a finite number from 0 on"
-                )
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(
-                f"machine {self.name}: efficiency is {self.efficiency}, not above 0 and at most 1"
-            )
-        if self.fixed + self.per_token == 0:
-            raise ValueError(f"machine {self.name}: fixed and per_token are both 0, so nothing takes time")
-        if self.overlap not in ("none", "full"):
-            raise ValueError(f'machine {self.name}: overlap is "{self.overlap}", not "none" or "full"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,23 +61,49 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A predicted step, in seconds."""
+    """A predicted step, in seconds.
+
+    Attributes:
+        compute: of the model's passes and the optimizer.
+        wire: of the messages between nodes, hidden or not.
+        seconds: of the step.
+        calibrated: whether model and batch lie where the machine was measured.
+        forward, backward: of all passes, where the schedule is known.
+        exposed: in which the rank waits for messages.
+        spread: relative standard deviation of such steps.
+    """
 
     compute: float
-    wire: float  # of the messages between nodes, hidden or not
-    seconds: float  # of the step
-    calibrated: bool  # whether the batch lies where the machine was measured
+    wire: float
+    seconds: float
+    calibrated: bool
+    forward: float = math.nan
+    backward: float = math.nan
+    exposed: float = math.nan
+    spread: float = 0.0
+
+    @property
+    def critical(self) -> str:
+        """The resource that is busy longest."""
+        return "link" if self.wire > self.seconds - max(self.exposed, 0.0) else "processor"
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Returns the predicted step of one system on one cluster."""
-    compute = work.parameters * (machine.fixed + work.tokens * machine.per_token)
+    """Returns the predicted step of a system of which only sums are known.
+
+    Raises:
+        ValueError: for a machine whose overlap is a schedule's.
+    """
+    if machine.overlap == "schedule":
+        raise ValueError(f'machine {machine.name}: overlap = "schedule" needs the units of a model')
+    compute = machine.compute(work.parameters, work.tokens)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
         compute=compute,
         wire=wire,
         seconds=compute + wire if machine.overlap == "none" else max(compute, wire),
         calibrated=machine.fewest <= work.tokens <= machine.most,
+        spread=machine.spread,
     )
 
 
@@ -124,3 +120,161 @@ def least_seconds(work: Work, peak_flops: float) -> float:
 def flops(work: Work) -> float:
     """Returns the floating-point operations of a rank in a step, with activation checkpointing."""
     return FLOPS_PER_TOKEN * work.parameters * work.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of this engine.
+
+    Attributes:
+        units: of the model, in model order, laid out for the topology's world.
+        parameters: of the model, without padding.
+        tokens: of a rank in a micro-batch.
+        micro_batches: in a step.
+        recompute: whether backward runs the forward pass again (activation checkpointing).
+        rate: bytes a second of the slowest node's adapters; infinite without a limit.
+    """
+
+    policy: Policy
+    topology: Topology
+    units: Sequence[UnitGeometry]
+    parameters: float
+    tokens: float
+    micro_batches: int = 1
+    recompute: bool = False
+    rate: float = math.inf
+
+
+def step_of(machine: Machine, step: Step) -> StepTime:
+    """Returns the predicted step of this engine, unit by unit, of the rank that sends most."""
+    policy, topology, units = step.policy, step.topology, step.units
+    stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
+    forward = machine.compute(step.parameters, step.tokens, len(units)) * stretch / (1 + BACKWARD)
+    backward = forward * (BACKWARD + step.recompute)
+    schedule = Schedule.of(policy, units)
+    passes: list[PassTime] = []
+    for index in range(step.micro_batches):
+        last = index == step.micro_batches - 1
+        loads = loads_of(
+            machine,
+            step,
+            forward=forward,
+            backward=backward,
+            first=index == 0,
+            reduces=last or policy.reduces_each_micro_batch,
+        )
+        passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket))
+    optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
+    return StepTime(
+        compute=(forward + backward) * step.micro_batches + optimizer,
+        wire=sum(one.adapter for one in passes),
+        seconds=sum(float(one.seconds) for one in passes) + optimizer,
+        calibrated=machine.knows(step.parameters, step.tokens),
+        forward=sum(float(one.forward) for one in passes),
+        backward=sum(float(one.backward) for one in passes),
+        exposed=sum(float(one.exposed) for one in passes),
+        spread=machine.spread,
+    )
+
+
+def loads_of(
+    machine: Machine, step: Step, *, forward: float, backward: float, first: bool = True, reduces: bool = True
+) -> list[Load]:
+    """Returns what each unit asks for in a pass.
+
+    Args:
+        machine: whose seconds they are.
+        step: of which the pass is a part.
+        forward: seconds of the pass's computation, divided among units by their elements.
+        backward: likewise.
+        first: whether it is the first after an optimizer step: then no copy of the weights is kept.
+        reduces: whether gradients are reduced after it.
+    """
+    elements = sum(unit.padded for unit in step.units)
+    seconds = _Seconds(machine, step.topology, step.rate)
+    loads = []
+    for unit in step.units:
+        policy = step.policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        share = unit.padded / elements
+        stays = policy.stage < 3
+        spared = policy.gather_axes(step.topology)[1] > 0
+        whole, copied = seconds.gather(policy, unit, again=False), seconds.gather(policy, unit, again=True)
+        loads.append(
+            Load(
+                forward=forward * share,
+                backward=backward * share,
+                gather=whole if first else NOTHING if stays else copied if spared else whole,
+                regather=NOTHING if stays else copied if spared else whole,
+                reduce=seconds.reduction(policy, unit) if reduces and unit.trainable else NOTHING,
+                engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
+            )
+        )
+    return loads
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """Turns hops into seconds of one machine."""
+
+    machine: Machine
+    topology: Topology
+    rate: float
+
+    @property
+    def stretch(self) -> float:
+        return self.machine.stretch(self.topology.nodes, self.topology.ranks_per_node)
+
+    def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
+        """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
+        axes, spared = policy.gather_axes(self.topology)
+        codec, size = policy.weights, policy.weights.frame_bytes(unit.shard)
+        encode = self._coding(codec, unit.shard, "encode")
+        if again and spared:
+            axes, size, codec = axes[spared:], secondary_bytes(policy, self.topology, unit), policy.kept
+            encode = 0.0
+        hops, ring = list[Hop](), policy.gather == "flat"
+        for axis in axes:
+            if axis.size > 1:
+                hops.append(self.hop(axis, size, ring=ring, before=0.0 if hops else encode))
+            size *= axis.size
+        return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
+
+    def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
+        """Of a unit's gradient, and of its mean between groups that hold copies."""
+        slices, hops, summed = self.topology.world, list[Hop](), 0.0
+        ring = policy.reduce == "ring"
+        for axis, codec in policy.reduce_axes(self.topology):
+            rows, slices = slices, slices // axis.size
+            chunks = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
+            size = sum(slices * codec.frame_bytes(chunk) for chunk in chunks)
+            before = summed + self._coding(codec, rows * unit.piece, "encode")
+            if axis.size > 1:
+                hops.append(self.hop(axis, size, ring=ring, before=before))
+            summed = self._coding(codec, rows * unit.piece, "decode")
+        axes, codec = policy.replica_axes(self.topology)
+        size = codec.frame_bytes(unit.piece)
+        for axis in axes:
+            if axis.size > 1:
+                hops.append(self.hop(axis, size, before=summed))
+                summed = 0.0
+            size *= axis.size
+        return Collective(hops=tuple(hops), after=summed)
+
+    def hop(self, axis: Axis, size: int, *, ring: bool = False, before: float = 0.0) -> Hop:
+        """One message of ``size`` bytes to every other rank along ``axis``."""
+        ranks = range(self.topology.ranks_per_node)  # of node 0; all nodes send the same
+        counts = [destinations(self.topology, axis, rank, ring=ring) for rank in ranks]
+        between = [size * count.get("inter", 0) for count in counts]
+        inside = max(size * count.get("intra", 0) for count in counts)
+        messages = max(sum(count.values()) for count in counts)
+        posting = messages * self.machine.message + max(between) * self.machine.sent
+        return Hop(
+            adapter=sum(between) / (self.rate * self.machine.efficiency),
+            inside=inside / self.machine.inside if self.machine.inside else 0.0,
+            latency=self.machine.latency,
+            before=before + posting * self.stretch,
+        )
+
+    def _coding(self, codec: Codec, elements: int, way: str) -> float:
+        cost = self.machine.cost(codec)
+        return elements * self.stretch * (cost.encode if way == "encode" else cost.decode)

@@ -1,6 +1,6 @@
 """Lower bounds on a step's time: by the schedule of its units, and by the CPUs that its ranks share.
 
-The schedule is simulated by :mod:`impl.plan.simulate`: computation as measured, divided among the units by
+The schedule is that of :mod:`impl.plan.timeline`: computation as measured, divided among the units by
 their elements, and messages as in the ledger at the rate that the link achieved.
 
 Computation is that of :mod:`harness.measure.compute_alone`, of the model by itself on all ranks at once, so
@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.simulate import Load, pass_seconds
+from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6
+_Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
@@ -46,7 +49,7 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
         bound = _bound_of(frames, by_id[identity], int(steps.loc[identity]))
         parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
         if bound is not None and not np.isnan(parts).any():
-            seconds = pd.Series([bound(*of_rank) for of_rank in parts], index=mine["index"])
+            seconds = pd.Series(bound(*parts.T), index=mine["index"])
             found[identity] = seconds.groupby(level=0).max().median()
     return pd.Series(found, dtype=float)
 
@@ -106,8 +109,9 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 
 def _bound_of(
     frames: Frames, row: Mapping[Hashable, Any], steps: int
-) -> Callable[[float, float, float], float] | None:
-    """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step.
+) -> Callable[[_Seconds, _Seconds, _Seconds], _Seconds] | None:
+    """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step,
+    all (n,) for n samples.
 
     None for strategies without a policy, and where bytes were sent at a rate that is not known.
     """
@@ -117,33 +121,37 @@ def _bound_of(
     rate = row["achieved_mbit"] * BITS_PER_MBIT
     if policy is None or not units or (sent and math.isnan(rate)):
         return None
-    passes = trial.accumulation
+    passes, topology = trial.accumulation, trial.topology()
+    between = any(topology.crosses(axis) for axis, _ in policy.reduce_axes(topology)[1:])
 
-    def link(unit: str, phase: str, *purposes: str) -> float:
+    def link(unit: str, phase: str, *purposes: str) -> Collective:
         nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
-        return 8 * nbytes / steps / passes / rate if nbytes else 0.0
+        hop = Hop(adapter=8 * nbytes / steps / passes / rate if nbytes else 0.0)
+        later = "gradients" in purposes and between  # the hop inside the node comes first
+        return Collective(hops=(Hop(adapter=0.0), hop) if later else (hop,))
 
     elements = sum(size for _, size, _ in units)
     shares = [size / elements / passes for _, size, _ in units]
-    messages = [
-        {
-            "gather": link(unit, "forward", "weights", "persistent"),
-            "regather": link(unit, "backward", "weights", "persistent"),
-            "reduce": link(unit, "backward", "gradients"),
-        }
+    sending = [
+        Load(
+            forward=0.0,
+            backward=0.0,
+            gather=link(unit, "forward", "weights", "persistent"),
+            regather=link(unit, "backward", "weights", "persistent"),
+            reduce=link(unit, "backward", "gradients"),
+        )
         for unit, _, _ in units
     ]
-    world = trial.topology().world
     geometries = [
-        UnitGeometry(name, (), padded, world, not name.endswith(FROZEN)) for name, _, padded in units
+        UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN)) for name, _, padded in units
     ]
     schedule = Schedule.of(policy, geometries)
 
-    def bound(forward: float, backward: float, rest: float) -> float:
+    def bound(forward: _Seconds, backward: _Seconds, rest: _Seconds) -> _Seconds:
         loads = [
-            Load(forward=forward * share, backward=backward * share, **sending)
-            for share, sending in zip(shares, messages, strict=True)
+            replace(load, forward=forward * share, backward=backward * share)
+            for share, load in zip(shares, sending, strict=True)
         ]
-        return passes * pass_seconds(schedule, loads) + rest
+        return passes * least_pass_seconds(schedule, loads) + rest
 
     return bound

@@ -323,6 +323,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "miscounted": checks.miscounted(record) or "",
         "off_rate": checks.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
+        **_foreseen(record),
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
         "modelled": _modelled(record),
@@ -334,6 +335,17 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
         **_taken(record),
         **_gpus(record, trial),
+    }
+
+
+def _foreseen(record: Record) -> dict[str, float]:
+    """The step as it was predicted before the trial ran; NaN where it was not."""
+    step = record.foreseen
+    return {
+        "foreseen_seconds": math.nan if step is None else step.seconds,
+        "foreseen_compute": math.nan if step is None else step.compute,
+        "foreseen_wire": math.nan if step is None else step.wire,
+        "foreseen_calibrated": math.nan if step is None else float(step.calibrated),
     }
 
 

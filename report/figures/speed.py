@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.records.trace_record import LANES, hidden
 from impl.comm.timeline import Span
-from report.data import decoding, emulation, footnotes, metrics, published, scaling
+from report.data import decoding, emulation, footnotes, metrics, predictions, published, scaling
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.contenders import by_cell_and_contender, contenders, titles_of
@@ -227,6 +227,24 @@ GENERATION: Final = Figure(
         lambda _: "The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, " + _published_decoding(),
     ),
 )  # fmt: skip
+PREDICTED: Final = Figure(
+    name="predicted",
+    title="Steps beside their predictions",
+    question="How well was each step predicted before it ran?",
+    table=predictions.measured_over,
+    mark=Rows(
+        tuple(
+            Measure(column, label, says, form="{:.2f}".format, bar=False, line=1)
+            for column, label, says in (
+                ("over_predicted", "measured over predicted", "by the calibrated machine"),
+                ("over_naive", "over computation + wire", "without overlap or an engine"),
+                ("over_constant", "over one number", "the median step of all"),
+            )
+        )
+    ),
+    extra=True,
+    notes=(predictions.score_in_words,),
+)
 SCALING: Final = Figure(
     name="scaling",
     title="More nodes",

@@ -104,6 +104,7 @@ def under_sanitizers(cuda_libraries: Path, *arguments: str) -> subprocess.Comple
         ),
     ],
 )
+@pytest.mark.long
 def test_sanitizers_find_a_planted_bug(cuda_libraries: Path, kernel: str, finding: str) -> None:
     """An access out of bounds and undefined behaviour end the process, naming the line."""
     done = under_sanitizers(cuda_libraries, kernel)

@@ -194,6 +194,7 @@ def of(records: list[Record], strategy: str, **fields: Any) -> Record:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 def test_all_that_is_ones_own_runs_together(folder: Path, zeropp: Callable[..., Done]) -> None:
     """Found in the suite's folder; checkpointing of activations changes no loss; sources are on the record;
@@ -266,6 +267,7 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done])
     assert "was made of another" in done.stderr
 
 
+@pytest.mark.long
 def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[..., Done]) -> None:
     """That of the guide, with its images: arrays of one's own reach a model of one's own, and it learns ten
     classes; what the images are is on the record, and other images are another corpus.

@@ -14,8 +14,11 @@ from hypothesis import strategies as st
 from harness import cli
 from harness.plan_rows import ring_egress, rows
 from harness.runs.feasibility import Forecast
+from harness.suites import machine_file
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, PeerSettings, Trial
+from report.data import published
+from report.published_steps import predict, read
 
 SUITES = Path(__file__).parents[2] / "suites"
 
@@ -45,6 +48,36 @@ def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[
     line = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert (line["runs_here"], "need a GPU" in line["why"]) == ("False", True)
     assert cli.main(["plan", path, "--csv", "--json"]) == cli.REFUSED
+
+
+def test_a_machine_adds_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """By trial, over ZeRO-3 of the same setting, and whether the machine was measured there."""
+    path, machine = str(SUITES / "paper_scale.toml"), str(SUITES / "machines" / "v100-dgx2.toml")
+    assert cli.main(["plan", path, "--machine", machine, "--json"]) == cli.SOME_FAILED
+    table = json.loads(capsys.readouterr().out)["trials"]
+    assert len(table) == 24
+    for row in table:
+        assert row["modelled_seconds"] == pytest.approx(
+            row["modelled_compute_seconds"] + row["modelled_wire_seconds"]
+        )
+        assert row["modelled_wire_seconds"] == pytest.approx(row["wire_seconds"] / 0.8962)
+        assert (row["modelled_basis"] == "calibrated") == (row["tokens_per_rank"] == 1024)
+        assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
+    assert cli.main(["plan", path, "--machine", machine]) == cli.SOME_FAILED
+    assert "TFLOPS" in capsys.readouterr().out
+    assert cli.main(["plan", path, "--machine", path]) == cli.REFUSED
+    assert "no key of a machine" in capsys.readouterr().err
+    assert cli.main(["run", path, "--machine", machine]) == cli.REFUSED
+    assert "nothing is run by it" in capsys.readouterr().err
+
+
+def test_the_published_machine_is_the_fitted_one() -> None:
+    """What is shipped are the numbers that the fit to the published bars gives, to four digits."""
+    shipped = machine_file.read(SUITES / "machines" / "v100-dgx2.toml")
+    found = predict(read(published.FOLDER / "zeropp_throughput.csv")).machine
+    assert found is not None
+    for name in ("fixed", "per_token", "efficiency"):
+        assert getattr(shipped, name) == pytest.approx(getattr(found, name), rel=2e-3)
 
 
 @given(

@@ -14,6 +14,7 @@ from tests.report.records import records_of
 from tests.support.params import nightly
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("cores", [1, *nightly(2)])
 def test_a_folder_of_archives_is_reported_whole(

@@ -33,6 +33,7 @@ def other(digit: str) -> str:
     return str((int(digit) + 1) % 10)
 
 
+@pytest.mark.long
 def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that are tried nightly alone, beside representatives in the line."""
+"""Parameters that are tried nightly, or by ``tox -e long``, beside representatives in the line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 
 def nightly(*values: Any) -> list[Any]:
     """Parameters, a tuple for several names, that only ``tox -e nightly`` tries."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.nightly)
-        for value in values
-    ]
+    return _marked(pytest.mark.nightly, values)
+
+
+def long(*values: Any) -> list[Any]:
+    """Parameters that only ``tox -e long`` tries."""
+    return _marked(pytest.mark.long, values)
+
+
+def _marked(mark: pytest.MarkDecorator, values: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]

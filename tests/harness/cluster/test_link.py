@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,14 @@ from harness.cluster.link import (
     nccl_in_words,
     nccl_variables,
     open_link,
+    opened,
     shape,
 )
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
+from tests.support.params import long
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -354,7 +357,21 @@ def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -
 
 
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
+def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path) -> None:
+    """Around a ring of three what reaches or leaves the last node is slow, also after the link was open."""
+    setting = Setting("namespaces", 3, 50.0, slow=0.5)
+    with open_link(setting, "abc123") as joined:
+        with opened(joined.ports[0].control):
+            pass
+        found = exchanged(joined, tmp_path, message_bytes(setting), 2, 1)
+    from_the_node_before = [statistics.median(rates) for rates, _, _ in found]
+    assert from_the_node_before == pytest.approx([25.0, 50.0, 25.0], rel=0.15)
+    with pytest.raises(LinkError, match=r"a node with 0\.5 of the rate needs network namespaces"):
+        open_link(replace(setting, kind="paced"), "abc123")
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *long((3, 1))])
 def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
     setting = Setting("namespaces", nodes, 50.0)
@@ -451,6 +468,7 @@ def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
 from pathlib import Path
 from harness.cluster.link import *
 from tests.harness.cluster.test_link import exchanged
+from tests.support.params import long
 if __name__ == "__main__":
     with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
         print(joined.details["mode"])

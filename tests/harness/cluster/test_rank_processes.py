@@ -60,6 +60,7 @@ def test_the_rank_that_failed_is_named(tmp_path: Path, how: str, kind: str, word
     assert all(f"rank {rank} was here" in log for rank in range(3))
 
 
+@pytest.mark.long
 def test_a_hanging_rank_leaves_its_stack(tmp_path: Path) -> None:
     """After its time a trial is killed, and the log shows where every rank stood."""
     with pytest.raises(LaunchError) as caught:

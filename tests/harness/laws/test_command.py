@@ -54,6 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("folder")
 def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
     """The codec of the page breaks what the page says, by the smallest row that it shows; mended it holds."""
@@ -216,6 +217,7 @@ def __getattr__(name):
 """
 
 
+@pytest.mark.long
 def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -525,6 +525,7 @@ def test_what_a_short_row_alone_does_not_show_is_found(toy: type[Toy], claim: Cl
     assert search(of_object("toy", toy), Duty.FRAME, examples=10, seed=1) is None
 
 
+@pytest.mark.long
 def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
     """Wrong from element 6000 on shows in 6001 elements, and is not looked for in shorter rows."""
     violation = broken(Late, Law.BOUND)

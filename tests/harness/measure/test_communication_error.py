@@ -25,6 +25,7 @@ from report.data.metrics import derive
 from report.tables import registry
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_trial_loop import assembled, result, text, trial
+from tests.support.params import long
 
 __all__ = ["text"]  # a fixture
 SUITES: Final = Path(__file__).resolve().parents[3] / "suites"
@@ -142,6 +143,7 @@ def ratio(error: CommunicationError) -> float:
     return error.squared_error / error.squared_value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topology", [Topology(2, 2), pytest.param(Topology(4, 2), marks=pytest.mark.nightly)], ids=str
 )
@@ -208,8 +210,10 @@ LOSSLESS: Final = {"max_padding": 9.0, "gradients": "int4:64"}
     ("strategy", "changes"),
     [
         ("zeropp", {"policy": LOSSLESS, "accumulation": 2, "clip": 1.0}),
-        ("qgz", {"policy": {**LOSSLESS, "gradients": "int4:64:stochastic", "order_every": 2}}),
-        ("ddp+qgz", {"policy": LOSSLESS}),
+        *long(
+            ("qgz", {"policy": {**LOSSLESS, "gradients": "int4:64:stochastic", "order_every": 2}}),
+            ("ddp+qgz", {"policy": LOSSLESS}),
+        ),
         *[
             pytest.param(strategy, changes, marks=pytest.mark.nightly)
             for strategy, changes in (
@@ -301,6 +305,7 @@ def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path
         assert (copy.squared_error, copy.squared_value) == (error.squared_error, error.squared_value)
 
 
+@pytest.mark.long
 def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: Path) -> None:
     """With error feedback what one step's reduction lacks is in the next one's: its error in one step is
     larger than without, and that of the sum of eight reductions of the same gradients a small part of it.

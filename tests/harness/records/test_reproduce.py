@@ -109,6 +109,7 @@ def run_with(**fields: Any) -> run_record.Run:
     return found.model_copy(update=fields)
 
 
+@pytest.mark.long
 @given(text=st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"])))
 @example(text="END\nrm -rf $HOME\n$(touch here)\nEND_")
 @example(text="'; touch here; '")

@@ -401,9 +401,12 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     return int(found[1]), list(load(path).trials)
 
 
+NO_HEADER = ("paper_scale", "peers", "signs", "slow_node", "tutorial_zeropp")
+
+
 @pytest.mark.parametrize(
     "suite",
-    [path for path in SUITES if path.stem not in ("paper_scale", "peers", "signs", "tutorial_zeropp")],
+    [path for path in SUITES if path.stem not in NO_HEADER and not path.stem.startswith("scale_")],
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from harness.suites.trial import Trial
 from impl.adapters.traffic import HOSTED
 from impl.codecs.codec import parse
 from tests.harness.runs.test_trial_loop import result, text, trial
+from tests.support.params import long
 
 __all__ = ["text"]  # a fixture
 HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
@@ -27,7 +28,7 @@ def suite(tmp_path: Path, body: str) -> Suite:
     return load(file)
 
 
-@pytest.mark.parametrize("name", ["fsdp2+exact", "fsdp2+qwz+qgz", "ddp+qgz"])
+@pytest.mark.parametrize("name", ["fsdp2+qwz+qgz", *long("fsdp2+exact", "ddp+qgz")])
 def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # the fixture
     """Its loss before training is that of its codecs, every rank sent what was predicted, steps and
     validation alike, and a step what was planned.

@@ -139,6 +139,7 @@ def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
             assert record.link.calibrated_mbit
 
 
+@pytest.mark.long
 def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path: Path) -> None:
     """What comes next is asked for when all before have records, which hold their sweep beside the trial."""
     first = [trial("single"), trial("ddp")]
@@ -407,6 +408,7 @@ def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pyte
     assert all(rate < 200.5 for rate in record.link.calibrated_mbit + record.link.probed_mbit)
 
 
+@pytest.mark.long
 def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration is measured anew at the next attempt: what disturbed it may be over."""
     calibrated = []
@@ -427,6 +429,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
     ]
 
 
+@pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
     """Trials of one rate share a link and its calibration; each is probed by itself and counted."""
@@ -447,6 +450,7 @@ def test_a_shaped_sweep_calibrates_each_setting_once(tmp_path: Path) -> None:
     assert links[0].details["queue"] == "tbf"
 
 
+@pytest.mark.long
 @pytest.mark.needs("namespaces")
 def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path) -> None:
     """By Ctrl-C, a sweep leaves no process, namespace or shared memory; the trial under way is recorded as

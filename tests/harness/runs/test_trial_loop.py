@@ -35,6 +35,7 @@ from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.strategies.test_strategy import INSTALLED
+from tests.support.params import long
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +188,8 @@ def test_all_strategies_see_the_same_data(text: str, tmp_path: Path, strategy: s
 @pytest.mark.parametrize(
     ("strategy", "peer"),
     [
-        ("single", "bf16"),
-        ("ddp-bf16", "fp32"),
         ("ddp", "bf16"),
-        ("fsdp2-prefetch", "bf16"),
+        *long(("single", "bf16"), ("ddp-bf16", "fp32"), ("fsdp2-prefetch", "bf16")),
         pytest.param("deepspeed", "bf16", marks=INSTALLED),
     ],
 )
@@ -286,6 +285,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -361,7 +361,7 @@ def test_a_trial_that_takes_no_step_is_no_result(text: str, tmp_path: Path) -> N
         result(one, tmp_path / "log")
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "mics"])
+@pytest.mark.parametrize("strategy", ["zero2", *long("zero0", "zero1", "mics")])
 def test_stages_types_and_accumulation_run_as_trials(text: str, tmp_path: Path, strategy: str) -> None:
     """Below stage 3 and in groups, in bf16, with micro-batches: the ledger is the prediction there too."""
     policy = {"max_padding": 9.0, "compute": "bf16"}
@@ -529,6 +529,7 @@ def counting(found: list[Outcome], share: float) -> list[Outcome]:
     return told
 
 
+@pytest.mark.long
 def test_interfaces_that_did_not_send_the_ledger_are_no_result(text: str, tmp_path: Path) -> None:
     """What the interfaces counted over ledger and headers is within 0.99 to 1.02, or the trial fails and
     names the numbers; ``equal`` on record is what the rows say.
@@ -558,6 +559,7 @@ def stalling(sequence: int) -> Any:
     return GPT(GPTShape(2, 64, 2), sequence)
 
 
+@pytest.mark.long
 def test_an_engine_that_stalls_computes_no_longer(text: str, tmp_path: Path) -> None:
     """Computation by itself, before the few timed steps, is on record of every rank; an engine's half second
     of sleep is in its steps and not in what is allowed.

@@ -16,6 +16,7 @@ from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import local
+from tests.support.params import long
 
 STEPS = 20
 INSTALLED = pytest.mark.needs("DeepSpeed")
@@ -67,7 +68,7 @@ BF16: dict[str, Any] = {"peer": {"compute": "bf16"}}
     ("strategy", "more"),
     [
         ("ddp-tuned", {}),
-        ("fsdp2", {}),
+        *long(("fsdp2", {})),
         *[
             pytest.param(name, {}, marks=pytest.mark.nightly)
             for name in ("ddp", "fsdp2-prefetch", "fsdp2-kept", "fsdp2-kept-prefetch")
@@ -102,7 +103,7 @@ def test_all_train_like_a_single_process(
         pytest.param("ddp", BF16, marks=pytest.mark.nightly),
         ("ddp-bf16", BF16),
         pytest.param("fsdp2", BF16, marks=pytest.mark.nightly),
-        ("fsdp2-kept-prefetch", BF16),
+        *long(("fsdp2-kept-prefetch", BF16)),
         pytest.param("deepspeed", BF16, marks=INSTALLED),
         ("exact", {"policy": {"compute": "bf16", "max_padding": 1.0}}),
     ],

@@ -15,6 +15,8 @@ _SHAPED = {"link": "shaped", "rate": "1 Gbit/s"}
     ("cluster", "words"),
     [
         ({"link": "shaped"}, "cluster.link = 'shaped': expected a cluster.rate"),
+        ({"slow": 0.5, "rate": "1 Gbit/s"}, "of the rate for the last of 2 nodes"),
+        ({"slow": 0.5, "nodes": 3}, "expected a cluster.rate"),
         (_SHAPED | {"latency": "2 ms"}, "cluster.latency = 2 ms: nothing adds it to cluster.link = 'shaped'"),
         (_SHAPED | {"transport": "own.backend"}, "cluster.link = 'none' or 'paced', not 'shaped'"),
         ({"link": "real", "hcas": 2}, "cluster.hcas = 2: expected cluster.transport = 'nccl'"),

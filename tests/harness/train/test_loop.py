@@ -457,6 +457,7 @@ def test_flags_and_configuration_must_agree(
     assert re.search(words, refusal(capfd, *TOY, "--deepspeed-config", file, *flags))
 
 
+@pytest.mark.long
 def test_torchrun_starts_its_ranks(tmp_path: Path) -> None:
     """Under torchrun each process is a rank, and rank 0 alone prints; a process of torchrun takes seconds."""
     command = [

@@ -98,6 +98,7 @@ def _said_of(ranks: str, text: str) -> str:
     return parts[1].split("\nrank")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", *nightly("backend")])
 def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> None:
     """Ranks that wait, exited or closed their wire are distinguished; others are said not to wait."""
@@ -127,6 +128,7 @@ def _late(mesh: Mesh, _: None) -> str:
     return text
 
 
+@pytest.mark.long
 def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
     """Gloo closes what timed out; the late rank is told that its peer gave up, and where."""
     texts = _survivors(tmp_path, 2, _late, None)

@@ -39,6 +39,7 @@ def counting(folder: Path, *, compiles: bool = False) -> tuple[str, Path]:
     return command, log
 
 
+@pytest.mark.long
 @pytest.mark.needs("c++")
 def test_a_library_is_built_once(tmp_path: Path) -> None:
     """The second request finds what the first has built, and nothing else is left in the folder."""

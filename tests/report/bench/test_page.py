@@ -24,6 +24,7 @@ from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS, Board
 from report.bench.page import boards_of, build, derived, scattering, show
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, engine, overlap
+from tests.support.params import long
 
 
 def numbers(board: Board, data: pd.DataFrame) -> pd.DataFrame:
@@ -161,7 +162,7 @@ PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...], tuple[str, ...]]] =
 }
 
 
-@pytest.mark.parametrize("subject", PAGES)
+@pytest.mark.parametrize("subject", ["overlap", *long("codecs", "collectives", "engine")])
 def test_page(tmp_path: Path, subject: str) -> None:
     """The page holds every figure and its table, escapes what records hold, and comes out equal twice."""
     made, tables, names = PAGES[subject]

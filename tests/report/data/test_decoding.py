@@ -66,6 +66,7 @@ def test_the_published_ratios() -> None:
     assert found.loc["66B", "speedup"] == pytest.approx(0.834 / 0.370)
 
 
+@pytest.mark.long
 def test_the_page_of_generations(tmp_path: Path) -> None:
     """Its lead has the ratio and the bytes of a later token; its table, the published rates."""
     records = records_of("generation", repeats=2)
@@ -83,6 +84,7 @@ def test_the_page_of_generations(tmp_path: Path) -> None:
     assert table.markdown().count("published") >= 4
 
 
+@pytest.mark.long
 def test_a_page_without_the_baseline(tmp_path: Path) -> None:
     """Generations that have no ZeRO-3 beside them have no ratio, and a page all the same."""
     for record in records_of("generation", repeats=1):

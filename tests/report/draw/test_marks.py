@@ -28,6 +28,7 @@ from report.draw.theme import Style, fonts, looks_of
 from report.figures.registry import FIGURES
 from report.tables import registry as tables
 from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
+from tests.support.params import long
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 _NUMBERS = st.integers(0, 5).map(float)
@@ -210,15 +211,15 @@ def test_the_final_loss_says_after_how_many_steps() -> None:
     assert f"after {steps} steps" in tables.all_tables(derived, ("summary",))[0].caption
 
 
-def test_no_caption_leaves_the_plural_open() -> None:
+@pytest.mark.parametrize("suite", ["quickstart", *long("convergence", "bits")])
+def test_no_caption_leaves_the_plural_open(suite: str) -> None:
     """No caption, alternative text or table of any suite says ``(s)``."""
-    for suite in ("quickstart", "convergence", "bits"):
-        derived = derive(frames_of(records_of(suite, repeats=1)))
-        told = [table.caption for table in tables.all_tables(derived)]
-        for figure in FIGURES:
-            if len(data := figure.table(derived)):
-                told += [figure.caption(data), figure.alt(data)]
-        assert not [text for text in told if "(s)" in text]
+    derived = derive(frames_of(records_of(suite, repeats=1)))
+    told = [table.caption for table in tables.all_tables(derived)]
+    for figure in FIGURES:
+        if len(data := figure.table(derived)):
+            told += [figure.caption(data), figure.alt(data)]
+    assert not [text for text in told if "(s)" in text]
 
 
 def test_lines_of_one_strategy_differ_in_colour_and_marker() -> None:

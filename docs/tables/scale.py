@@ -1,0 +1,207 @@
+"""Answers at scales that nobody here can run, modelled: ``python -m docs.tables.scale`` writes docs/scale.md.
+
+Suites that are planned alone (``suites/scale_*.toml``) are forecast on ``suites/machines/h100-dgx.toml``,
+whose numbers are data sheets' and assumptions; each has a figure, and a caption that says what it rests on.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import matplotlib.figure
+import numpy as np
+import pandas as pd
+import seaborn as sns
+
+from harness.plan_rows import rows
+from harness.runs.feasibility import any_host, forecast
+from harness.suites import machine_file
+from harness.suites.suite_file import load
+from report.data.text import listed
+from report.draw.theme import fonts
+
+ROOT: Final = Path(__file__).parents[2]
+SUITES: Final = ROOT / "suites"
+DOCS: Final = ROOT / "docs"
+PAYS: Final = 1.05  # a speed-up from which on we say that it pays
+BITS: Final = (8, 4, 2)
+GIB: Final = 80  # of a GPU
+_CAVEAT: Final = (
+    "Modelled, not measured: compute at a fixed share of the peak, links without contention between nodes, "
+    "no stragglers, and activations not counted in memory."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of a suite's forecast: ``y`` over ``x`` on logarithmic axes, a line for each ``line``."""
+
+    suite: str
+    x: str
+    y: str
+    line: tuple[str, ...]
+    x_label: str
+    y_label: str
+
+
+PLOTS: Final = (
+    Plot("scale_rate", "gbit", "modelled_speed_up", ("model", "tokens_per_rank", "nodes"),
+         "Gbit/s of a node", "speed-up of ZeRO++ over ZeRO-3"),
+    Plot("scale_hpz", "memory_gib", "modelled_seconds", ("policy.secondary",),
+         "GiB a rank, without activations", "seconds a step"),
+    Plot("scale_trillion", "gpus", "modelled_tflops", ("strategy",), "GPUs", "TFLOPS/GPU"),
+    Plot("scale_nodes", "nodes", "modelled_tokens_per_second", ("strategy", "batch"), "nodes", "tokens/s"),
+)  # fmt: skip
+
+
+def planned(suite: str) -> pd.DataFrame:
+    """The forecast of a suite, one row a trial, with what the figures are drawn over."""
+    machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
+    table = pd.DataFrame(rows(forecast(load(SUITES / f"{suite}.toml").trials, any_host()), machine))
+    weak = table["tokens_per_rank"].eq(table["tokens_per_rank"].mode().max())
+    return table.assign(
+        gbit=table["rate_mbit"] / 1e3,
+        gpus=table["nodes"] * table["ranks_per_node"],
+        memory_gib=table["memory_bytes"] / 2**30,
+        batch=np.where(weak, "2,048 tokens a rank", "1 Mi tokens in all"),
+    )
+
+
+def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
+    """Write a figure as SVG."""
+    if plot.suite == "scale_rate":
+        table = table[table["strategy"] == "zeropp"]
+    names = table[list(plot.line)].astype(str).agg(", ".join, axis=1).rename(", ".join(plot.line))
+    with fonts():
+        figure = matplotlib.figure.Figure(figsize=(7, 3.4), layout="constrained")
+        ax = figure.subplots()
+        sns.lineplot(table, x=plot.x, y=plot.y, hue=names, style=names, markers=True, ax=ax)
+        ax.set(xscale="log", xlabel=plot.x_label, ylabel=plot.y_label)
+        ax.set_xticks(
+            sorted(table[plot.x].unique()), [f"{value:.4g}" for value in sorted(table[plot.x].unique())]
+        )
+        ax.minorticks_off()
+        sns.move_legend(ax, "center left", bbox_to_anchor=(1, 0.5), fontsize="small", title_fontsize="small")
+        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+
+
+def rate_in_words(table: pd.DataFrame) -> str:
+    """Speed-ups of ZeRO++ by setting and rate, and where it pays no more."""
+    ours = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
+    wide = ours.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
+    lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{one:.2f}" for one in row)]
+             for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
+    least = float(wide.to_numpy().min())
+    told = f"The least is {least:.2f}" if least >= PAYS else f"It pays ({PAYS} or more) not everywhere"
+    return f"{told}.\n\n" + _table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
+
+
+def hpz_in_words(table: pd.DataFrame) -> str:
+    """What each group takes and holds."""
+    lines = [
+        [str(row["policy.secondary"]), f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}"]
+        for row in table.sort_values("policy.secondary").to_dict("records")
+    ]
+    told = (
+        "A group of one node or less spares the backward gathers between nodes, a larger one a part of them."
+    )
+    return f"{told}\n\n" + _table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
+
+
+def trillion_in_words(table: pd.DataFrame) -> str:
+    """What a step takes, sends and holds."""
+    lines = [
+        [
+            f"{row['gpus']:,}", row["strategy"], f"{row['modelled_seconds']:.0f}",
+            f"{row['egress_bytes'] / 1e12:.2f}", f"{row['memory_gib']:.0f}",
+            "yes" if row["memory_gib"] < GIB else "no",
+        ]
+        for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
+    ]  # fmt: skip
+    told = (
+        "hpZ's copy in a node of 8 does not fit. One rank's schedule knows no congestion: beyond some "
+        "hundred nodes these are bounds from below."
+    )
+    head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
+    return f"{told}\n\n" + _table(head, lines)
+
+
+def nodes_in_words(table: pd.DataFrame) -> str:
+    """Efficiency at the largest number of nodes."""
+    told = []
+    for (batch, strategy), group in table.groupby(["batch", "strategy"]):
+        ends = group.sort_values("nodes").iloc[[0, -1]]
+        first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
+        told.append(f"{strategy} keeps {last / first:.0%} with {batch}")
+    return f"Of the tokens/s a GPU that 16 nodes have, on 1,024 {listed(told)}."
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
+    """GB/s of fp32 elements that a codec must encode, and decode, to pay in a two-hop reduction at ``rate``.
+
+    A node sends (2 - bits / 8) bytes an element less than in 16 bits, over ``rate`` bytes a second; each of
+    its ranks encodes and decodes 1 + 1 / ranks_per_node elements for it, not hidden.
+    """
+    saved = (2 - bits / 8) * (nodes - 1) / nodes / rate
+    return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9
+
+
+WORDS: Final = {
+    "scale_rate": rate_in_words,
+    "scale_hpz": hpz_in_words,
+    "scale_trillion": trillion_in_words,
+    "scale_nodes": nodes_in_words,
+}
+
+
+def page(tables: Mapping[str, pd.DataFrame]) -> str:
+    """The page as Markdown."""
+    machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
+
+    def wrapped(text: str) -> str:
+        return textwrap.fill(" ".join(text.split()), 120)
+
+    parts = [
+        "# Modelled at scale",
+        wrapped(
+            f"""`python -m docs.tables.scale` forecasts these suites on
+            [{machine.name}](../suites/machines/h100-dgx.toml) and writes this page. {_CAVEAT}"""
+        ),
+    ]
+    for plot in PLOTS:
+        told, *table = WORDS[plot.suite](tables[plot.suite]).split("\n\n")
+        parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", wrapped(told), *table]
+        parts += [f"![{plot.y_label} over {plot.x_label}](figures/{plot.suite}.svg)"]
+    rates = (100, 400, 800)
+    lines = [[str(bits), *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)] for bits in BITS]
+    parts += [
+        "## How fast must a codec be to pay?",
+        wrapped(
+            """GB/s of fp32 elements, encoded and decoded, at which a two-hop reduction on 64 nodes of 8 takes
+            as long as in 16 bits, if nothing hides the codec."""
+        ),
+        _table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Write docs/scale.md and its figures."""
+    tables = {plot.suite: planned(plot.suite) for plot in PLOTS}
+    for plot in PLOTS:
+        draw(plot, tables[plot.suite], DOCS / "figures" / f"{plot.suite}.svg")
+    (DOCS / "scale.md").write_text(page(tables), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""``zeropp calibrate``: measures what this machine achieves, so that steps can be predicted.
+
+Trials of two models, of two batches each, train over an open link, with quantisation and without, and over a
+slow one; what their ranks computed by themselves, in their steps and of codecs alone gives a
+:class:`~impl.plan.machine.Machine` by non-negative least squares of relative errors.  No step's duration is
+fitted: seconds are of processors, and the wait for the link follows from its rate.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from scipy.optimize import nnls
+
+from harness.bench import codecs as bench_codecs
+from harness.cluster.link import Setting, open_link
+from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import Launch, run_ranks
+from harness.errors import Refusal
+from harness.measure import machine as host
+from harness.records.bench_record import Sample
+from harness.records.record import Record, path_of, read, slowest_seconds
+from harness.runs.predict_time import step_asked, units_of
+from harness.runs.sweep import Asked, run_sweep
+from harness.suites.trial import Trial
+from impl.comm.ledger import Tag
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.machine import CodecCost, Machine
+from impl.plan.step_time import Step, step_of
+from impl.plan.topology import Topology
+
+CODECS: Final = (
+    "fp32", "bf16", "fp16", "int8:2048", "int8:128", "int6:256", "int4:128", "int4:2048", "int3:256",
+    "int2:256", "fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", "int4:256:stochastic",
+    "int8:256:stochastic",
+)  # fmt: skip
+RATE: Final = 100.0  # Mbit/s of the link that is held to a rate
+SUITE: Final = "calibration"
+_CODEC_SECONDS: Final = 0.2  # for each operation
+_CODEC_MEBIBYTES: Final = 2  # of elements: as large as the shards of small models are
+_MESSAGES: Final = 200  # tiny ones, one after the other
+_TIMEOUT_SECONDS: Final = 600.0
+_DRIFT: Final = 0.05  # between the first trial and the same at the end, from which on it is said
+_TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is held to the rate
+    ("gpt-small", 2, 256, "zero3", False),
+    ("gpt-tiny", 2, 256, "zero3", False),
+    ("gpt-tiny", 2, 1024, "zeropp", False),
+    ("gpt-small", 2, 1024, "zeropp", False),
+    ("gpt-small", 4, 256, "zero3", False),
+    ("gpt-small", 4, 256, "zeropp", False),
+    ("gpt-small", 4, 1024, "zero3", False),
+    ("gpt-small", 4, 1024, "zero3-flat", False),
+    ("gpt-small", 4, 512, "zeropp", True),
+    ("gpt-small", 4, 512, "zero3", True),
+)
+
+
+def trials() -> list[Trial]:
+    """What is run, in order: the first once more at the end, for has the machine changed meanwhile?"""
+    return [
+        Trial.model_validate(
+            {
+                "strategy": strategy,
+                "model": {"name": model, "arguments": {"layers": layers}},
+                "sequence": 128,
+                "tokens_per_rank": tokens,
+                "steps": 16,
+                "warmup": 2,
+                "repeat": int(last),
+                "cluster": {
+                    "nodes": 2,
+                    "ranks_per_node": 2,
+                    "rate": f"{RATE:g} Mbit/s" if held else "unshaped",
+                },
+            }
+        )
+        for last, (model, layers, tokens, strategy, held) in (
+            *((False, one) for one in _TRIALS),
+            (True, _TRIALS[0]),
+        )
+    ]
+
+
+def calibrate(name: str, results: Path, console: Console) -> Machine:
+    """Measure this machine, in about two minutes.
+
+    Args:
+        name: of the machine.
+        results: folder of all suites' results; the trials' records stay there.
+        console: where progress is printed.
+
+    Raises:
+        Refusal: if a trial failed.
+    """
+    asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    outcome = run_sweep(Asked(SUITE, "What does this machine achieve?"), asked, folder, console)
+    if outcome.failed or outcome.interrupted:
+        raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")
+    records = [read(path_of(folder, trial.id)) for trial in asked]
+    measured = [Measured.of(trial, record) for trial, record in zip(asked, records, strict=True)]
+    if (drift := abs(measured[-1].took / measured[0].took - 1)) > _DRIFT:
+        console.print(
+            f"The first trial's step took {measured[0].took:.3f} s, and {measured[-1].took:.3f} s at the "
+            f"end, {drift:.0%} apart: predictions can be no better.",
+            soft_wrap=True,
+        )
+    log = folder / "calibration.log"
+    with open_link(Setting("auto", 2, None), SUITE[:6]) as link:
+        launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
+        latency = statistics.median(run_ranks(_latency, _MESSAGES, launch, lambda _: None))
+    with open_link(Setting("none", 1, None), SUITE[:6]) as link:
+        launch = Launch(Topology(1, 1), link.ports, None, 1, _TIMEOUT_SECONDS, log)
+        (samples,) = run_ranks(_coding, _CODEC_SECONDS, launch, lambda _: None)
+    return fit(
+        Machine(
+            name=name,
+            source=f"zeropp calibrate, {len(asked)} trials",
+            fixed=1.0,
+            per_token=0.0,
+            efficiency=1.0,
+            fewest=min(trial.tokens_per_rank for trial in asked),
+            most=max(trial.tokens_per_rank for trial in asked),
+            smallest=min(one.step.parameters for one in measured),
+            largest=max(one.step.parameters for one in measured),
+            overlap="schedule",
+            latency=latency,
+            processors=host.cores(),
+            emulated=True,
+            spread=drift,
+            date=f"{datetime.now(UTC):%Y-%m-%d}",
+            host=host.identity(),
+            codecs=costs(samples),
+        ),
+        measured,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one trial of the calibration took, in seconds of a rank's processor in a step.
+
+    Attributes:
+        step: what it asked for.
+        computing: of its passes by themselves.
+        stepping: of the optimizer by itself.
+        in_steps: of all that it did in a step.
+        took: of the clock, its median step.
+        achieved: share of the asked rate that the link achieved; None where it was not held to one.
+    """
+
+    step: Step
+    computing: float
+    stepping: float
+    in_steps: float
+    took: float
+    achieved: float | None
+
+    @classmethod
+    def of(cls, trial: Trial, record: Record) -> Measured:
+        """From a trial's record."""
+        step = step_asked(trial, units_of(trial, record), record.parameters)
+        assert step is not None and record.link is not None  # noqa: S101, PT018  # of ours, and on two nodes
+        alone = [one for rank in record.ranks for one in rank.alone]
+        timed = [one.cpu_seconds or 0.0 for rank in record.ranks for one in rank.steps if not one.warmup]
+        rate, probed = trial.cluster.rate, record.link.probed_mbit or record.link.calibrated_mbit
+        return cls(
+            step=step,
+            computing=statistics.median(one.cpu_seconds for one in alone),
+            stepping=statistics.median(one.optimizer_cpu_seconds for one in alone),
+            in_steps=statistics.median(timed),
+            took=statistics.median(slowest_seconds(record)),
+            achieved=statistics.median(probed) / rate if rate and probed else None,
+        )
+
+
+def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
+    """``machine`` with what the trials say of computing, of the engine and of the link.
+
+    Each is a sum of non-negative terms, fitted by least squares of relative errors: computing of ``launch``,
+    ``fixed`` and ``per_token``; what a rank does in a step beside computing, stepping and coding of ``unit``,
+    ``element``, ``message`` and ``sent``.  The second is divided by how much slower than the first fit says a
+    trial's own computing ran, so that a machine that drifts leaves it alone.  ``spread`` is the larger of the
+    machine's (how far it drifted) and of the trials' steps around their predictions.
+
+    Trials over a link that is held to a rate wait, and are left out of the second: threads that wait are
+    woken, which takes seconds that no step waits for.
+    """
+    achieved = [one.achieved for one in measured if one.achieved is not None]
+    terms: list[dict[str, float]] = []
+    for one in measured:
+        step = one.step
+        of_all = {"fixed": step.parameters, "per_token": step.parameters * step.tokens}
+        terms.append({"launch": len(step.units), **of_all})
+    computing = _fitted(terms, [one.computing for one in measured], [one.computing for one in measured])
+    machine = replace(machine, **computing)
+    blank = replace(
+        machine, latency=0.0, processors=0, launch=0.0, fixed=1.0, per_token=0.0, efficiency=1.0, codecs={}
+    )
+
+    def busy(made: Machine, one: Measured) -> float:
+        """Seconds of a rank's processor in a step of nothing but what ``made`` says."""
+        return step_of(made, replace(one.step, parameters=0.0, rate=math.inf)).seconds
+
+    free = [one for one in measured if one.achieved is None]
+    terms, seconds = [], []
+    for one in free:
+        slower = one.computing / machine.compute(one.step.parameters, one.step.tokens, len(one.step.units))
+        coding = busy(replace(blank, codecs=machine.codecs), one)
+        seconds.append(max(0.0, (one.in_steps - one.computing - one.stepping) / slower - coding))
+        terms.append({name: busy(_only(blank, name), one) for name in ("unit", "element", "message", "sent")})
+    engine = _fitted(terms, seconds, [one.in_steps for one in free])
+    shards = [sum(unit.shard for unit in one.step.units) for one in measured]
+    made = replace(
+        machine,
+        **engine,
+        optimizer=statistics.median(
+            one.stepping / count for one, count in zip(measured, shards, strict=True)
+        ),
+        efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
+    )
+    errors = [math.log(one.took / step_of(made, one.step).seconds) for one in measured]
+    return replace(made, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
+
+
+def _only(blank: Machine, name: str) -> Machine:
+    """``blank`` where one of what ``name`` counts takes a second."""
+    changed: dict[str, Any] = {name: 1.0}
+    return replace(blank, **changed)
+
+
+def _fitted(
+    terms: Sequence[dict[str, float]], seconds: Sequence[float], over: Sequence[float]
+) -> dict[str, Any]:
+    """Non-negative factors of the terms whose sums are nearest to ``seconds``, relative to ``over``."""
+    names, weights = list(terms[0]), 1 / np.maximum(np.array(over), 1e-9)
+    matrix = np.array([[one[name] for name in names] for one in terms]) * weights[:, None]
+    scale = matrix.max(axis=0)
+    found, _ = nnls(matrix / scale, np.array(seconds) * weights)
+    return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
+
+
+def costs(samples: Sequence[Sample]) -> dict[str, CodecCost]:
+    """Seconds of an element by codec, from samples of the codecs' benchmark: a sum of frames decodes each."""
+    seconds: dict[tuple[str, str], float] = {}
+    for sample in samples:
+        names = sample.names
+        seconds[str(names["codec"]), str(names["operation"])] = statistics.median(sample.seconds) / int(
+            str(names["numel"])
+        )
+    return {
+        text: CodecCost(encode=each, decode=seconds[text, "decode"])
+        for (text, operation), each in seconds.items()
+        if operation == "encode"
+    }
+
+
+def _coding(rank: Rank, seconds: float) -> list[Sample]:
+    """Times of all codecs on one processor."""
+    return bench_codecs.measure(
+        rank, codecs=CODECS, backends=("cpu",), kinds=("fp32",), mebibytes=_CODEC_MEBIBYTES, seconds=seconds
+    )
+
+
+def _latency(rank: Rank, messages: int) -> float:
+    """Seconds of a tiny all-gather between nodes, the median of many."""
+    mesh = Mesh.create(rank.topology)
+    wire, axis, took = Wire(mesh), rank.topology.node_axis, []
+    for _ in range(messages):
+        begun = time.perf_counter()
+        exchange = wire.all_gather(axis, 64, Tag("step", "control"))
+        exchange.send.zero_()
+        exchange.post()
+        exchange.wait()
+        exchange.close()
+        took.append(time.perf_counter() - begun)
+    return statistics.median(took)

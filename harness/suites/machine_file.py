@@ -1,0 +1,74 @@
+"""A machine as a small TOML file: what ``zeropp calibrate`` writes, and ``--machine`` reads.  No torch."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from harness.errors import Refusal, suggestion
+from impl.plan.machine import Machine
+
+STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change
+_FIELDS: Final = tuple(field.name for field in fields(Machine))
+
+
+def read(path: Path) -> Machine:
+    """Read a machine.
+
+    Raises:
+        Refusal: for a file that cannot be read, or the first key that is missing, unknown, or wrong.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise Refusal(f"{path}: no TOML: {error}") from None
+    for key in table:
+        if key not in _FIELDS:
+            raise Refusal(f"{path}: {key}: no key of a machine{suggestion(key, _FIELDS)}")
+    try:
+        return TypeAdapter(Machine).validate_python(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        why = str(first.get("ctx", {}).get("error") or first["msg"])
+        raise Refusal(f"{path}: {where}{': ' if where else ''}{why}") from None
+
+
+def write(path: Path, machine: Machine) -> None:
+    """Write what a machine does not have by default, so that :func:`read` gives it back."""
+    values = asdict(machine)
+    codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
+    usual = {field.name: field.default for field in fields(Machine)}
+    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value != usual[name]]
+    for text, cost in codecs.items():
+        lines += ["", f"[codecs.{json.dumps(text)}]", *(f"{way} = {_toml(cost[way])}" for way in cost)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def check_here(path: Path, machine: Machine, host: str) -> None:
+    """Refuse a machine that was not calibrated on this host lately.
+
+    Raises:
+        Refusal: saying which and when.
+    """
+    if not machine.host:
+        raise Refusal(f"{path}: a machine as published, not calibrated: nothing is run by it")
+    if machine.host != host:
+        raise Refusal(f"{path}: calibrated on {machine.host}, and this is {host}; zeropp calibrate")
+    if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:
+        raise Refusal(f"{path}: calibrated {days} days ago, on {machine.date}; at most {STALE_DAYS}")
+
+
+def _toml(value: Any) -> str:
+    """A number, a truth value or text: TOML writes them as JSON does."""
+    return json.dumps(value)

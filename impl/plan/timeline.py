@@ -1,0 +1,275 @@
+"""The timeline of a step: what a rank computes, encodes and waits for, in the order of the schedule.
+
+Pure: no torch.  All ranks do the same at the same time, so one of them is followed.  It asks the
+:class:`~impl.plan.prefetch_schedule.Schedule` that the engine asks, and posts messages when the engine
+(:mod:`impl.unit.unit`) posts them: a gather's first hop when it starts and each further one when the weights
+are waited for; a reduction's first hop when the unit's last gradient is there, each further one when the next
+unit's first gradient is.
+
+Three resources carry one thing at a time, in the order in which they are asked: the rank's *processor* (or
+GPU stream), which computes, encodes and decodes; the node's *adapter* to other nodes; what connects the ranks
+*inside* the node.  :func:`pass_time` is the prediction; :func:`least_pass_seconds`, the same walk where
+nothing but computation and the adapter takes time, is the bound that no measurement undercuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from impl.plan.prefetch_schedule import Schedule
+
+Seconds = float | NDArray[np.float64]
+FIRST_GRADIENT: Final = 1 / 3  # of a unit's backward pass has run when the first of its gradients arrives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One exchange of a collective, in seconds.
+
+    Attributes:
+        adapter: that all messages of a node take on its adapter.
+        inside: that all messages of a rank take inside its node.
+        latency: from the end of sending to the arrival, beside other messages.
+        before: of the processor, to encode what is sent, or to copy it.
+    """
+
+    adapter: float
+    inside: float = 0.0
+    latency: float = 0.0
+    before: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Hops one after the other, and the seconds of the processor after the last, to decode."""
+
+    hops: tuple[Hop, ...] = ()
+    after: float = 0.0
+
+
+NOTHING: Final = Collective()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one unit asks for in a pass.
+
+    Attributes:
+        forward, backward: seconds of computation; or (n,) of n passes, that are walked together.
+        gather: of its weights, before its forward pass.
+        regather: of its weights, before its backward pass.
+        reduce: of its gradient.
+        engine: seconds of the processor in each of the two passes, for whatever else the engine does.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    gather: Collective = NOTHING
+    regather: Collective = NOTHING
+    reduce: Collective = NOTHING
+    engine: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTime:
+    """Seconds of one forward and backward pass, until the last gradient is reduced.
+
+    Attributes:
+        forward, backward: of the two halves; their sum is the pass.
+        exposed: in which the processor waited for messages.
+        processor, adapter, inside: in which each resource was busy.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    exposed: Seconds
+    processor: Seconds
+    adapter: float
+    inside: float
+
+    @property
+    def seconds(self) -> Seconds:
+        """Of the pass."""
+        return self.forward + self.backward
+
+
+def pass_time(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> PassTime:
+    """Predict one forward and backward pass.
+
+    Of the units around all others (an embedding before the blocks, a head after them) the computation lies
+    where the most of it is done: after the blocks in forward, before them in backward.
+
+    Args:
+        schedule: of the units.
+        loads: by index.
+        bucket: elements whose reduction may be under way at once.
+    """
+    run = _Run(schedule, loads, bucket)
+    for unit in schedule.outer:
+        run.gather(unit, schedule.ahead_in_forward(unit))
+    for unit in schedule.order:
+        run.gather(unit, schedule.ahead_in_forward(unit))
+        run.compute(loads[unit].forward + loads[unit].engine)
+    run.compute(sum(loads[unit].forward + loads[unit].engine for unit in schedule.outer))
+    turned = run.now
+    run.turn()
+    for unit in schedule.outer:
+        run.gather(unit, schedule.ahead_in_backward(unit))
+    run.compute(sum(loads[unit].backward + loads[unit].engine for unit in schedule.outer))
+    for unit in reversed(schedule.order):
+        run.gather(unit, schedule.ahead_in_backward(unit))
+        run.compute(loads[unit].backward * FIRST_GRADIENT)
+        run.post_next_hops()
+        run.compute(loads[unit].backward * (1 - FIRST_GRADIENT) + loads[unit].engine)
+        run.reduce(unit)
+    for unit in schedule.outer:
+        run.reduce(unit)
+    run.finish_reductions()
+    return PassTime(
+        forward=turned,
+        backward=run.now - turned,
+        exposed=run.exposed,
+        processor=run.now - run.exposed,
+        adapter=run.adapter_busy,
+        inside=run.inside_busy,
+    )
+
+
+def least_pass_seconds(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> Seconds:
+    """Least seconds of one forward and backward pass: of computation and the adapter alone.
+
+    The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
+    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
+    """
+    run = _Run(schedule, loads, bucket, least=True)
+    for unit in schedule.outer:
+        run.gather(unit, schedule.ahead_in_forward(unit))
+    for unit in schedule.order:
+        run.gather(unit, schedule.ahead_in_forward(unit))
+        run.compute(loads[unit].forward)
+    run.now = np.maximum(run.now, sum(load.forward for load in loads))
+    begin = run.now
+    run.turn()
+    for unit in schedule.outer:
+        run.gather(unit, schedule.ahead_in_backward(unit))
+    for unit in reversed(schedule.order):
+        run.gather(unit, schedule.ahead_in_backward(unit))
+        run.post_next_hops()
+        run.compute(loads[unit].backward)
+        run.reduce(unit)
+    for unit in schedule.outer:
+        run.reduce(unit)
+    run.finish_reductions()
+    return np.maximum(run.now, begin + sum(load.backward for load in loads))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A collective under way: which hop was posted last, and when it arrives."""
+
+    collective: Collective
+    hop: int = -1
+    arrival: Seconds = 0.0
+
+
+class _Run:
+    """A pass under way."""
+
+    def __init__(
+        self, schedule: Schedule, loads: Sequence[Load], bucket: float, *, least: bool = False
+    ) -> None:
+        self.now: Seconds = 0.0  # since it began
+        self.exposed: Seconds = 0.0  # of it, waited
+        self.adapter_busy = self.inside_busy = 0.0
+        self._schedule, self._loads, self._bucket = schedule, loads, bucket
+        self._backward, self._least = False, least  # whether nothing but the adapter takes time to send
+        self._adapter_free: Seconds = 0.0  # when each will have sent what was posted
+        self._inside_free: Seconds = 0.0
+        self._gathers: dict[int, _UnderWay | None] = {}  # of units that are gathered (None), or on their way
+        self._reductions: dict[int, _UnderWay] = {}  # under way, as they were started
+
+    def compute(self, seconds: Seconds) -> None:
+        """The processor works."""
+        self.now = self.now + seconds
+
+    def turn(self) -> None:
+        """The forward pass is over: of what is gathered only what the schedule keeps is used again."""
+        kept: Collection[int] = self._schedule.kept
+        self._gathers = {unit: under_way for unit, under_way in self._gathers.items() if unit in kept}
+        self._backward = True
+
+    def gather(self, unit: int, ahead: Sequence[int]) -> None:
+        """Gather ``unit`` and those ahead of it, unless they are gathered or on their way; wait for it."""
+        for index in (unit, *ahead):
+            if index not in self._gathers:
+                load = self._loads[index]
+                self._gathers[index] = self._start(load.regather if self._backward else load.gather)
+        under_way = self._gathers[unit]
+        if under_way is not None:
+            self._finish(under_way)
+            self._gathers[unit] = None
+
+    def reduce(self, unit: int) -> None:
+        """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
+        del self._gathers[unit]
+        self.post_next_hops()
+        sizes = self._schedule.sizes
+        for earlier in list(self._reductions):
+            if sum(sizes[index] for index in (*self._reductions, unit)) <= self._bucket:
+                break
+            self._finish(self._reductions.pop(earlier))
+        self._reductions[unit] = self._start(self._loads[unit].reduce)
+
+    def post_next_hops(self) -> None:
+        """Every reduction under way posts its next hop, once what it needs has arrived."""
+        for under_way in self._reductions.values():
+            if under_way.hop + 1 < len(under_way.collective.hops):
+                self._post(under_way)
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions."""
+        for under_way in self._reductions.values():
+            self._finish(under_way)
+        self._reductions.clear()
+
+    def _start(self, collective: Collective) -> _UnderWay:
+        under_way = _UnderWay(collective, arrival=self.now)
+        if collective.hops:
+            self._post(under_way)
+        return under_way
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        while under_way.hop + 1 < len(under_way.collective.hops):
+            self._post(under_way)
+        self._wait(under_way.arrival)
+        if not self._least:
+            self.compute(under_way.collective.after)
+
+    def _post(self, under_way: _UnderWay) -> None:
+        """Wait for the hop that was posted last, and post the next."""
+        self._wait(under_way.arrival)
+        under_way.hop += 1
+        hop = under_way.collective.hops[under_way.hop]
+        if not self._least:
+            self.compute(hop.before)
+        under_way.arrival = self.now
+        if hop.adapter:
+            under_way.arrival = self._adapter_free = np.maximum(self._adapter_free, self.now) + hop.adapter
+            self.adapter_busy += hop.adapter
+        if self._least:
+            return
+        if hop.inside:
+            self._inside_free = np.maximum(self._inside_free, self.now) + hop.inside
+            self.inside_busy += hop.inside
+            under_way.arrival = np.maximum(under_way.arrival, self._inside_free)
+        under_way.arrival = under_way.arrival + hop.latency
+
+    def _wait(self, until: Seconds) -> None:
+        waited = np.maximum(until - self.now, 0.0)
+        self.exposed = self.exposed + waited
+        self.now = self.now + waited

@@ -1,0 +1,93 @@
+"""Steps beside their predictions: what each trial took over what was said of it before it ran."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from report.data.metrics import KEPT, Derived
+
+APART: Final = 0.05  # steps of a pair that differ by less have no order
+WAYS: Final = {
+    "over_predicted": "foreseen_seconds",
+    "over_naive": "naive_seconds",
+    "over_constant": "constant_seconds",
+}
+
+
+def measured_over(derived: Derived) -> pd.DataFrame:
+    """Trials whose step was predicted, one row each.
+
+    Columns beside :data:`~report.data.metrics.KEPT` and ``step_seconds``:
+        foreseen_seconds: as predicted before the trial ran; ``foreseen_calibrated``: whether model and batch
+            lay where the machine was measured.
+        naive_seconds: predicted computation plus the wire, without overlap or an engine.
+        constant_seconds: the median step of all these trials, the best that one number can say.
+        over_predicted, over_naive, over_constant: step_seconds over each.
+    """
+    rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
+    rows = rows.assign(
+        naive_seconds=rows["foreseen_compute"] + rows["foreseen_wire"],
+        constant_seconds=rows["step_seconds"].median(),
+    )
+    rows = rows.assign(**{over: rows["step_seconds"] / rows[way] for over, way in WAYS.items()})
+    return rows[[*KEPT, "step_seconds", "foreseen_calibrated", *WAYS.values(), *WAYS]]
+
+
+def score(rows: pd.DataFrame) -> dict[str, float]:
+    """How far predictions were off, of :func:`measured_over`'s rows.
+
+    Keys:
+        cells: contenders in cells.
+        median, ninth: of the relative errors of cells, whose step is their trials' median; 90th percentile.
+        trial_median, trial_ninth: of single trials.
+        naive_median, naive_ninth: of cells, by the formula without overlap.
+        pairs: of contenders in one cell whose steps are more than :data:`APART` apart.
+        ordered: share of these that the prediction puts in the right order; NaN without any.
+        regret: what the contender that is predicted to be fastest takes longer than the fastest, on average.
+    """
+    by_cell = rows.groupby(["cell", "contender"])[["step_seconds", *WAYS.values()]].median()
+    errors = (by_cell["foreseen_seconds"] / by_cell["step_seconds"] - 1).abs()
+    naive = (by_cell["naive_seconds"] / by_cell["step_seconds"] - 1).abs()
+    single = (1 / rows["over_predicted"] - 1).abs()
+    right, regrets = list[bool](), list[float]()
+    for _, cell in by_cell.groupby(level="cell"):
+        took, said = cell["step_seconds"].to_numpy(), cell["foreseen_seconds"].to_numpy()
+        if len(took) > 1:
+            regrets.append(took[said.argmin()] / took.min() - 1)
+        for one, other in itertools.combinations(range(len(took)), 2):
+            if abs(math.log(took[one] / took[other])) > math.log1p(APART):
+                right.append(bool((took[one] < took[other]) == (said[one] < said[other])))
+    return {
+        "cells": float(len(by_cell)),
+        "median": float(errors.median()),
+        "ninth": float(errors.quantile(0.9)),
+        "trial_median": float(single.median()),
+        "trial_ninth": float(single.quantile(0.9)),
+        "naive_median": float(naive.median()),
+        "naive_ninth": float(naive.quantile(0.9)),
+        "pairs": float(len(right)),
+        "ordered": float(np.mean(right)) if right else math.nan,
+        "regret": float(np.mean(regrets)) if regrets else math.nan,
+    }
+
+
+def score_in_words(rows: pd.DataFrame) -> str:
+    """A sentence or two of a caption."""
+    found = score(rows)
+    told = (
+        f"Predictions err by {found['median']:.1%} in the median of {found['cells']:.0f} cells and by "
+        f"{found['ninth']:.1%} at the 90th percentile (single trials {found['trial_median']:.1%} and "
+        f"{found['trial_ninth']:.1%}); computation plus wire by {found['naive_median']:.1%} and "
+        f"{found['naive_ninth']:.1%}."
+    )
+    if found["pairs"]:
+        told += (
+            f" Of {found['pairs']:.0f} pairs of contenders more than {APART:.0%} apart, "
+            f"{found['ordered']:.0%} are put in the right order; to choose by it costs {found['regret']:.1%}."
+        )
+    return told

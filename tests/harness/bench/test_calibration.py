@@ -1,0 +1,116 @@
+"""A calibration finds the machine behind what its trials took."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.bench.calibration import Measured, fit, trials
+from harness.errors import Refusal
+from harness.runs.feasibility import any_host, forecast
+from harness.suites import machine_file
+from impl.plan.machine import CodecCost, Machine
+from impl.plan.step_time import step_of
+
+TRUTH = Machine(
+    name="truth", source="made up", fixed=3e-9, per_token=5e-11, launch=1e-3, efficiency=0.96, fewest=1,
+    most=1e6, overlap="schedule", latency=1e-4, unit=1.5e-3, element=2e-10, message=1e-4, sent=6e-9,
+    optimizer=2e-9, processors=2, emulated=True, date="2026-01-01", host="here",
+    codecs={"int8:2048": CodecCost(encode=1e-9, decode=5e-10), "bf16": CodecCost(encode=2e-10, decode=1e-10)},
+)  # fmt: skip
+
+
+def _measured(truth: Machine) -> list[Measured]:
+    """What the trials of a calibration would take on ``truth``."""
+    found = []
+    for one in forecast(trials(), any_host()):
+        assert one.step is not None
+        step, held = one.step, one.trial.cluster.rate is not None
+        alone = replace(truth, processors=0, latency=0.0)
+        computing = alone.compute(step.parameters, step.tokens, len(step.units))
+        stepping = alone.optimizer * sum(unit.shard for unit in step.units)
+        found.append(
+            Measured(
+                step=step,
+                computing=computing,
+                stepping=stepping,
+                in_steps=step_of(alone, replace(step, rate=math.inf)).seconds,
+                took=step_of(truth, step).seconds,
+                achieved=truth.efficiency if held else None,
+            )
+        )
+    return found
+
+
+@given(factor=st.floats(0.2, 5), sent=st.floats(0, 1e-8))
+def test_the_machine_behind_the_trials_is_found(factor: float, sent: float) -> None:
+    """Every trial's step is predicted by what was fitted to processor seconds, whatever they were."""
+    truth = replace(TRUTH, per_token=TRUTH.per_token * factor, unit=TRUTH.unit * factor, sent=sent)
+    blank = replace(
+        truth, fixed=1.0, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0, optimizer=0
+    )
+    found = fit(replace(blank, efficiency=1.0), measured := _measured(truth))
+    assert found.spread < 0.01
+    for one in measured:
+        assert step_of(found, one.step).seconds == pytest.approx(one.took, rel=0.02)
+    assert found.efficiency == truth.efficiency
+    assert found.per_token == pytest.approx(truth.per_token, rel=0.05)
+
+
+def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Through TOML to the bit, codecs and all."""
+    machine_file.write(tmp_path / "m.toml", TRUTH)
+    assert machine_file.read(tmp_path / "m.toml") == TRUTH
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("efficiency = -1", "efficiency"),
+        ("efficiency = nan", "efficiency"),
+        ("fixed = inf", "fixed"),
+        ("latency = '5 parsecs'", "latency"),
+        ("overlap = 'perfect'", "overlap"),
+        ("overlop = 'none'", "did you mean 'overlap'"),
+        ("[codecs.bf16]\nencode = -1\ndecode = 0", "codecs.bf16.encode"),
+        ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
+        ("[[", "no TOML"),
+    ],
+)
+def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: str, named: str) -> None:
+    """One line with the file and the key."""
+    machine_file.write(path := tmp_path / "m.toml", replace(TRUTH, codecs={}))
+    key = line.split(" ", maxsplit=1)[0]
+    kept = [kept for kept in path.read_text().splitlines() if not kept.startswith(f"{key} ")]
+    path.write_text("\n".join([*kept, line]))
+    with pytest.raises(Refusal, match=named) as caught:
+        machine_file.read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path: Path) -> None:
+    """What a machine must have, it must say."""
+    (tmp_path / "m.toml").write_text(
+        'name = "m"\nsource = "s"\nfixed = 1.0\nper_token = 1.0\nfewest = 1\nmost = 2\n'
+    )
+    with pytest.raises(Refusal, match="efficiency"):
+        machine_file.read(tmp_path / "m.toml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": ""}, "nothing is run by it"),
+        ({"host": "elsewhere"}, "calibrated on elsewhere"),
+        ({"date": "2020-01-01"}, "days ago"),
+    ],
+)
+def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], words: str) -> None:
+    """Nothing is run by a machine that is not this one, or was long ago."""
+    with pytest.raises(Refusal, match=words):
+        machine_file.check_here(Path("m.toml"), replace(TRUTH, **changes), "here")  # type: ignore[arg-type]

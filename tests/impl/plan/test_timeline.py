@@ -1,0 +1,235 @@
+"""The timeline of a pass: prediction and bound walk one schedule, and obey what holds of any cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from impl.plan.machine import CodecCost, Machine
+from impl.plan.policy import PRESETS, Policy
+from impl.plan.prefetch_schedule import Schedule
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.step_time import Step, loads_of, step_of
+from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds, pass_time
+from impl.plan.topology import Topology
+from impl.plan.traffic import Load as Passes
+from impl.plan.traffic import predict
+from tests.support.strategies import policies, topologies
+
+SECONDS = st.floats(0, 10)
+HOPS = st.builds(Hop, adapter=SECONDS, inside=SECONDS, latency=SECONDS, before=SECONDS)
+COLLECTIVES = st.builds(Collective, hops=st.lists(HOPS, max_size=3).map(tuple), after=SECONDS)
+LOADS = st.lists(
+    st.builds(
+        Load,
+        forward=SECONDS,
+        backward=SECONDS,
+        gather=COLLECTIVES,
+        regather=COLLECTIVES,
+        reduce=COLLECTIVES,
+        engine=SECONDS,
+    ),
+    min_size=2,
+    max_size=7,
+)
+AHEAD = st.integers(0, 4)
+MACHINE = Machine(
+    name="m", source="s", fixed=1e-9, per_token=1e-11, efficiency=1, fewest=1, most=1e9, overlap="schedule"
+)
+
+
+def _schedule(units: int, prefetch: int = 1 << 40) -> Schedule:
+    """Unit 0 is the root's; all have one element."""
+    return Schedule([1] * units, tuple(range(1, units)), (0,), prefetch)
+
+
+def _sent(load: Load) -> float:
+    collectives = (load.gather, load.regather, load.reduce)
+    return sum(hop.adapter for collective in collectives for hop in collective.hops)
+
+
+@given(LOADS, AHEAD)
+def test_no_prediction_lies_below_its_bound(loads: list[Load], prefetch: int) -> None:
+    """The bound is the same walk where less takes time."""
+    schedule = _schedule(len(loads), prefetch)
+    assert pass_time(schedule, loads).seconds >= least_pass_seconds(schedule, loads) - 1e-9
+
+
+@given(LOADS, AHEAD)
+def test_no_pass_is_shorter_than_any_of_its_resources(loads: list[Load], prefetch: int) -> None:
+    """At least all that the processor does, and what adapter and inside carry; the bound likewise."""
+    schedule = _schedule(len(loads), prefetch)
+    found = pass_time(schedule, loads)
+    assert found.seconds >= max(found.processor, found.adapter, found.inside) - 1e-9
+    assert found.exposed == pytest.approx(found.seconds - found.processor)
+    assert found.adapter == pytest.approx(sum(map(_sent, loads)))
+    computing = sum(load.forward + load.backward for load in loads)
+    assert least_pass_seconds(schedule, loads) >= max(computing, found.adapter) - 1e-9
+
+
+@given(LOADS, AHEAD)
+def test_no_pass_is_longer_than_everything_one_after_the_other(loads: list[Load], prefetch: int) -> None:
+    """Overlap never costs."""
+    everything = sum(
+        load.forward
+        + load.backward
+        + 2 * load.engine
+        + sum(
+            collective.after
+            + sum(hop.adapter + hop.inside + hop.latency + hop.before for hop in collective.hops)
+            for collective in (load.gather, load.regather, load.reduce)
+        )
+        for load in loads
+    )
+    assert pass_time(_schedule(len(loads), prefetch), loads).seconds <= everything + 1e-6
+
+
+def test_a_pass_by_hand() -> None:
+    """Two blocks, a second of everything: gathered, computed, and back again with their reductions."""
+    second = Collective(hops=(Hop(adapter=1),))
+    block = Load(forward=1, backward=1, gather=second, reduce=second)
+    # forward: gathered at 1 and 2, computed until 3; backward: until 5, reduced at 5 and 6
+    loads = [Load(forward=0, backward=0), block, block]
+    assert pass_time(_schedule(3), loads).seconds == pytest.approx(6)
+    assert least_pass_seconds(_schedule(3), loads) == pytest.approx(6)
+
+
+def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
+    """It is posted a third into the next unit's backward pass; the last one's at once, at the end."""
+    two = Collective(hops=(Hop(adapter=0), Hop(adapter=1)))
+    loads = [Load(forward=0, backward=0), *[Load(forward=0, backward=3, reduce=two)] * 2]
+    # computed until 3; posted at 4, gone at 5; computed until 6, gone at 7
+    found = pass_time(_schedule(3), loads)
+    assert found.seconds == pytest.approx(7)
+    assert found.exposed == pytest.approx(1)
+
+
+@given(LOADS, AHEAD)
+def test_computation_around_the_blocks_may_hide_anything_in_the_bound(
+    loads: list[Load], prefetch: int
+) -> None:
+    """What an embedding computes makes the bound longer by itself at most, and never shorter."""
+    root, *blocks = loads
+    schedule = _schedule(len(loads), prefetch)
+    bare = least_pass_seconds(schedule, [replace(root, forward=0.0, backward=0.0), *blocks])
+    found = least_pass_seconds(schedule, loads)
+    assert bare - 1e-9 <= found <= bare + root.forward + root.backward + 1e-9
+
+
+def _units(topology: Topology, policy: Policy, count: int = 4) -> list[UnitGeometry]:
+    return [
+        lay_out(
+            name,
+            [ParameterSpec("w", (1000 * (1 + index),))],
+            grain=policy.grain,
+            world=topology.world,
+            max_padding=1e9,
+            group=policy.group_ranks(topology),
+        )
+        for index, name in enumerate(["root", *(f"block{number}" for number in range(count - 1))])
+    ]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """A step of any policy on any topology."""
+    topology = draw(topologies())
+    policy = replace(draw(policies(topology)), order_every=0)
+    return Step(
+        policy=policy,
+        topology=topology,
+        units=_units(topology, policy),
+        parameters=1e4,
+        tokens=draw(st.integers(1, 1000)),
+        micro_batches=draw(st.integers(1, 3)),
+        rate=draw(st.floats(1e3, 1e9)),
+    )
+
+
+COSTLY = replace(
+    MACHINE,
+    latency=1e-4,
+    inside=1e9,
+    unit=1e-4,
+    element=1e-9,
+    sent=1e-9,
+    optimizer=1e-9,
+    processors=2,
+    codecs={"int8:128": CodecCost(encode=1e-9, decode=2e-9), "bf16": CodecCost(encode=1e-10, decode=1e-10)},
+)
+
+
+@given(steps())
+def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> None:
+    """At a byte a second the adapter is busy for the bytes of :func:`predict`."""
+    events = Passes(micro_batches=step.micro_batches)
+    books = [
+        predict(step.policy, step.topology, step.units, rank, events)
+        for rank in range(step.topology.ranks_per_node)
+    ]
+    sent = sum(sent.bytes for book in books for key, sent in book.sent.items() if key.link == "inter")
+    assert step_of(MACHINE, replace(step, rate=1.0)).wire == pytest.approx(sent, rel=1e-9)
+
+
+@given(steps(), st.floats(1, 100))
+def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, factor: float) -> None:
+    """Nor do fewer tokens, lower latency, a faster engine, or more processors."""
+    seconds = step_of(COSTLY, step).seconds
+    faster = {
+        text: CodecCost(encode=cost.encode / factor, decode=cost.decode / factor)
+        for text, cost in COSTLY.codecs.items()
+    }
+    assert step_of(COSTLY, replace(step, rate=step.rate * factor)).seconds <= seconds * (1 + 1e-9)
+    assert step_of(COSTLY, replace(step, tokens=step.tokens / factor)).seconds <= seconds * (1 + 1e-9)
+    for better in (
+        {"codecs": faster},
+        {"latency": COSTLY.latency / factor},
+        {"unit": COSTLY.unit / factor},
+        {"inside": COSTLY.inside * factor},
+        {"processors": 64},
+    ):
+        assert step_of(replace(COSTLY, **better), step).seconds <= seconds * (1 + 1e-9)  # type: ignore[arg-type]
+
+
+@given(steps())
+def test_with_infinite_bandwidth_a_step_is_its_computation_and_overhead(step: Step) -> None:
+    """Where messages take no time, nothing is exposed and no link is busy."""
+    found = step_of(replace(COSTLY, latency=0.0, inside=0.0), replace(step, rate=math.inf))
+    assert (found.wire, found.exposed) == (0.0, 0.0)
+    assert found.critical == "processor"
+    free = step_of(replace(MACHINE, optimizer=0.0), replace(step, rate=math.inf))
+    assert free.seconds == pytest.approx(free.compute)
+
+
+@given(steps())
+def test_a_step_never_undercuts_the_bound_of_its_passes(step: Step) -> None:
+    """Prediction and bound of the same loads."""
+    schedule = Schedule.of(step.policy, step.units)
+    loads = loads_of(COSTLY, step, forward=0.1, backward=0.2)
+    bucket = step.policy.memory.reduce_bucket
+    found = pass_time(schedule, loads, bucket=bucket).seconds
+    assert found >= least_pass_seconds(schedule, loads, bucket=bucket) - 1e-9
+
+
+def test_a_100_b_model_on_1024_ranks_is_predicted_at_once() -> None:
+    """Eighty units and 64 nodes of 16 ranks: ZeRO++ sends a quarter of ZeRO-3's bytes."""
+    topology = Topology(64, 16)
+    units = [
+        lay_out(name, [ParameterSpec("w", (1_250_000_000,))], grain=2048, world=topology.world, max_padding=1)
+        for name in ["root", *(f"block{number}" for number in range(79))]
+    ]
+    zero3, zeropp = (
+        step_of(
+            MACHINE,
+            Step(
+                policy=PRESETS[name], topology=topology, units=units, parameters=1e11, tokens=2048, rate=5e10
+            ),
+        )
+        for name in ("zero3", "zeropp")
+    )
+    assert 0.24 < zeropp.wire / zero3.wire < 0.3
+    assert zeropp.seconds < zero3.seconds

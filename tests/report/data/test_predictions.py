@@ -1,0 +1,69 @@
+"""How well steps were predicted: errors by cell and trial, order and regret, against numbers made up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.records.record import Foreseen
+from report.data.frames import frames_of
+from report.data.metrics import Derived, derive
+from report.data.predictions import measured_over, score, score_in_words
+from report.figures.speed import PREDICTED
+from tests.report.records import records_of
+
+
+def _derived(factor: dict[str, float]) -> Derived:
+    """Records whose steps were predicted to take ``factor`` by strategy of what they took."""
+    plain = derive(frames_of(records := records_of("quickstart", repeats=2)))
+    took = plain.trials.set_index("id")["step_seconds"]
+    return derive(
+        frames_of(
+            [
+                record.model_copy(
+                    update={
+                        "foreseen": Foreseen(
+                            machine="m",
+                            calibrated=True,
+                            seconds=took[record.id] * factor[record.trial["strategy"]],
+                            compute=took[record.id],
+                            wire=took[record.id],
+                            spread=0.0,
+                        )
+                    }
+                )
+                for record in records
+                if record.trial["strategy"] in factor
+            ]
+        )
+    )
+
+
+def test_errors_are_those_that_were_made_up() -> None:
+    """Predictions 10 % short, and twice too long without overlap; the order is right throughout."""
+    rows = measured_over(_derived({"zero3": 0.9, "zeropp": 0.9, "qwz": 0.9}))
+    found = score(rows)
+    assert found["median"] == found["ninth"] == pytest.approx(0.1)
+    assert found["trial_median"] == pytest.approx(0.1)
+    assert found["naive_median"] == pytest.approx(1.0)
+    assert (found["cells"], found["ordered"], found["regret"]) == (3, 1.0, 0.0)
+    assert rows["over_constant"].median() == pytest.approx(1.0)
+    assert "90th percentile" in score_in_words(rows)
+
+
+def test_a_wrong_order_is_counted_and_has_its_price() -> None:
+    """Where the slowest is predicted to be the fastest, the regret is what it takes longer."""
+    derived = _derived({"zero3": 0.01, "zeropp": 1.0})
+    rows = measured_over(derived)
+    took = rows.groupby("strategy")["step_seconds"].median()
+    found = score(rows)
+    assert found["ordered"] == 0.0
+    assert found["regret"] == pytest.approx(took["zero3"] / took["zeropp"] - 1)
+    assert PREDICTED.caption(rows)
+
+
+def test_what_was_not_predicted_is_not_drawn() -> None:
+    """Records without predictions have no rows."""
+    derived = derive(frames_of(records_of("quickstart", repeats=1)))
+    assert measured_over(derived).empty
+    assert np.isnan(derived.trials["foreseen_seconds"]).all()
