@@ -13,6 +13,7 @@ from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.record import LedgerRow, RankRecord, Record
+from harness.suites.trial import Trial
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
 # gloo announces a message from both sides and frames it, 48 bytes each; a ring's in two parts.
@@ -180,6 +181,23 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
     return None
 
 
+def other_codec(record: Record) -> str | None:
+    """What was sent in a codec that the trial's policy has not, in words; None if there is nothing."""
+    policy = Trial.from_canonical(record.trial).resolved_policy()
+    if policy is None:
+        return None
+    asked = [policy, policy.of_unit(persistent=True), policy.of_unit(trainable=False)]
+    known = {str(codec) for one in asked for codec in (*one.codecs, one.kept)}
+    for error in record.communication_errors:
+        if error.codec and error.codec not in known:
+            hop = "" if error.hop is None else f" in hop {error.hop}"
+            return (
+                f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop} of step "
+                f"{error.step}; the trial's policy has {', '.join(sorted(known))}"
+            )
+    return None
+
+
 def segmented(row: LedgerRow) -> int:
     """Bytes of headers of a row's messages as a real network has them, in packets of ``SEGMENT_BYTES``.
 
@@ -190,12 +208,15 @@ def segmented(row: LedgerRow) -> int:
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / row.messages / SEGMENT_BYTES)
 
 
-def off_rate(record: Record) -> str | None:
-    """How the link's probes after a trial miss the rate that was asked for; None where they do not."""
+def off_rate(record: Record, *, above: bool = False) -> str | None:
+    """How the link's probes after a trial miss the rate that was asked for; None where they do not.
+
+    A link that was too slow, ``above`` leaves alone: others on the machine can slow one down.
+    """
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:
         return None
     share = statistics.median(link.probed_mbit) / link.requested_mbit
-    if RATE_WITHIN[0] <= share <= RATE_WITHIN[1]:
+    if share <= RATE_WITHIN[1] and (above or share >= RATE_WITHIN[0]):
         return None
     return f"its link carried {share:.1%} of {link.requested_mbit:g} Mbit/s"

@@ -49,7 +49,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         }
     )
     untrained = checks.untrained([outcome.checked for outcome in outcomes], found.ranks)
-    for why in (untrained, checks.unpredicted(found), checks.miscounted(found)):
+    sent = (checks.unpredicted(found), checks.miscounted(found), checks.other_codec(found))
+    for why in (untrained, *sent):
         if why is not None:
             raise TrialError(why)
     return found

@@ -37,6 +37,7 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
     assert warning == (None if found else "no CUDA kernels: CuPy is not installed")
 
 
+@pytest.mark.long
 @pytest.mark.needs("c++")
 @pytest.mark.usefixtures("_fresh")
 def test_a_cpu_uses_the_kernels_that_were_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -264,6 +264,7 @@ def test_no_file_is_named_that_is_not_there(tmp_path: Path) -> None:
     assert needed("bits", tmp_path / "suites") == "zeropp run suites/bits.toml"
 
 
+@pytest.mark.long
 def test_the_same_records_give_the_same_bytes(quickstart: Path, tmp_path: Path) -> None:
     """A build of a copy elsewhere writes equal files."""
     copy = tmp_path / "elsewhere" / "copy"

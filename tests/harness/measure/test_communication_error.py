@@ -161,7 +161,7 @@ def test_plain_numpy_finds_the_errors_that_are_printed(text: str, tmp_path: Path
     asked = [(Assignment(one, None, count=False), there) for one, there in zip(trials, folders, strict=True)]
     by_rank = run_ranks(capturing, asked, local(topology, tmp_path / "log", seconds=240))
     for one, folder, outcomes in zip(trials, folders, zip(*by_rank, strict=True), strict=True):
-        found = assembled(list(outcomes))
+        found = assembled(list(outcomes), one)
         policy = one.resolved_policy()
         assert policy is not None
         codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]

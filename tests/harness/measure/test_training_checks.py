@@ -28,6 +28,8 @@ from harness.workloads.data import Data
 from impl import ops
 from impl.codecs.codec import parse
 from impl.engine.engine import Zero
+from impl.plan.policy import Policy
+from impl.plan.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.secondary_shard import SecondaryShard
 from tests.harness.cluster.test_rank_processes import local
@@ -186,6 +188,16 @@ def biased_kernel(_: Rank) -> Patch:
     return mock.patch.object(ops, "decode", biased)
 
 
+def another_codec(_: Rank) -> Patch:
+    """Gradients travel with another rule of scales, in as many bytes."""
+    asked = Policy.reduce_axes
+
+    def reduce_axes(self: Policy, topology: Topology) -> Any:
+        return tuple((axis, parse("int4:64:clip")) for axis, _ in asked(self, topology))
+
+    return mock.patch.object(Policy, "reduce_axes", reduce_axes)
+
+
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
     "half a batch": (half_a_batch, "read other batches in step 0"),
@@ -199,6 +211,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "nodes ignore each other": (_taking(_own_alone), "gradients of .* err by a vNMSE of"),
     "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
     "a clock that stops early": (early_clock, "the clock misses a part"),
+    "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
 }
 REPRESENTATIVE: Final = "every second step skipped"
@@ -229,7 +242,7 @@ def _all(rank: Rank, asked: list[tuple[str, Trial]]) -> list[Outcome]:
 @pytest.fixture(scope="module")
 def outcomes(
     request: pytest.FixtureRequest, text: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[Outcome]]:
+) -> dict[str, tuple[list[Outcome], Trial]]:
     """What the ranks found under the sabotages that are asked for, and in trials without one, by name."""
     tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     wanted = {test.params.get("name") for test in tests if test is not None}
@@ -239,24 +252,24 @@ def outcomes(
     asked = [(name, one) for name, one in asked if name in wanted]
     launch = local(asked[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
     by_rank = run_ranks(_all, asked, launch)
-    return {name: [mine[place] for mine in by_rank] for place, (name, _) in enumerate(asked)}
+    return {name: ([mine[place] for mine in by_rank], one) for place, (name, one) in enumerate(asked)}
 
 
 @pytest.mark.parametrize(
     "name", [REPRESENTATIVE, *long(*(name for name in SABOTAGES if name != REPRESENTATIVE))]
 )
-def test_each_sabotage_is_named(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+def test_each_sabotage_is_named(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
     """The trial fails with words that say what is wrong, and where."""
     with pytest.raises(TrialError, match=SABOTAGES[name][1]):
-        assembled(outcomes[name])
+        assembled(*outcomes[name])
 
 
 @pytest.mark.parametrize("name", ["zeropp", *long(*(name for name in CLEAN if name != "zeropp"))])
-def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[list[Outcome], Trial]]) -> None:
     """Policies, hosts and peers pass, and where the optimizer's masters are plain every step is replayed."""
-    record = assembled(outcomes[name])
+    record = assembled(*outcomes[name])
     assert [rank.steps for rank in record.ranks]
-    for outcome in outcomes[name]:
+    for outcome in outcomes[name][0]:
         assert outcome.checked.optimizer is None
         assert outcome.checked.replayed >= 4 if name != "zero1" else True
         assert set(outcome.checked.batches) == {0, 2, 4}

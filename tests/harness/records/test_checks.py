@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from harness.records import checks
 from harness.records.checks import CONTROL_BYTES, INTERFACE_WITHIN, Counted
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import LedgerRow, Record
-from harness.suites.trial import Trial
+from harness.records.record import CommunicationError, LedgerRow, Record
+from harness.runs.feasibility import failure_after
+from harness.suites.trial import PolicyChanges, Trial
 from tests.report.records import record_of
 
 
@@ -102,6 +103,32 @@ def row(nbytes: int, messages: int) -> LedgerRow:
     return LedgerRow(
         phase="forward", purpose="weights", unit="", hop="node", link="inter", bytes=nbytes, messages=messages
     )
+
+
+def test_a_link_that_was_too_fast_fails_its_trial_and_one_too_slow_does_not() -> None:
+    """Others can slow a link down; what carries a quarter more went past the queue."""
+    made = record_of(Trial(strategy="zeropp"))
+    assert made.link is not None
+    for share, fails in ((0.8, False), (1.0, False), (1.04, False), (1.25, True)):
+        link = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100.0 * share]})
+        failure = failure_after(Trial(strategy="zeropp"), made.model_copy(update={"link": link}))
+        assert (failure is not None and failure.kind == "link") == fails
+        assert not fails or "carried 125.0% of 100 Mbit/s" in str(failure)
+
+
+@given(st.sampled_from(["int8:256:clip", "int8:128", "int4:2048", "fp32"]))
+def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
+    """Whatever was sent must be of the policy's codecs; what small parameters travel in is among them."""
+    made = record_of(
+        Trial(strategy="zeropp", policy=PolicyChanges(weights="int8:2048", gradients="int4:256"))
+    )
+    error = CommunicationError(step=0, purpose="gradients", unit="b", hop=1, codec="int4:256",
+                               squared_error=1.0, squared_value=1.0)  # fmt: skip
+    right = made.model_copy(update={"communication_errors": [error]})
+    wrong = right.model_copy(update={"communication_errors": [error.model_copy(update={"codec": codec})]})
+    assert checks.other_codec(right) is None
+    words = checks.other_codec(wrong)
+    assert codec == "fp32" or (words is not None and f"sent as {codec} in hop 1" in words)
 
 
 @given(nbytes=st.integers(0, 10**7), messages=st.integers(1, 50))

@@ -69,20 +69,21 @@ def outcomes(one: Trial, log: Path) -> list[Outcome]:
     return run_ranks(run, Assignment(one, None, count=False), local(topology, log))
 
 
-def assembled(found: list[Outcome]) -> Record:
-    """Their record, with nothing else in it."""
+def assembled(found: list[Outcome], one: Trial | None = None) -> Record:
+    """Their record, with nothing else in it but, where errors were measured, the trial that measured them."""
     link = LinkRecord(
         kind="none", why="", requested_mbit=None, calibrated_mbit=[], probed_mbit=[], message_bytes=0
     )
     blank = Record(
-        id="", suite="", trial={}, started="", finished="", order=0, machine={}, code={}, pool="",
+        id="", suite="", trial={} if one is None else one.canonical(), started="", finished="", order=0,
+        machine={}, code={}, pool="",
         failure=None, link=link,
     )  # fmt: skip
     return assemble(found, blank)
 
 
 def result(one: Trial, log: Path) -> Record:
-    return assembled(outcomes(one, log))
+    return assembled(outcomes(one, log), one)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +317,7 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
         assert all(5 < rate < 52 for rate in opened.probed)
         if opened.sent is not None and held.sent is not None:
             assert opened.sent.tx_bytes == pytest.approx(held.sent.tx_bytes, rel=0.03)
-    assembled(found[0])
+    assembled(found[0], one)
 
 
 def run_shaped(rank: Rank, assignment: Assignment) -> Outcome:

@@ -217,6 +217,7 @@ def _parted(mesh: Mesh, transport: str) -> tuple[bytes, str]:
     return same, str(caught.value)
 
 
+@pytest.mark.long
 def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
     """Every rank learns where the ranks part and who opened what there; transports share fingerprints.
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,7 @@ def _both(mesh: Mesh, policy: Policy) -> Sequence[tuple[Any, ...]]:
     return _trained(mesh, policy, rehearsed=False), _trained(mesh, policy, rehearsed=True)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=20)
 @given(st.data())
 def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.DataObject) -> None:

@@ -72,6 +72,7 @@ def _together(mesh: Mesh, transport: str) -> dict[str, list[str]]:
     return {name: _trained(mesh, transport, POLICIES[name], copy.deepcopy(_NETS[0])) for name in NAMES}
 
 
+@pytest.mark.long
 def test_poisoned_memory_changes_nothing() -> None:
     """On CPUs, 2x2: nobody looks at memory that was given back, however late a rank is."""
     calm = on_threads(Topology(2, 2), _together, "backend")

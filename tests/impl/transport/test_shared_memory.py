@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: 
     return losses, state, wire.ledger.rows()
 
 
+@pytest.mark.long
 @settings(max_examples=settings().max_examples // 2)
 @given(
     st.data(),

@@ -74,6 +74,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
         assert len(pd.read_csv(forms_of[".csv"])) == len(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suite", ["bandwidth", *nightly("convergence", "quickstart")])
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
