@@ -14,6 +14,7 @@ all others.
 from __future__ import annotations
 
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,16 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
+from harness.records import archive
 from impl.plan.machine import Machine, Overlap
 from impl.plan.step_time import FLOPS_PER_TOKEN, Work, flops, least_seconds, step_time
 from report.data import published
+from report.data.frames import load
+from report.data.metrics import derive
+from report.data.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
+PREDICTED: Final = Path(__file__).parents[1] / "results" / "predicted"
 ELEMENT_BYTES: Final = 2  # M is the size of the model in 16 bits
 NEEDED: Final = (
     "system", "model", "parameters_billion", "gpus", "gpus_per_node", "rate_gbps", "adapters",
@@ -203,6 +209,37 @@ def _spread(errors: pd.Series) -> str:
     return f"{sizes.median():.1%} in the median, {sizes.quantile(0.9):.1%} at the 90th percentile"
 
 
+def measured() -> pd.DataFrame:
+    """The trials of results/predicted, whose steps one calibration predicted before they ran, by suite."""
+    found = []
+    with tempfile.TemporaryDirectory() as there:
+        for path in sorted(PREDICTED.glob(f"*{archive.SUFFIX}")):
+            rows = measured_over(derive(load(archive.unpack(path, Path(there)))))
+            suite = path.name.removesuffix(archive.SUFFIX)
+            found.append(rows.assign(suite=suite, cell=f"{suite} " + rows["cell"].astype(str)))
+    return pd.concat(found, ignore_index=True)
+
+
+def measured_here(rows: pd.DataFrame) -> str:
+    """Returns the section on :func:`measured` as Markdown."""
+    lines = []
+    for suite, mine in rows.groupby("suite"):
+        found = score(mine)
+        ordered = f"{found['ordered']:.0%} of {found['pairs']:.0f}" if found["pairs"] else "-"
+        lines.append(
+            f"| {suite} | {found['cells']:.0f} | {found['median']:.1%} | {found['ninth']:.1%} "
+            f"| {found['naive_median']:.1%} | {ordered} |"
+        )
+    told = textwrap.fill(
+        f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}", 120
+    )
+    return "\n".join([
+        "", "## Measured here", "", told, "",
+        "| suite | cells | median error | 90th percentile | computation + wire | pairs in order |",
+        "| --- | --- | --- | --- | --- | --- |", *lines, "",
+    ])  # fmt: skip
+
+
 def page(table: Predicted) -> str:
     """Returns the page of one table as Markdown."""
     rows, held, pairs = table.rows, table.held_out, table.speedups
@@ -262,7 +299,7 @@ def main(arguments: list[str]) -> int:
     """Writes docs/modelled.md, or prints the page of the file that is named; 2 if it cannot be read."""
     if not arguments:
         table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
-        (DOCS / "modelled.md").write_text(page(table), encoding="utf-8")
+        (DOCS / "modelled.md").write_text(page(table) + measured_here(measured()), encoding="utf-8")
         return 0
     try:
         sys.stdout.write(page(predict(read(Path(arguments[0])))))
