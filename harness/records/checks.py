@@ -183,6 +183,8 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
 
 def other_codec(record: Record) -> str | None:
     """What was sent in a codec that the trial's policy has not, in words; None if there is nothing."""
+    if not record.communication_errors:
+        return None
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None

@@ -50,7 +50,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     )
     untrained = checks.untrained([outcome.checked for outcome in outcomes], found.ranks)
     sent = (checks.unpredicted(found), checks.miscounted(found), checks.other_codec(found))
-    for why in (untrained, *sent):
+    for why in (untrained, *sent, checks.off_rate(found, above=True)):
         if why is not None:
             raise TrialError(why)
     return found

@@ -288,10 +288,11 @@ def _probed(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def _link_record(link: Link, probed: list[float]) -> LinkRecord:
+    setting = link.setting
     return LinkRecord(
         kind=link.kind,
         why=link.why,
-        requested_mbit=link.setting.slowest_mbit,
+        requested_mbit=setting.rate_mbit and setting.rate_mbit * setting.slow,
         calibrated_mbit=link.calibrated_mbit,
         probed_mbit=probed,
         message_bytes=link.message_bytes,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final
 from harness.cluster.interrupts import cleaning_up
 from harness.errors import CorpusError, Refusal
 from harness.measure import machine
-from harness.records.checks import off_rate
 from harness.records.memory_parts import on_device, on_host, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
 from harness.runs.predict_bytes import (
@@ -250,11 +249,7 @@ def failures_before(trials: Sequence[Trial], host: Host) -> dict[str, tuple[Fail
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
-    """The failure of a trial that ran, and whose engine held more than its limit in the predicted parts, or
-    whose link carried more than it was held to.
-    """
-    if (fast := off_rate(record, above=True)) is not None:
-        return Failure(kind="link", message=f"it ran, and {fast}: messages went past the queue", log=None)
+    """The failure of a trial that ran and whose engine held more than its limit in the predicted parts."""
     for rank in record.ranks:
         foreseen = rank.memory.formula or rank.memory.engine  # peers have no formula
         held_bytes = {part: size for part, size in rank.memory.engine.items() if part in foreseen}
