@@ -41,7 +41,7 @@ from harness.expected_time import expected
 from harness.laws import command as check
 from harness.laws.own_codecs import check_laws
 from harness.measure import machine as machine_facts
-from harness.measure import provenance
+from harness.measure import machine_file, provenance
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.records.run_record import SuiteText
@@ -55,8 +55,7 @@ from harness.runs.feasibility import (
     forecast,
     this_host,
 )
-from harness.runs.predict_bytes import PlanError
-from harness.suites import machine_file
+from harness.runs.predict import PlanError
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load

@@ -13,12 +13,13 @@ from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import summarise
 from harness.runs.feasibility import Forecast
-from harness.runs.predict_time import predict
+from harness.runs.predict import predict
 from harness.suites.labels import varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
 from harness.suites.repeats import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
+from harness.suites.trial import Trial
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.machine import Machine
 from impl.plan.step_time import StepTime
@@ -58,24 +59,30 @@ def timed(found: Sequence[Forecast], machine: Machine) -> list[dict[str, Any]]:
     """What a step is predicted to take on a machine, by trial; empty values for peers and generation.
 
     Keys:
-        seconds: of a step; low_seconds, high_seconds: within two of the calibration's standard deviations.
+        seconds: of a step; low_seconds, high_seconds: within two of the calibration's standard deviations,
+            which are of logarithms; empty for a machine that was not calibrated.
         compute_seconds, wire_seconds, exposed_seconds: of a step, which overlap.
         critical: the resource that is busy longest.
         tokens_per_second: of all ranks together.
         tflops: floating-point operations a second and rank, 6 a parameter and token, 8 with activation
             checkpointing, in units of 1e12.
-        speed_up: over ZeRO-3 in the same setting.
+        speed_up: over ZeRO-3 in the same setting, the one with the fewest changes of its policy.
         basis: *calibrated* inside what the machine was measured with, else *transferred*.
     """
     steps = [predict(one.trial, one.step, one.egress, machine) for one in found]
     base = {
         setting_of(one.trial): step.seconds
-        for one, step in zip(found, steps, strict=True)
-        if step is not None and one.trial.strategy == BASELINE
+        for one, step in sorted(zip(found, steps, strict=True), key=lambda pair: -_changes(pair[0].trial))
+        if step is not None and one.trial.strategy == BASELINE  # the one with the fewest changes comes last
     }
     return [
         _timed(one, step, base.get(setting_of(one.trial))) for one, step in zip(found, steps, strict=True)
     ]
+
+
+def _changes(trial: Trial) -> int:
+    """How many fields of its strategy's policy a trial changes."""
+    return len(trial.policy.model_dump(exclude_defaults=True))
 
 
 def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
@@ -84,9 +91,10 @@ def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str
     trial = one.trial
     tokens = trial.tokens_per_rank * trial.accumulation
     operations = (8 if trial.activation_checkpointing else 6) * (one.parameters or 0) * tokens
+    low, high = (step.seconds * math.exp(by * step.spread) if step.spread else None for by in (-2, 2))
     values = (
-        step.seconds, step.seconds * (1 - 2 * step.spread), step.seconds * (1 + 2 * step.spread),
-        step.compute, step.wire, None if math.isnan(step.exposed) else step.exposed, step.critical,
+        step.seconds, low, high, step.compute, step.wire,
+        None if math.isnan(step.exposed) else step.exposed, step.critical,
         tokens * trial.topology().world / step.seconds, operations / step.seconds / 1e12,
         None if base is None else base / step.seconds, "calibrated" if step.calibrated else "transferred",
     )  # fmt: skip

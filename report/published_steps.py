@@ -30,7 +30,7 @@ from impl.plan.step_time import FLOPS_PER_TOKEN, Work, flops, least_seconds, ste
 from report.data import published
 from report.data.frames import load
 from report.data.metrics import derive
-from report.data.predictions import measured_over, score, score_in_words
+from report.figures.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
 PREDICTED: Final = Path(__file__).parents[1] / "results" / "predicted"

@@ -18,9 +18,9 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 
+from harness.measure import machine_file
 from harness.plan_rows import rows
 from harness.runs.feasibility import any_host, forecast
-from harness.suites import machine_file
 from harness.suites.suite_file import load
 from report.data.text import listed
 from report.draw.theme import fonts
@@ -39,7 +39,7 @@ _CAVEAT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of a suite's forecast: ``y`` over ``x`` on logarithmic axes, a line for each ``line``."""
+    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``, a line for each ``line``."""
 
     suite: str
     x: str
@@ -123,10 +123,7 @@ def trillion_in_words(table: pd.DataFrame) -> str:
         ]
         for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
     ]  # fmt: skip
-    told = (
-        "hpZ's copy in a node of 8 does not fit. One rank's schedule knows no congestion: beyond some "
-        "hundred nodes these are bounds from below."
-    )
+    told = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
     head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
     return f"{told}\n\n" + _table(head, lines)
 
@@ -138,7 +135,8 @@ def nodes_in_words(table: pd.DataFrame) -> str:
         ends = group.sort_values("nodes").iloc[[0, -1]]
         first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
         told.append(f"{strategy} keeps {last / first:.0%} with {batch}")
-    return f"Of the tokens/s a GPU that 16 nodes have, on 1,024 {listed(told)}."
+    few, many = table["nodes"].min(), table["nodes"].max()
+    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(told)}."
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

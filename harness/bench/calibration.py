@@ -29,7 +29,7 @@ from harness.errors import Refusal
 from harness.measure import machine as host
 from harness.records.bench_record import Sample
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.runs.predict_time import step_asked, units_of
+from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import Asked, run_sweep
 from harness.suites.trial import Trial
 from impl.comm.ledger import Tag

@@ -192,6 +192,7 @@ class Link:
         details: burst, queue, MTU and the like, for the record.
         calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
         release: lets go of the interfaces of a shaped link.
+        requested_mbit: of the slowest node; None is unshaped.
         paced_mbit: Mbit/s at which our wire paces itself, if the link is ``paced``.
         message_bytes: of a calibration; 0 of one node.
     """
@@ -204,10 +205,12 @@ class Link:
     calibrated_mbit: list[float] = field(default_factory=list)
     _keeper: subprocess.Popen[str] | None = None
     release: Callable[[], None] | None = None
+    requested_mbit: float | None = field(init=False)
     paced_mbit: float | None = field(init=False)
     message_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.requested_mbit = self.setting.slowest_mbit
         self.paced_mbit = self.setting.rate_mbit if self.kind == "paced" else None
         self.message_bytes = message_bytes(self.setting) if self.setting.nodes > 1 else 0
 

@@ -288,11 +288,10 @@ def _probed(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def _link_record(link: Link, probed: list[float]) -> LinkRecord:
-    setting = link.setting
     return LinkRecord(
         kind=link.kind,
         why=link.why,
-        requested_mbit=setting.rate_mbit and setting.rate_mbit * setting.slow,
+        requested_mbit=link.requested_mbit,
         calibrated_mbit=link.calibrated_mbit,
         probed_mbit=probed,
         message_bytes=link.message_bytes,

@@ -1,6 +1,6 @@
 """What cannot run, decided before anything starts: trials on this machine, and a folder of results.
 
-A suite is planned trial by trial: what it sends and holds (:mod:`harness.runs.predict_bytes`), and why it
+A suite is planned trial by trial: what it sends and holds (:mod:`harness.runs.predict`), and why it
 cannot run here, or will be a failure on record without having run.
 """
 
@@ -20,7 +20,7 @@ from harness.errors import CorpusError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
-from harness.runs.predict_bytes import (
+from harness.runs.predict import (
     Models,
     PlanError,
     build_model,
@@ -28,8 +28,8 @@ from harness.runs.predict_bytes import (
     hosted_bytes,
     peer_memory,
     per_node_bytes,
+    step_asked,
 )
-from harness.runs.predict_time import step_asked
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS

@@ -36,8 +36,7 @@ from harness.runs.feasibility import (
     this_host,
 )
 from harness.runs.lease import Lease, sharing_machine
-from harness.runs.predict_bytes import Models
-from harness.runs.predict_time import foreseen, predict
+from harness.runs.predict import Models, foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.repeats import Batch
 from harness.suites.labels import counted

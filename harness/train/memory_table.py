@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.records.memory_parts import HOST, on_device, on_host
 from harness.runs.feasibility import PROCESS_BYTES, Host
-from harness.runs.predict_bytes import per_node_bytes
+from harness.runs.predict import per_node_bytes
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Trial
 from impl.codecs.codec import ITEM_BYTES

@@ -109,6 +109,11 @@ class Machine:
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
 
+    def times(self, codec: Codec) -> bool:
+        """Whether a codec of this type and these bits was measured; true of machines without codecs."""
+        word = str(codec).split(":")[0]
+        return not self.codecs or any(known.split(":")[0] == word for known in self.codecs)
+
     def stretch(self, nodes: int, ranks_per_node: int) -> float:
         """How many times longer a rank takes because others share its host's processors."""
         ranks = nodes * ranks_per_node if self.emulated else ranks_per_node

@@ -67,7 +67,7 @@ class StepTime:
         compute: of the model's passes and the optimizer.
         wire: of the messages between nodes, hidden or not.
         seconds: of the step.
-        calibrated: whether model and batch lie where the machine was measured.
+        calibrated: whether model and batch lie where the machine was measured, and codecs of their bits were.
         forward, backward: of all passes, where the schedule is known.
         exposed: in which the rank waits for messages.
         spread: relative standard deviation of such steps.
@@ -85,7 +85,8 @@ class StepTime:
     @property
     def critical(self) -> str:
         """The resource that is busy longest."""
-        return "link" if self.wire > self.seconds - max(self.exposed, 0.0) else "processor"
+        busy = self.compute if math.isnan(self.exposed) else self.seconds - self.exposed
+        return "link" if self.wire > busy else "processor"
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
@@ -169,7 +170,7 @@ def step_of(machine: Machine, step: Step) -> StepTime:
         compute=(forward + backward) * step.micro_batches + optimizer,
         wire=sum(one.adapter for one in passes),
         seconds=sum(float(one.seconds) for one in passes) + optimizer,
-        calibrated=machine.knows(step.parameters, step.tokens),
+        calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
         forward=sum(float(one.forward) for one in passes),
         backward=sum(float(one.backward) for one in passes),
         exposed=sum(float(one.exposed) for one in passes),

@@ -8,12 +8,13 @@ import pandas as pd
 
 from harness.records.trace_record import LANES, hidden
 from impl.comm.timeline import Span
-from report.data import decoding, emulation, footnotes, metrics, predictions, published, scaling
+from report.data import decoding, emulation, footnotes, metrics, published, scaling
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.contenders import by_cell_and_contender, contenders, titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Lanes, Lines, Rows, Stacked
+from report.figures import predictions
 
 _SPEEDUP: Final = Measure(
     "speedup",

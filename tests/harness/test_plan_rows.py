@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
+from harness.measure import machine_file
 from harness.plan_rows import ring_egress, rows
 from harness.runs.feasibility import Forecast
-from harness.suites import machine_file
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, PeerSettings, Trial
 from report.data import published
@@ -61,6 +61,9 @@ def test_a_machine_adds_seconds(capsys: pytest.CaptureFixture[str]) -> None:
             row["modelled_compute_seconds"] + row["modelled_wire_seconds"]
         )
         assert row["modelled_wire_seconds"] == pytest.approx(row["wire_seconds"] / 0.8962)
+        longer = row["modelled_wire_seconds"] > row["modelled_compute_seconds"]
+        assert row["modelled_critical"] == ("link" if longer else "processor")
+        assert row["modelled_low_seconds"] is row["modelled_high_seconds"] is None
         assert (row["modelled_basis"] == "calibrated") == (row["tokens_per_rank"] == 1024)
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
     assert cli.main(["plan", path, "--machine", machine]) == cli.SOME_FAILED

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from harness.bench.calibration import Measured, fit, trials
 from harness.errors import Refusal
+from harness.measure import machine_file
 from harness.runs.feasibility import any_host, forecast
-from harness.suites import machine_file
 from impl.plan.machine import CodecCost, Machine
 from impl.plan.step_time import step_of
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.runs.feasibility import Forecast, Host, forecast
-from harness.runs.predict_bytes import per_node_bytes
+from harness.runs.predict import per_node_bytes
 from harness.suites.peers import PEERS
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial

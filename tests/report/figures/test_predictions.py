@@ -8,7 +8,7 @@ import pytest
 from harness.records.record import Foreseen
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
-from report.data.predictions import measured_over, score, score_in_words
+from report.figures.predictions import measured_over, score, score_in_words
 from report.figures.speed import PREDICTED
 from tests.report.records import records_of
 
