@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 import matplotlib.figure
-import numpy as np
 import pandas as pd
 import seaborn as sns
 
@@ -23,6 +22,7 @@ from harness.plan_rows import rows
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
 from report.data.text import listed
+from report.draw import axes
 from report.draw.theme import fonts
 
 ROOT: Final = Path(__file__).parents[2]
@@ -63,12 +63,16 @@ def planned(suite: str) -> pd.DataFrame:
     """The forecast of a suite, one row a trial, with what the figures are drawn over."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
     table = pd.DataFrame(rows(forecast(load(SUITES / f"{suite}.toml").trials, any_host()), machine))
-    weak = table["tokens_per_rank"].eq(table["tokens_per_rank"].mode().max())
-    return table.assign(
+    table = table.assign(
         gbit=table["rate_mbit"] / 1e3,
         gpus=table["nodes"] * table["ranks_per_node"],
         memory_gib=table["memory_bytes"] / 2**30,
-        batch=np.where(weak, "2,048 tokens a rank", "1 Mi tokens in all"),
+    )
+    if suite != "scale_nodes":
+        return table
+    weak, strong = table["tokens_per_rank"].eq(2048), (table["tokens_per_rank"] * table["gpus"]).eq(1 << 20)
+    return pd.concat(
+        [table[weak].assign(batch="2,048 tokens a rank"), table[strong].assign(batch="1 Mi tokens in all")]
     )
 
 
@@ -82,9 +86,10 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
         ax = figure.subplots()
         sns.lineplot(table, x=plot.x, y=plot.y, hue=names, style=names, markers=True, ax=ax)
         ax.set(xscale="log", xlabel=plot.x_label, ylabel=plot.y_label)
-        ax.set_xticks(
-            sorted(table[plot.x].unique()), [f"{value:.4g}" for value in sorted(table[plot.x].unique())]
-        )
+        if plot.suite == "scale_nodes":  # two orders of magnitude
+            axes.log_ticks(ax, "y")
+        ticks = sorted(table[plot.x].unique())
+        ax.set_xticks(ticks, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in ticks])
         ax.minorticks_off()
         sns.move_legend(ax, "center left", bbox_to_anchor=(1, 0.5), fontsize="small", title_fontsize="small")
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
