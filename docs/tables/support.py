@@ -33,6 +33,8 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "qwZ": {"weights": weights},
         "hpZ": {"secondary": "node"},
         "hpZ in 16 bits": {"secondary": "node", "secondary_format": "bf16"},
+        "weights by hop": {"secondary": "node", "inside": weights},
+        "differences": {"secondary": "node", "secondary_format": "bf16", "differences": weights},
         "qgZ": {"gradients": both},
         "ring": {"reduce": "ring"},
         "one hop": {"reduce": "one_hop"},

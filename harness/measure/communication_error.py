@@ -245,17 +245,19 @@ def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]
     return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums.value != 0]
 
 
-def refusal(errors: Sequence[CommunicationError], *, carried: bool) -> str | None:
+def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
 
     The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
     that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`.  hpZ's copy
-    errs as the weights that it copies.
+    errs as the weights that it copies, but for its own rounding.  Errors of gradients that are carried over
+    from step to step are not judged; those of weights, where differences are sent, from the first of them on.
 
     Args:
         errors: of all ranks together.
-        carried: whether errors of gradients are carried over from step to step, which then are not judged.
+        policy: under which they arose.
     """
+    rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
     ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]
     weights = {(e.step, e.unit, e.codec): _vnmse(e) for e in ends if e.purpose == "weights"}
     first: dict[tuple[str, str, str], float] = {}
@@ -263,9 +265,11 @@ def refusal(errors: Sequence[CommunicationError], *, carried: bool) -> str | Non
         found, copied = _vnmse(error), weights.get((error.step, error.unit, error.codec))
         where = error.unit or "all units"
         what = f"in step {error.step} {error.purpose} of {where} err by a vNMSE of {found:.3g}"
-        if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied:
+        if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied + rounding:
             return f"{what}, and what they are copies of by {copied:.3g}"
-        if carried and error.purpose == "gradients":
+        if policy.feedback is not None and error.purpose == "gradients":
+            continue
+        if policy.differences is not None and error.purpose != "gradients" and error.step == 0:
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), found), OF_BF16)
         if not found <= allowed:

@@ -60,7 +60,9 @@ def as_gathered(
     with _restored(model) as parameters:
         for unit in units:
             own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
-            _pass_unit(own.weights, unit, parameters, Clock(seed))
+            codecs = (own.weights, own.kept) if own.sends_copy else (own.weights,)
+            for codec in codecs:
+                _pass_unit(codec, unit, parameters, Clock(seed))
         yield
 
 

@@ -59,12 +59,13 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Plan
 def per_node_bytes(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
 ) -> tuple[int, int]:
-    """Bytes that the ranks of one node send in one step, to other nodes and inside it.
+    """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean.
 
     All nodes send the same, so the ranks of node 0 are enough, and of those that send to equally many ranks
     of each node along every axis, one.
     """
     loads, later = _loads(trial)
+    begins = _begins(policy, trial)
     gathers, replicas = policy.gather_axes(topology)[0], policy.replica_axes(topology)[0]
     axes = {topology.world_axis, *gathers, *replicas, *(axis for axis, _ in policy.reduce_axes(topology))}
     alike: dict[frozenset[tuple[object, ...]], list[int]] = {}
@@ -78,12 +79,23 @@ def per_node_bytes(
         alike.setdefault(frozenset(reached), []).append(rank)
     inter = intra = 0
     for ranks in alike.values():
-        one, two = (
-            _by_link([traffic.predict(policy, topology, units, ranks[0], load).sent]) for load in loads
-        )
-        inter += len(ranks) * (one[0] + later * (two[0] - one[0]))
-        intra += len(ranks) * (one[1] + later * (two[1] - one[1]))
-    return inter, intra
+        for steps, before in begins:
+            none, one, two = (
+                _by_link([traffic.predict(policy, topology, units, ranks[0], before + events).sent])
+                for events in ([], *(load.events(policy) for load in loads))
+            )
+            inter += len(ranks) * steps * (one[0] - none[0] + later * (two[0] - one[0]))
+            intra += len(ranks) * steps * (one[1] - none[1] + later * (two[1] - one[1]))
+    return inter // trial.steps, intra // trial.steps
+
+
+def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[traffic.Event]]]:
+    """How many timed steps go on from which events: where differences are sent, most from an earlier step."""
+    if policy.differences is None:
+        return [(trial.steps, [])]
+    every = policy.refresh or trial.warmup + trial.steps
+    whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
+    return [(whole, []), (trial.steps - whole, traffic.Load().events(policy))]
 
 
 def hosted_bytes(

@@ -270,8 +270,8 @@ class TrialRun:
             self._compare(index)
             self._train(index)
             return
-        self.strategy.weights_changed()
-        self.events.append("changed")
+        self.strategy.forget_gathered()
+        self.events.append("forgotten")
         self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
         self.events += ["evaluate"] * self.trial.generate.tokens
 
@@ -306,8 +306,8 @@ class TrialRun:
                 losses.append(float(self.strategy.model(*batch)))
                 self.events.append("evaluate")
             self.strategy.model.train()
-            self.strategy.weights_changed()  # or the next forward pass would be spared its gathers
-            self.events.append("changed")
+            self.strategy.forget_gathered()  # or the next forward pass would be spared its gathers
+            self.events.append("forgotten")
         loss = math.fsum(losses) / len(losses)
         share = Validation(step=step, loss=loss, train_seconds=self.loop.seconds, inter_bytes=inter)
         self.validations.append(share)
@@ -375,7 +375,7 @@ class TrialRun:
         self.peak_rss = max(self.peak_rss, peak_rss())
         with self._untimed():
             self.comparison.before_step(index, self.strategy)
-        self.events.append("changed")
+        self.events.append("forgotten")
         forget_peak(self.device)
 
     def _ran(self) -> dict[str, Any]:

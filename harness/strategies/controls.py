@@ -44,9 +44,9 @@ def _keep_order(reduction: GradientReduction) -> None:
 def _freeze(secondary: SecondaryShard) -> None:
     keep, first = secondary.keep, list[Tensor]()
 
-    def keep_first(received: Tensor, version: Version) -> None:
+    def keep_first(received: Tensor, version: Version, *, step: int = 0) -> None:
         if not first:
             first.append(received.clone())
-        keep(first[0], version)
+        keep(first[0], version, step=step)
 
     secondary.keep = keep_first  # type: ignore[method-assign]

@@ -154,6 +154,10 @@ class Strategy:
                 buffer.copy_(values)
         self.weights_changed()
 
+    def forget_gathered(self) -> None:
+        """Gather all weights anew from here on, though they have not changed."""
+        self.weights_changed()
+
     def weight_errors(self, step: int) -> communication_error.Found:
         """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
         del step
@@ -364,6 +368,10 @@ class Sharded(Strategy):
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""
         self.engine.weights_changed()
+
+    def forget_gathered(self) -> None:
+        """See :meth:`Strategy.forget_gathered`."""
+        self.engine.forget_gathered()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -127,6 +127,11 @@ def _beside_control(trial: Trial) -> Iterator[str]:
             f"control = {trial.control!r}: strategy {trial.strategy!r} keeps no secondary shard; expected "
             "one with hpZ"
         )
+    elif policy.sends_copy:
+        yield (
+            f"control = {trial.control!r}: forward passes of strategy {trial.strategy!r} send the copy, that "
+            "has to be new; expected one codec of weights, and no differences"
+        )
     if trial.workload != "train":
         yield f"control = {trial.control!r}: expected workload = 'train'"
 

@@ -508,6 +508,8 @@ def _foreign(trial: Trial) -> Iterator[str]:
     for name, foreign in (
         ("secondary", changes.secondary and not base.secondary),
         ("secondary_format", changes.secondary_format and not base.secondary),
+        ("differences", changes.differences not in (None, "none") and base.differences is None),
+        ("refresh", changes.refresh and base.differences is None),
         ("stage", changes.stage not in (None, base.stage)),
         ("group", changes.group and not base.group),
         ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
@@ -543,7 +545,9 @@ def _run_key(trial: Trial) -> str:
         alike = replace(
             policy,
             secondary=policy.secondary_ranks(topology),
-            secondary_format="frames" if policy.kept == policy.weights else policy.secondary_format,
+            secondary_format="frames"
+            if policy.kept in (policy.weights, policy.inside)
+            else policy.secondary_format,
             group=group if policy.stage > 0 and group < topology.world else 0,
             reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
         )

@@ -167,8 +167,8 @@ def _parse_or_none(text: str) -> Codec | None:
 _Text = str | tuple[str, str] | None
 _SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
-    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "feedback": parse_feedback,
-    "loss_scale": parse_loss_scale,
+    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
+    "feedback": parse_feedback, "loss_scale": parse_loss_scale,
 }  # fmt: skip
 
 
@@ -177,13 +177,15 @@ class PolicyChanges(_Frozen):
 
     stage: Literal[0, 1, 2, 3] | None = None
     group: int | Literal["node"] | None = None
-    weights: str | None = None
+    weights: str | tuple[str, str] | None = None
     gradients: str | tuple[str, str] | None = None
     gather: Literal["flat", "hierarchical"] | None = None
     reduce: Literal["ring", "one_hop", "two_hop"] | None = None
     chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
+    differences: str | None = None
+    refresh: int | None = Field(None, ge=0)
     feedback: str | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
@@ -202,7 +204,7 @@ class PolicyChanges(_Frozen):
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
-    @field_validator("weights", "gradients", "feedback", "loss_scale", "frozen")
+    @field_validator("weights", "gradients", "differences", "feedback", "loss_scale", "frozen")
     @classmethod
     def _means_something(cls, value: _Text, info: ValidationInfo) -> _Text:
         for text in (value,) if isinstance(value, str) else value or ():
@@ -227,6 +229,9 @@ class PolicyChanges(_Frozen):
         shares = {name: changes.pop(f"offload_{name}", getattr(base.offload, name)) for name in _SHARES}
         if isinstance(self.gradients, str):
             changes["gradients"] = (self.gradients,) * 2
+        if isinstance(self.weights, tuple):  # of hops inside an hpZ group, and of those before them
+            inside, changes["weights"] = self.weights
+            changes["inside"] = None if inside == changes["weights"] else parse(inside)
         for name in changes.keys() & _TEXT_FORMS.keys():
             read, text = _TEXT_FORMS[name], changes[name]
             changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))

@@ -162,7 +162,7 @@ def predict_hosted(
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
-        if event == "changed":
+        if event in ("changed", "forgotten"):
             kept = False
         if event not in ("forward", "evaluate", "backward", "accumulate"):
             continue

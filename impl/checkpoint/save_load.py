@@ -33,6 +33,11 @@ from impl.engine import state_dict as state
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
+_CARRIED = {
+    "errors that gradient codecs carried": "feedback",
+    "copies that differences of weights begin with": "differences",
+}
+
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 
 
@@ -313,8 +318,10 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         for unit in holding_codes:
             codes = parts.tensors(mesh.rank % unit.geometry.shards, "codes")
             WholeValues(unit).load_codes(codes[unit.geometry.name])
-    elif manifest.of.get("feedback", "none") != "none":
-        yield f"errors that gradient codecs carried: {differ[0]}"
+    else:
+        for what, name in _CARRIED.items():
+            if manifest.of.get(name, "none") != "none":
+                yield f"{what}: {differ[0]}"
     if differ and holding_codes:
         yield f"codes of frozen weights, which were encoded again: {differ[0]}"
     if len(manifest.files) == mesh.topology.world:

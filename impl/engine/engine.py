@@ -157,6 +157,8 @@ class Zero:
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
         kept, finished, copied = self.communication_state(), self.hooks.backward.finished, self.copied()
+        secondaries = [unit.weight_gather.secondary for unit in self.units]
+        copies = [secondary.kept() for secondary in secondaries]
         with self.buffers.restored():
             yield
         self._zero_grad()
@@ -164,7 +166,9 @@ class Zero:
         self.hooks.backward.finished = finished
         self._host.copied.clear()
         self._host.copied.update(copied)
-        self.weights_changed()
+        self.forget_gathered()
+        for secondary, copy in zip(secondaries, copies, strict=True):
+            secondary.put_back(copy)
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
@@ -264,6 +268,11 @@ class Zero:
         for unit in self.units:
             unit.weights_changed()
 
+    def forget_gathered(self) -> None:
+        """Gather all weights anew from here on, as after an optimizer step that changed nothing."""
+        for unit in self.units:
+            unit.weights_changed(stepped=True)
+
     def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
         """An optimizer that holds ``masters`` has stepped; called by itself, from the watch.
 
@@ -274,7 +283,7 @@ class Zero:
         self.masters.stepped(masters)
         for unit in self.units:
             if unit.geometry.trainable:
-                unit.weights_changed()
+                unit.weights_changed(stepped=True)
 
     def communication_state(self) -> dict[str, Tensor]:
         """What this rank's codecs depend on beside weights

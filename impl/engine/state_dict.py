@@ -88,7 +88,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 
 
 def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy) -> dict[str, Tensor]:
-    """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over.
+    """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies that
+    differences of weights begin with.
 
     With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
     an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
@@ -100,7 +101,8 @@ def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy:
         "micro_batch": torch.tensor(clock.micro_batch),
     }
     for unit in units:
-        for name, value in unit.reduction.feedback_state().items():
+        held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state()
+        for name, value in held.items():
             state[f"{unit.geometry.name}/{name}"] = value
     return state
 
@@ -128,7 +130,12 @@ def load_communication_state(
     taken = 3 + sum(len(one) for one in errors.values())
     if taken != len(state):
         raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
+    copies: dict[Unit, dict[str, Tensor]] = {
+        unit: {name: one.pop(name) for name in ("copy", "begun") if name in one}
+        for unit, one in errors.items()
+    }
     for unit, one in errors.items():
+        unit.weight_gather.secondary.check_state(copies[unit])
         feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
         if feedback is None and one:
             raise ZeroError(f"{where}, which has no feedback")
@@ -141,6 +148,7 @@ def load_communication_state(
     for unit, one in errors.items():
         if (feedback := unit.reduction.feedback()) is not None:
             feedback.load(one)
+        unit.weight_gather.secondary.load(copies[unit])
 
 
 def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
@@ -158,5 +166,6 @@ def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
         "reduction": policy.reduce,
         "group": str(policy.group_ranks(mesh.topology)),
         "feedback": str(policy.feedback or "none"),
+        "differences": str(policy.differences or "none"),
         "seed": str(clock.seed),
     }

@@ -11,7 +11,20 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
-from impl.codecs.codec import BF16, FP32, ITEM_BYTES, Codec, Dtype, IntCodec, Law, OwnCodec, Raw, common_grain
+from impl.codecs.codec import (
+    BF16,
+    FP32,
+    ITEM_BYTES,
+    MX_BLOCK,
+    Codec,
+    Dtype,
+    FloatCodec,
+    IntCodec,
+    Law,
+    OwnCodec,
+    Raw,
+    common_grain,
+)
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
@@ -250,6 +263,13 @@ class Policy:
             ``"node"`` for the ranks of a node.
         secondary_format: how that copy is kept and sent on inside its group: ``frames`` as they came, or
             decoded and cast to a type, in 16 bits as DeepSpeed and the paper's figure 4 do.
+        inside: codec of the hops inside an hpZ group, where it is another than that of the hops before them:
+            the copy is kept in it, and sent in forward too; None sends the frames on as they came.
+        differences: codec in which the hops before an hpZ group send how far the masters are from the copy
+            (SDP4Bit, 2410.15526); every rank, the owner too, adds what it decodes to its copy.  None sends
+            the weights.
+        refresh: optimizer steps after which, with ``differences``, the weights themselves are sent again; 0
+            for never.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
@@ -273,6 +293,9 @@ class Policy:
     chunks: int = 1
     secondary: int | Literal["node"] = 0
     secondary_format: SecondaryFormat = "frames"
+    inside: Codec | None = None
+    differences: Codec | None = None
+    refresh: int = 0
     feedback: Feedback | None = None  # of the gradient codecs
     reduce_every: ReduceEvery = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
@@ -321,6 +344,7 @@ class Policy:
                 f"hpZ (secondary={self.secondary}) inside a group of {self.group}: the group's ranks hold "
                 "all weights already; use one of them"
             )
+        self._check_copy()
         if self.stage == 0 and self.group != 0:
             raise PolicyError(f"stage 0 shards nothing, but group = {self.group}")
         if self.gather == "flat" and self.secondary != 0:
@@ -354,6 +378,43 @@ class Policy:
         if self.align < 1 or self.order_every < 0:
             raise PolicyError("align is at least 1, order_every not negative")
 
+    def _check_copy(self) -> None:
+        """Refuse what cannot be done with hpZ's copy."""
+        for name, codec in (("inside", self.inside), ("differences", self.differences)):
+            if codec is not None and self.secondary == 0:
+                raise PolicyError(f"{name} = {codec} needs hpZ's copy, and secondary = 0 keeps none")
+        if self.inside is not None and self.secondary_format != "frames":
+            raise PolicyError(
+                f"inside = {self.inside} and secondary_format = {self.secondary_format!r} both say how hpZ's "
+                "copy is kept; use one of them"
+            )
+        if self.inside is not None and self.inside.stochastic:
+            raise PolicyError(
+                f"inside = {self.inside}: every node encodes the same weights, and random rounding would "
+                "make their ranks' weights differ; use one that rounds to nearest"
+            )
+        if self.inside is not None and self.offload.weights:
+            raise PolicyError(
+                f"inside = {self.inside} with offload.weights = {self.offload.weights}: the copy is encoded "
+                "on the device, where it has to stay"
+            )
+        if self.refresh < 0 or (self.refresh and self.differences is None):
+            raise PolicyError(
+                f"refresh = {self.refresh}: expected steps between gathers of the weights themselves, 0 or "
+                "more, and differences"
+            )
+        if self.differences is None:
+            return
+        if not isinstance(self.kept, Raw):
+            raise PolicyError(
+                f"differences = {self.differences} are added to hpZ's copy, which is kept as {self.kept}: "
+                "set secondary_format to bf16, fp16 or fp32"
+            )
+        if self.offload != Offload():
+            raise PolicyError(
+                f"differences = {self.differences} are of masters and a copy on the device; offload neither"
+            )
+
     @property
     def grain(self) -> int:
         """Elements on which parameters and shards start."""
@@ -368,8 +429,9 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Of weights, of gradients in both hops, and of frozen weights."""
-        return (self.weights, *self.gradients, *(() if self.frozen is None else (self.frozen,)))
+        """Of weights, gradients in both hops, weights inside a group, differences, and frozen weights."""
+        others = (self.inside, self.differences, self.frozen)
+        return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
@@ -379,7 +441,14 @@ class Policy:
     @property
     def kept(self) -> Codec:
         """How hpZ's copy is encoded."""
+        if self.inside is not None:
+            return self.inside
         return self.weights if self.secondary_format == "frames" else Raw(self.secondary_format)
+
+    @property
+    def sends_copy(self) -> bool:
+        """Whether forward, too, sends hpZ's copy inside its group, in place of the frames that came."""
+        return self.inside is not None or self.differences is not None
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -405,13 +474,15 @@ class Policy:
                 gradients=(first, last),
                 feedback=None,
             )
+        if not trainable and policy.differences is not None:  # they never differ
+            policy = replace(policy, differences=None, refresh=0)
         if not trainable and self.frozen is not None:
             policy = replace(policy, weights=self.frozen)
         return policy
 
     def without_secondary(self) -> Policy:
         """The policy without hpZ."""
-        return replace(self, secondary=0, secondary_format="frames")
+        return replace(self, secondary=0, secondary_format="frames", inside=None, differences=None, refresh=0)
 
     def secondary_ranks(self, topology: Topology) -> int:
         """Ranks that share one secondary copy on ``topology``; 0 for none."""
@@ -500,8 +571,9 @@ class Policy:
 
 _INT8 = IntCodec(8, 2048)
 _INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
+_MIN_MAX = IntCodec(8, 1024, asymmetric=True, stochastic=True)
 
-PRESETS: Final[dict[str, Policy]] = {
+TECHNIQUES: Final[dict[str, Policy]] = {
     "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
     "zero0": Policy(stage=0),
     "zero1": Policy(stage=1),
@@ -521,6 +593,36 @@ PRESETS: Final[dict[str, Policy]] = {
 the ZeRO++ paper, whose collectives are one ring over all ranks, blind to nodes; states in a group; then each
 technique of ZeRO++, every pair, and all three.
 """
+
+SUCCESSORS: Final[dict[str, Policy]] = {
+    "zeropp-deepspeed": Policy(
+        weights=IntCodec(8, 2048, clipped=True), secondary="node", secondary_format="bf16", gradients=_INT4
+    ),
+    "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
+    "sdp4bit": Policy(
+        secondary="node",
+        differences=IntCodec(4, 2048, stochastic=True),
+        gradients=(IntCodec(8, 128, stochastic=True), IntCodec(4, 128, hadamard=32, stochastic=True)),
+    ),
+    "qsdp": Policy(weights=_MIN_MAX, gradients=(_MIN_MAX, _MIN_MAX)),
+    "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
+    "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
+}
+"""What others published, with the deviations of each:
+
+- ``zeropp-deepspeed``: ZeRO++ as DeepSpeed ships it, with its scale rule for weights too, and hpZ's copy in
+  16 bits; sums in fp16, and blocks that follow a matrix's shape, are not carried out;
+- ``loco`` (2407.04480): ZeRO++ with a moving average of the errors of both hops;
+- ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8 bits inside a node, in 4, rotated,
+  between nodes;
+- ``qsdp`` (2302.02390): weights and gradients in 8 bits, unbiased, by minimum and maximum of 1024 elements;
+- ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one scale a tensor;
+- ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters.
+
+Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across) has the placements of ``hpz``.
+"""
+
+PRESETS: Final = TECHNIQUES | SUCCESSORS
 
 
 def preset(name: str, **changes: object) -> Policy:

@@ -228,15 +228,18 @@ class _Seconds:
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
         axes, spared = policy.gather_axes(self.topology)
-        codec, size = policy.weights, policy.weights.frame_bytes(unit.shard)
-        encode = self._coding(codec, unit.shard, "encode")
-        if again and spared:
-            axes, size, codec = axes[spared:], secondary_bytes(policy, self.topology, unit), policy.kept
-            encode = 0.0
+        codec = policy.differences or policy.weights  # of all gathers but the first
+        size, before = codec.frame_bytes(unit.shard), self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
-        for axis in axes:
-            if axis.size > 1:
-                hops.append(self.hop(axis, size, ring=ring, before=0.0 if hops else encode))
+        for index, axis in enumerate(axes):
+            if index == spared and (again or policy.sends_copy):
+                size, copied = secondary_bytes(policy, self.topology, unit), policy.kept
+                rows = math.prod(one.size for one in axes[:spared])
+                before = 0.0 if again else self._coding(codec, rows * unit.shard, "decode")
+                codec = copied
+            if axis.size > 1 and not (again and index < spared):
+                hops.append(self.hop(axis, size, ring=ring, before=before))
+                before = 0.0
             size *= axis.size
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
 

@@ -22,7 +22,7 @@ from impl.plan.topology import Axis, Topology
 Phase = Literal["forward", "backward", "evaluate", "step"]
 Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
-Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed"]
+Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten"]
 
 ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
@@ -145,8 +145,9 @@ def predict(
 
     ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
     sequence of passes; a ``step`` changes the trained weights, ``changed``
-    (:meth:`impl.zero.Zero.weights_changed`) all.  ``buffer_bytes`` are of the model's persistent buffers,
-    which all ranks keep equal.
+    (:meth:`impl.zero.Zero.weights_changed`) all, and after ``forgotten``
+    (:meth:`impl.zero.Zero.forget_gathered`) all are gathered anew.  ``buffer_bytes`` are of the model's
+    persistent buffers, which all ranks keep equal.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -163,10 +164,10 @@ def predict(
         match event:
             case "norm":
                 book.control(NORM_BYTES)
-            case "step" | "changed":
+            case "step" | "changed" | "forgotten":
                 for sender in senders:
-                    if event == "changed" or sender.unit.trainable:
-                        sender.weights_changed()
+                    if event != "step" or sender.unit.trainable:
+                        sender.weights_changed(event)
             case "forward" | "evaluate":
                 if buffers_differ:
                     book.control(buffer_bytes, "buffers")
@@ -195,10 +196,15 @@ class _Sender:
     gathered: bool = False  # its weights stayed from the pass before
     current: bool = False  # hpZ's secondary holds these weights
     uploaded: bool = False  # the device holds the frame of an offloaded master
+    steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are to be
 
-    def weights_changed(self) -> None:
-        """After an optimizer step nothing that was kept is true."""
+    def weights_changed(self, event: Event) -> None:
+        """After an optimizer step nothing that was kept is true, but differences begin with it."""
         self.gathered = self.current = self.uploaded = False
+        if event == "changed":
+            self.steps = None
+        elif event == "step" and self.steps is not None:
+            self.steps += 1
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """The weights are needed; afterwards they stay, or go."""
@@ -207,6 +213,7 @@ class _Sender:
             axes, spared = policy.gather_axes(book.topology)
             size = policy.weights.frame_bytes(self.unit.shard)
             secondary = secondary_bytes(policy, book.topology, self.unit)
+            purpose: Purpose = "persistent" if self.unit.persistent else "weights"
             if self.current:
                 axes, size = axes[spared:], secondary
             elif placement.shard and (placement.frames or not self.uploaded):
@@ -215,10 +222,21 @@ class _Sender:
             if placement.frames and secondary:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", name)] += secondary
-            purpose: Purpose = "persistent" if self.unit.persistent else "weights"
+            if spared and policy.sends_copy and not self.current:
+                self._begin(phase, purpose, axes[:spared])
+                axes, size = axes[spared:], secondary
             book.gather(phase, purpose, name, axes, size, ring=policy.gather == "flat")
             self.current = spared > 0
         self.gathered = keep or policy.stage < 3
+
+    def _begin(self, phase: Phase, purpose: Purpose, axes: Sequence[Axis]) -> None:
+        """The hops before an hpZ group inside which the copy is sent: of weights, or of differences."""
+        codec, differences, refresh = self.policy.weights, self.policy.differences, self.policy.refresh
+        if differences is not None and self.steps is not None and not (refresh and self.steps >= refresh):
+            codec = differences
+        else:
+            self.steps = 0
+        self.book.gather(phase, purpose, self.unit.name, axes, codec.frame_bytes(self.unit.shard))
 
     def reduce(self) -> None:
         """The gradient is there."""

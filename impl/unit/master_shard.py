@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
+from impl.codecs.codec import Codec
+from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
 from impl.plan.offload_plan import Placement
 from impl.plan.shard_layout import Slot, UnitGeometry
@@ -192,12 +194,19 @@ class MasterShard:
             self._encoded_of = now
         return self._encoded
 
+    def write_difference(self, codec: Codec, copy: Tensor, frame: Tensor) -> None:
+        """Write to a message how far the master is from its copy (S,) of another type, in ``codec``."""
+        ops.encode(codec, self.master - copy, frame, noise=self._noise(codec))
+
     def _encode_master(self, frame: Tensor) -> None:
-        noise = None
-        if self._codec.stochastic:
-            key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
-            noise = key.noise(self._geometry.bounds(self._mesh.rank)[0])
-        ops.encode(self._codec, self.master, frame, noise=noise)
+        ops.encode(self._codec, self.master, frame, noise=self._noise(self._codec))
+
+    def _noise(self, codec: Codec) -> Noise | None:
+        """The random bits of this rank's shard, where ``codec`` rounds at random."""
+        if not codec.stochastic:
+            return None
+        key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
+        return key.noise(self._geometry.bounds(self._mesh.rank)[0])
 
     # Gradients
 

@@ -8,17 +8,28 @@ master written by hand, which :meth:`SecondaryShard.holds` notices by the versio
 never used as weights again, only overwritten by the next forward all-gather.  All of that is decided here:
 DeepSpeed, where many places must remember to refresh an attribute, trained on stale copies in eight
 reported ways (paper section 3.2 for hpZ).
+
+[Note: differences]
+Stale copies are equal on all ranks that hold them, so what the next all-gather sends may be how far the
+masters have gone from them (SDP4Bit, 2410.15526).  Every rank, the owner too, adds what it decodes, in fp32,
+and rounds the sum to the type of the copy: copies stay equal to the bit, and what encoding and rounding lost
+is part of the next difference.  After a load, or a master written by hand, the weights themselves are sent.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Codec, Raw
+from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
+from impl.errors import ZeroError
 from impl.plan.policy import Policy
+from impl.plan.topology import Axis
 from impl.unit.host_memory import HostMemory
 from impl.unit.master_shard import Version, counted_as
 from impl.unit.memory_pool import Meter
@@ -28,20 +39,35 @@ class SecondaryShard:
     """One unit's secondary shard on one rank; an ``offloaded`` one lies on the host.
 
     Args:
-        numel: elements of a shard, of which it holds several.
+        numel: elements S of a shard, of which it holds several.
         policy: of the unit.
+        place: how many copies it holds, and which of them is of this rank's own shard.
 
     Attributes:
         codec: how it is encoded: F below is a frame's bytes, K those of what is kept of it.
+        pending: whether this rank's own shard alone is here, as it was saved: the others' are to be gathered.
+        begun: optimizer steps before the weights themselves were gathered last; None if they are to be.
     """
 
     def __init__(
-        self, unit: str, numel: int, policy: Policy, host: HostMemory, meter: Meter, *, offloaded: bool
+        self,
+        unit: str,
+        numel: int,
+        policy: Policy,
+        host: HostMemory,
+        meter: Meter,
+        *,
+        place: tuple[int, int],
+        offloaded: bool,
     ) -> None:
         self._unit, self._host, self._meter, self._offloaded = unit, host, meter, offloaded
         self._came, self.codec, self._numel = policy.weights, policy.kept, numel
-        self._frames: Tensor | None = None  # (sizes of the spared axes * K,) uint8
+        self._differences, self._refresh = policy.differences, policy.refresh
+        self._copies, self._own = place
+        self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # of the weights they are of, while CURRENT
+        self.pending = False
+        self.begun: int | None = None
 
     def holds(self, version: Version) -> bool:
         """Whether the frames are those of the weights' ``version``, which never comes again."""
@@ -52,30 +78,42 @@ class SecondaryShard:
         """Whether there are frames, and the weights have not changed since as far as was told."""
         return self._version is not None
 
-    def end(self) -> None:
-        """The weights changed."""
+    def end(self, *, stepped: bool) -> None:
+        """The weights changed; unless an optimizer has ``stepped`` them, no difference is sent of them."""
         self._version = None
+        if not stepped:
+            self.begun, self.pending = None, False
 
-    def keep(self, received: Tensor, version: Version) -> None:
+    def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
         """Keep what the spared hops brought of the weights' ``version``: (n, k * F) uint8."""
         cast = self._cast(received) if self.codec != self._came else received
-        if self._frames is None:
-            self._frames = self._host.bytes(cast.numel(), host=self._offloaded)
-            self._meter.add(counted_as("secondary", host=self._offloaded), cast.numel())
-        kept = self._frames.view(cast.shape)
+        kept = self._room().view(cast.shape)
         if self._offloaded:
             self._host.copy("to_host", cast, kept, "secondary", self._unit)
         else:
             kept.copy_(cast)
-        self._version = version
+        self._version, self.begun = version, step
+
+    def _room(self) -> Tensor:
+        """(copies * K,) uint8, the memory of the frames."""
+        if self._frames is None:
+            nbytes = self._copies * self.codec.frame_bytes(self._numel)
+            self._frames = self._host.bytes(nbytes, host=self._offloaded)
+            self._meter.add(counted_as("secondary", host=self._offloaded), nbytes)
+        return self._frames
 
     def _cast(self, received: Tensor) -> Tensor:
         """(n, k * K) uint8: the frames (n, k * F), decoded and encoded again as they are kept."""
-        frame = self._came.frame_bytes(self._numel)
+        frame, codec = self._came.frame_bytes(self._numel), self.codec
         rows = torch.unflatten(received, -1, (received.shape[-1] // frame, frame)) if frame else received
-        values = torch.empty((*rows.shape[:-1], self._numel), dtype=_dtype(self.codec), device=rows.device)
+        dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
+        values = torch.empty((*rows.shape[:-1], self._numel), dtype=dtype, device=rows.device)
         ops.decode(self._came, rows, values)
-        return values.flatten(1).view(torch.uint8)
+        if isinstance(codec, Raw):
+            return values.flatten(1).view(torch.uint8)
+        kept = rows.new_empty((*rows.shape[:-1], codec.frame_bytes(self._numel)))
+        ops.encode(codec, values, kept)
+        return kept.flatten(1)
 
     def write(self, message: Tensor) -> None:
         """Write the frames to a message of as many bytes."""
@@ -85,8 +123,79 @@ class SecondaryShard:
         else:
             message.copy_(self._frames)
 
+    # Differences ([Note: differences])
 
-def _dtype(codec: Codec) -> torch.dtype:
-    """The type of raw elements."""
-    assert isinstance(codec, Raw)  # noqa: S101  # a policy keeps frames, or a type
-    return DTYPES[codec.dtype]
+    def sends_difference(self, step: int) -> bool:
+        """Whether the gather of optimizer step ``step`` sends differences; the same answer on all ranks."""
+        if self._differences is None or self.begun is None:
+            return False
+        return not self._refresh or step - self.begun < self._refresh
+
+    def _values(self) -> Tensor:
+        """(copies, S) the weights that are kept."""
+        assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
+        return self._room().view(DTYPES[self.codec.dtype]).view(self._copies, -1)[:, : self._numel]
+
+    def own(self) -> Tensor:
+        """(S,) the copy of this rank's own shard, as all ranks that hold it have it."""
+        return self._values()[self._own]
+
+    def add(self, received: Tensor, version: Version) -> None:
+        """Add the differences (copies, D) uint8 that the spared hops brought of the weights' ``version``."""
+        assert self._differences is not None  # noqa: S101  # they were sent
+        kept = self._values()
+        sums = torch.empty(kept.shape, device=kept.device)
+        ops.decode(self._differences, received.view(self._copies, -1), sums)
+        kept.copy_(sums.add_(kept))
+        self._version = version
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's own shard of the copy, to be loaded again; nothing where no difference is sent."""
+        if self._differences is None or self.begun is None:
+            return {}
+        return {"copy": self.own().clone(), "begun": torch.tensor(self.begun)}
+
+    def check_state(self, state: dict[str, Tensor]) -> None:
+        """Refuse what :meth:`state` does not give.
+
+        Raises:
+            ZeroError: naming what differs.
+        """
+        if not state:
+            return
+        held = None if self._differences is None or state.keys() != {"copy", "begun"} else self.own()
+        if held is None or (state["copy"].shape, state["copy"].dtype) != (held.shape, held.dtype):
+            raise ZeroError(f"unit {self._unit!r}: {', '.join(sorted(state))} is no state of its copy")
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`state` gave on the same rank; the other ranks' shards are gathered next."""
+        self._version, self.begun, self.pending = None, None, False
+        if state:
+            self.own().copy_(state["copy"])
+            self.begun, self.pending = int(state["begun"]), True
+
+    def fill(self, received: Tensor) -> None:
+        """Take over the copies (n, k * K) uint8 of which this rank had its own shard's alone."""
+        self._room().view(received.shape).copy_(received)
+        self.pending = False
+
+    def kept(self) -> tuple[Tensor, int] | None:
+        """A copy of all that differences begin with, for :meth:`put_back`; None where there is nothing."""
+        if self._differences is None or self.begun is None or self.pending:
+            return None
+        return self._room().clone(), self.begun
+
+    def put_back(self, kept: tuple[Tensor, int] | None) -> None:
+        """Be as when :meth:`kept` was called, but for the weights that it is of, which are stale."""
+        self._version, self.pending = None, False
+        self.begun = None if kept is None else kept[1]
+        if kept is not None:
+            self._room().copy_(kept[0])
+
+
+def place_of(axes: Sequence[Axis], rank: int) -> tuple[int, int]:
+    """How many shards the hops along ``axes`` bring, and which of them is ``rank``'s own."""
+    own = 0
+    for axis in reversed(axes):
+        own = own * axis.size + axis.digit(rank)
+    return math.prod(axis.size for axis in axes), own

@@ -288,10 +288,14 @@ class Unit:
             return ()
         return self.flat.written()
 
-    def weights_changed(self) -> None:
-        """The weights have new values: what was kept of the old ones is stale."""
+    def weights_changed(self, *, stepped: bool = False) -> None:
+        """The weights have new values: what was kept of the old ones is stale.
+
+        Args:
+            stepped: whether an optimizer made them, or nothing did, so that they are near what was gathered.
+        """
         self.master_shard.changed()
-        self.weight_gather.secondary.end()
+        self.weight_gather.secondary.end(stepped=stepped)
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:

@@ -21,7 +21,9 @@ scales, has F bytes.  Rank = (node, local).
    stays.
 7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, as it is kept, and
    nothing crosses the link.
-8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.
+8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.  Where
+   the policy sends differences, it encodes how far the master is from its copy in the secondary, and step 3
+   adds what came to the copies ([Note: differences] in :mod:`impl.unit.secondary_shard`).
 
 What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.unit.unit`'s to do.
 """
@@ -30,6 +32,8 @@ from __future__ import annotations
 
 import math
 from typing import get_args
+
+import torch
 
 from impl import ops
 from impl.codecs.reference import DTYPES
@@ -40,7 +44,7 @@ from impl.plan.traffic import Phase, Purpose
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
 from impl.unit.master_shard import MasterShard, Version
-from impl.unit.secondary_shard import SecondaryShard
+from impl.unit.secondary_shard import SecondaryShard, place_of
 
 
 class WeightGather:
@@ -57,16 +61,29 @@ class WeightGather:
         self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
-        offloaded = master_shard.placement.frames
+        before, after = self._axes[: self._spared], self._axes[self._spared :]
         self.secondary = SecondaryShard(
-            geometry.name, shard, policy, context.host, context.meter, offloaded=offloaded
+            geometry.name,
+            shard,
+            policy,
+            context.host,
+            context.meter,
+            place=place_of(before, wire.mesh.rank),
+            offloaded=master_shard.placement.frames,
+        )
+        self._clock, self._sends_copy, self._differences = (
+            context.clock,
+            policy.sends_copy,
+            policy.differences,
         )
         self._codec, self._kept_codec = policy.weights, self.secondary.codec
         self._frame, kept = self._codec.frame_bytes(shard), self._kept_codec.frame_bytes(shard)  # F, and K
-        before, after = self._axes[: self._spared], self._axes[self._spared :]
         copies = math.prod(axis.size for axis in before)  # frames of hpZ's copy
         ring = self._axes == (topology.world_axis,)
         self._between = FrameGather(wire, before, self._frame) if before else None
+        self._difference: FrameGather | None = None  # gathers differences
+        if policy.differences is not None and before:
+            self._difference = FrameGather(wire, before, policy.differences.frame_bytes(shard))
         self._last = FrameGather(wire, after, copies * self._frame, ring=ring)
         self._again = FrameGather(wire, after, copies * kept, ring=ring) if before else None
         # Rows of frames as rank digits, the last axis first, and where each shard lies in the flat buffer.
@@ -89,6 +106,8 @@ class WeightGather:
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages; all ranks must call it."""
         held, kept = self._frame, self._kept[-1]
+        if self._differences is not None:  # or copies of a resumed run
+            held = max(held, kept, self._differences.frame_bytes(self._geometry.shard))
         for hop, axis in enumerate(self._axes):
             self._wire.reserve(axis, max(held, kept) if hop >= self._spared else held)
             held, kept = held * axis.size, kept * axis.size
@@ -110,6 +129,13 @@ class WeightGather:
         if self._again is not None and self.secondary.holds(self._version):
             self._under_way = self._again
             self.secondary.write(self._again.open(tag))
+        elif self._difference is not None and self.secondary.sends_difference(self._clock.step):
+            assert self._differences is not None  # noqa: S101  # the policy sends them
+            if self.secondary.pending:
+                self._gather_copies()
+            self._under_way = self._difference
+            message = self._difference.open(tag)
+            self._master_shard.write_difference(self._differences, self.secondary.own(), message)
         else:
             self._under_way = self._between or self._last
             into = flat.attach_bytes() if self._in_place else None
@@ -121,7 +147,7 @@ class WeightGather:
         gather = self._under_way
         if gather is None:  # alone
             return
-        if gather is self._between:
+        if gather is self._between or gather is self._difference:
             gather = self._forward_copy(gather)
         rows = gather.finish()
         if gather is self._again:
@@ -133,11 +159,30 @@ class WeightGather:
 
     def _forward_copy(self, between: FrameGather) -> FrameGather:
         """Keep what the hops between nodes brought, and post it along the hops inside them."""
-        rows = between.finish()  # (node, F)
-        self.secondary.keep(rows, self._version)
-        message = self._last.open(self._tag)
-        message.view(rows.shape).copy_(rows)
+        rows = between.finish()  # (node, F), or their differences
+        if between is self._difference:
+            self.secondary.add(rows, self._version)
+        else:
+            self.secondary.keep(rows, self._version, step=self._clock.step)
+        onward = self._last
+        if self._sends_copy:
+            assert self._again is not None  # noqa: S101  # there is a copy
+            onward = self._again
+            self.secondary.write(onward.open(self._tag))
+        else:
+            message = onward.open(self._tag)
+            message.view(rows.shape).copy_(rows)
         between.close()
-        self._last.post()
-        self._under_way = self._last
-        return self._last
+        onward.post()
+        self._under_way = onward
+        return onward
+
+    def _gather_copies(self) -> None:
+        """Gather the copies that differences begin with, of which each rank has loaded its own shard's."""
+        before = self._axes[: self._spared]
+        own = self.secondary.own().contiguous().view(torch.uint8)
+        gather = FrameGather(self._wire, before, self._kept[-1])
+        gather.open(Tag("forward", "state", self._geometry.name)).copy_(own)
+        gather.post()
+        self.secondary.fill(gather.finish())
+        gather.close()

@@ -50,7 +50,19 @@ _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
 )  # fmt: skip
 _ALWAYS_TOLD: Final = frozenset(
-    {"stage", "group", "weights", "gradients", "secondary", "hpZ copy", "feedback", "frozen"}
+    {
+        "stage",
+        "group",
+        "weights",
+        "gradients",
+        "secondary",
+        "hpZ copy",
+        "inside",
+        "differences",
+        "refresh",
+        "feedback",
+        "frozen",
+    }
 )
 
 
@@ -144,6 +156,9 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
         "secondary": str(policy.secondary_ranks(topology)),
         "hpZ copy": policy.secondary_format,
+        "inside": str(policy.inside or "as sent"),
+        "differences": str(policy.differences or "none"),
+        "refresh": str(policy.refresh),
         "gather": policy.gather,
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),

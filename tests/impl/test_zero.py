@@ -169,7 +169,7 @@ def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
                 net(x)
             events.append("evaluate")
         elif kind == "norm":
-            if events[-1:] == ["accumulate"]:
+            if [event for event in events if event != "evaluate"][-1:] == ["accumulate"]:
                 zero.drop_gradients()  # a norm of what has not been reduced is refused
             zero.grad_norm()
             events.append("norm")

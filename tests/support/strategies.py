@@ -11,7 +11,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.codecs.codec import BF16, FP16, FP32, MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
+from impl.codecs.codec import (
+    BF16,
+    FP16,
+    FP32,
+    MX_BLOCK,
+    Block,
+    Blocked,
+    Codec,
+    FloatCodec,
+    IntCodec,
+    Raw,
+    parse,
+)
 from impl.codecs.rounding_noise import Key
 from impl.plan.policy import Feedback, MemoryLimits, Policy, SecondaryFormat
 from impl.plan.topology import Topology
@@ -153,10 +165,12 @@ _KEPT: Final[tuple[SecondaryFormat, ...]] = ("frames", "frames", "bf16", "fp16",
 
 
 @st.composite
-def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) -> Policy:
+def policies(
+    draw: st.DrawFn, topology: Topology, *, whole_world: bool = False, offloads: bool = False
+) -> Policy:
     """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits.
 
-    ``whole_world``: only those that shard over all ranks.
+    ``whole_world``: only those that shard over all ranks; ``offloads``: only those that may be offloaded.
     """
     codec = st.one_of(raw_codecs, engine_codecs)
     reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
@@ -170,6 +184,12 @@ def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) 
     copy = gather == "hierarchical" and stage == 3 and group == 0
     secondary = draw(st.sampled_from(secondaries(topology))) if copy else 0
     kept: SecondaryFormat = draw(st.sampled_from(_KEPT)) if secondary else "frames"
+    own = secondary and not offloads
+    inside = draw(st.one_of(st.none(), codec)) if own and kept == "frames" else None
+    if inside is not None and inside.stochastic:
+        inside = None
+    added = own and (kept != "frames" or isinstance(inside, Raw))
+    differences = draw(st.one_of(st.none(), codec)) if added else None
     return Policy(
         stage=stage,
         group=group,
@@ -180,6 +200,9 @@ def policies(draw: st.DrawFn, topology: Topology, *, whole_world: bool = False) 
         chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
         secondary=secondary,
         secondary_format=kept,
+        inside=inside,
+        differences=differences,
+        refresh=0 if differences is None else draw(st.sampled_from([0, 1, 2])),
         feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
         reduce_every=draw(st.sampled_from(["stage", "step", "micro_batch" if stage >= 2 else "stage"])),
         frozen=draw(st.one_of(st.none(), codec)),

@@ -28,7 +28,7 @@ from harness.workloads.data import Data
 from impl import ops
 from impl.codecs.codec import parse
 from impl.engine.engine import Zero
-from impl.plan.policy import Policy
+from impl.plan.policy import Feedback, Policy
 from impl.plan.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.secondary_shard import SecondaryShard
@@ -287,8 +287,19 @@ def _error(step: int, purpose: str, error: float) -> CommunicationError:
 def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool) -> None:
     """From GROWTH times the first step's on, where that is above what bf16 errs by; not of carried errors."""
     later = first * factor
-    wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], carried=carried)
+    policy = Policy(feedback=Feedback() if carried else None)
+    wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy)
     assert (wrong is None) == (carried or later <= GROWTH * max(first, OF_BF16))
+
+
+@given(st.floats(1e-6, 1), st.floats(0, 2))
+@example(6.29e-5, 6.37 / 6.29)  # DeepSpeed's, which rounds what was decoded to bf16
+def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
+    """A copy in 16 bits errs as the weights and a cast, copied frames exactly as the weights."""
+    errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
+    for kept, more in (("frames", 0.0), ("bf16", OF_BF16)):
+        policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
+        assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + more)
 
 
 @pytest.mark.parametrize("codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16"])

@@ -158,7 +158,10 @@ def test_every_field_of_a_policy_can_be_said() -> None:
     """What a suite may change are the fields of policies and of their limits, all of them."""
     named = {field.name for kind in (Policy, MemoryLimits) for field in dataclasses.fields(kind)}
     shares = {f"offload_{field.name}" for field in dataclasses.fields(Offload)}
-    assert set(PolicyChanges.model_fields) == named - {"memory", "offload"} | shares
+    assert set(PolicyChanges.model_fields) == named - {"memory", "offload", "inside"} | shares
+    by_hop = Trial(strategy="hpz", policy=PolicyChanges(weights=("int8:64", "bf16"))).resolved_policy()
+    assert by_hop is not None
+    assert (str(by_hop.inside), str(by_hop.weights)) == ("int8:64", "bf16")
     changes = {
         "stage": 2, "group": "node", "compute": "fp16", "loss_scale": "dynamic:window7", "frozen": "int8:64",
         "reduce_every": "step", "max_live": 1, "max_reuse": 2, "persist_below": 3, "reduce_bucket": 4,

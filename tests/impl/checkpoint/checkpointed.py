@@ -41,6 +41,14 @@ POLICIES = {
     ),
     # The scale falls and rises, and steps are skipped, before and after the save.
     "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),
+    "differences": Policy(
+        weights=parse("int8:8"),
+        secondary=1,
+        secondary_format="fp16",
+        differences=INT4,
+        refresh=3,
+        memory=ROOMY,
+    ),
     "persistent": replace(PRESETS["zeropp"], memory=replace(ROOMY, persist_below=30)),
     "offload": replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=0.5, weights=0.5)),
     "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),

@@ -66,7 +66,7 @@ def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     return same_losses and scales and same(again.state(), run.state())
 
 
-RESUMED = ["exact", "zeropp", "zero1", "feedback"]
+RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit"]
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *nightly(*(name for name in POLICIES if name not in RESUMED))])

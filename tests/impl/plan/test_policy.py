@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from impl.codecs.codec import BF16, FP16, FP32, parse
 from impl.plan.policy import (
     PRESETS,
+    TECHNIQUES,
     Feedback,
     LossScale,
     MemoryLimits,
@@ -31,7 +32,7 @@ def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
     """ZeRO-3, each technique, pairs, all three; the other stages; states in a node; unquantised; flat."""
     plain = {
         name: policy
-        for name, policy in PRESETS.items()
+        for name, policy in TECHNIQUES.items()
         if policy.stage == 3 and not policy.group and name != "zero3-flat"
     }
     combinations = {
@@ -43,7 +44,7 @@ def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
     assert PRESETS["exact"].weights == FP32
     assert [PRESETS[f"zero{stage}"].stage for stage in range(4)] == [0, 1, 2, 3]
     assert PRESETS["mics"].group == "node"
-    assert len(PRESETS) == len(plain) + 5
+    assert len(TECHNIQUES) == len(plain) + 5
 
 
 @given(st.integers(1, 8), st.integers(1, 8))

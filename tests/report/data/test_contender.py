@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
+from impl.codecs.codec import BF16, FP32
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
 from report.data.contender import NAMES, _fields, label_of
 
@@ -34,13 +35,16 @@ def test_every_field_of_a_policy_is_told() -> None:
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
-    assert others.keys() | LAYOUT | {"secondary_format"} == {field.name for field in fields(Policy)}
+    of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
+    assert others.keys() | LAYOUT | of_copy.keys() == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
     hpz = PRESETS["hpz"]
-    kept = replace(hpz, secondary_format="bf16")
-    assert _fields(kept, trial.topology()) != _fields(hpz, trial.topology())
+    for name, value in of_copy.items():
+        base = replace(hpz, differences=FP32) if name == "refresh" else hpz
+        changed = replace(base, **{name: value})
+        assert _fields(changed, trial.topology()) != _fields(base, trial.topology()), name
     assert label_of(Trial(policy=PolicyChanges(secondary_format="bf16")), {}) == "ZeRO++ (hpZ copy bf16)"
     for limit in fields(MemoryLimits):
         if limit.name != "max_padding":

@@ -1,0 +1,286 @@
+"""Weight differences: copies that stay equal, errors within bounds, and what is sent when."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl.codecs import reference
+from impl.codecs.codec import BF16, HALF_ULP, Blocked, parse
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Offload, Policy, PolicyError, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Event, predict
+from impl.unit.unit import Unit
+from impl.zero import Zero, shard
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model
+
+SDP4BIT = preset("sdp4bit", memory=ROOMY, differences=parse("int4:32:stochastic"))
+NET = model()
+KINDS = ("train", "train", "accumulate", "evaluate", "skip", "rehearse", "by hand", "load", "save")
+
+
+class History:
+    """A run of one rank, step by step, and the bytes that it should have sent."""
+
+    def __init__(self, mesh: Mesh, policy: Policy) -> None:
+        self.net, self.mesh, self.policy = copy.deepcopy(NET), mesh, policy
+        self.zero = shard(self.net, mesh=mesh, policy=policy)
+        self.optimizer = torch.optim.AdamW(self.zero.param_groups(), lr=1e-2)
+        self.events: list[Event] = []
+        self.apart = 0  # bytes between nodes of what no prediction is of
+
+    def act(self, kind: str, number: int) -> None:
+        """One thing that may happen in a run."""
+        zero, x = self.zero, batch(number, self.mesh.rank)
+        if kind in ("train", "accumulate", "skip"):
+            self.net(x).backward()
+            zero.finish_backward()
+            self.events += ["forward", "backward"]
+            if kind == "train":
+                self.optimizer.step()
+                self.events.append("step")
+            if kind != "accumulate":
+                self.optimizer.zero_grad()
+        elif kind == "evaluate":
+            with torch.no_grad():
+                self.net(x)
+            self.events.append("evaluate")
+        elif kind == "rehearse":
+            self.optimizer.zero_grad()
+            with zero.wire.observed(Nobody()), zero.rehearsing():
+                self.net(x).backward()
+                zero.finish_backward()
+            self.events.append("forgotten")
+        elif kind == "by hand":
+            with torch.no_grad():
+                for unit in zero.units:
+                    unit.master_shard.master.mul_(2)
+            zero.weights_changed()
+            self.events.append("changed")
+        elif kind == "load":
+            state = {name: value * 0.5 for name, value in zero.full_state_dict().items()}
+            zero.load_full_state_dict(state)
+            self.events.append("changed")
+        else:
+            kept = zero.full_state_dict(), zero.communication_state()
+            zero.load_full_state_dict(kept[0])
+            zero.load_communication_state(kept[1])
+            self.events.append("forgotten")
+
+    def foreseen(self) -> int:
+        """Bytes of weights that this rank sends to other nodes."""
+        units = [unit.geometry for unit in self.zero.units]
+        found = predict(self.policy, self.mesh.topology, units, self.mesh.rank, self.events)
+        return sum(s.bytes for k, s in found.sent.items() if k.link == "inter" and k.purpose == "weights")
+
+    def sent(self) -> int:
+        """The same by the ledger."""
+        rows = self.zero.wire.ledger.rows()
+        return sum(s.bytes for k, s in rows.items() if k.link == "inter" and k.purpose == "weights")
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    def local(self, *_: Any) -> None: ...
+
+    def encoded(self, *_: Any) -> None: ...
+
+    def averaged(self, *_: Any) -> None: ...
+
+
+def gathered(zero: Zero) -> list[Tensor]:
+    """What each unit gathers now, whole."""
+    found = []
+    for unit in zero.units:
+        unit.all_gather("evaluate")
+        found += [member.parameter.detach().clone() for member in unit.members]
+        unit.release()
+    return found
+
+
+def _replicas(mesh: Mesh, policy: Policy, kinds: Sequence[str]) -> tuple[list[Tensor], bool]:
+    history = History(mesh, policy)
+    for number, kind in enumerate(kinds):
+        history.act(kind, number)
+    foreseen = history.foreseen() == history.sent()
+    return gathered(history.zero), foreseen
+
+
+@given(
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=7),
+    st.sampled_from(["int4:32:stochastic", "int4:8", "mxfp4", "int8:32", "bf16"]),
+    st.sampled_from(["bf16", "fp16", "fp32"]),
+    st.sampled_from([0, 0, 1, 2]),
+    st.sampled_from(
+        [(Topology(2, 2), "node"), (Topology(2, 2), 1), (Topology(3, 1), 1), (Topology(4, 1), 2)]
+    ),
+)
+@example(["train", "save", "train", "evaluate"], "int4:32:stochastic", "bf16", 0, (Topology(2, 2), "node"))
+@example(["train", "train", "rehearse", "train"], "int4:8", "bf16", 0, (Topology(2, 2), "node"))
+def test_replicas_are_equal_to_the_bit_after_any_history(
+    kinds: list[str], differences: str, kept: Any, refresh: int, where: tuple[Topology, Any]
+) -> None:
+    """Whatever happened, all ranks gather the same bits, and sent between nodes what was foreseen."""
+    topology, secondary = where
+    policy = replace(
+        SDP4BIT, differences=parse(differences), secondary=secondary, secondary_format=kept, refresh=refresh
+    )
+    first, *others = on_threads(topology, _replicas, policy, kinds)
+    for values, foreseen in others:
+        assert foreseen
+        assert all(torch.equal(one, other) for one, other in zip(first[0], values, strict=True))
+
+
+def _rehearsed(mesh: Mesh, rehearses: bool) -> list[Tensor]:
+    history = History(mesh, SDP4BIT)
+    for number, kind in enumerate(("train", "train", "rehearse", "train", "train")):
+        if kind != "rehearse" or rehearses:
+            history.act(kind, number)
+    return gathered(history.zero)
+
+
+def test_a_rehearsal_leaves_no_trace_in_copies() -> None:
+    """A run in which passes were rehearsed goes on as one without."""
+    with_one, without = (on_threads(Topology(2, 2), _rehearsed, one)[0] for one in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(with_one, without, strict=True))
+
+
+def _errors(mesh: Mesh, differences: str, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Of each unit and step, how far its copy is from the master, and how far it may be."""
+    history = History(mesh, replace(SDP4BIT, differences=parse(differences)))
+    found = []
+    for number in range(steps):
+        history.act("train", number)
+        before = [_own(unit) for unit in history.zero.units]
+        masters = [unit.master_shard.master.clone() for unit in history.zero.units]
+        gathered(history.zero)
+        for unit, old, master in zip(history.zero.units, before, masters, strict=True):
+            codec = unit.policy.differences
+            if codec is not None:
+                found.append(((_own(unit) - master).abs(), _bound(codec, master - old, old)))
+    return found
+
+
+def _own(unit: Unit) -> Tensor:
+    return unit.weight_gather.secondary.own().float()
+
+
+def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
+    """(S,) the bound of each block's error, and half an ulp of the sum in bf16, and of it in fp32."""
+    assert isinstance(codec, Blocked)
+    rows = reference.rotated(codec, difference).view(-1, codec.block_size(difference.numel()))
+    bounds = [codec.error_bound(float(row.min()), float(row.max())) for row in rows]
+    error = torch.tensor(bounds).repeat_interleave(rows.shape[1])
+    largest = copied.abs() + difference.abs() + error
+    return error + largest * (HALF_ULP["bf16"][0] + 4 * HALF_ULP["fp32"][0]) + HALF_ULP["bf16"][1]
+
+
+@pytest.mark.parametrize("differences", ["int4:32", "int4:32:stochastic", "int2:8", "mxfp4"])
+def test_the_drift_of_a_copy_is_bounded_by_one_encoding(differences: str) -> None:
+    """However many steps have passed, a copy is off by one difference's error and one rounding."""
+    for rank in on_threads(Topology(2, 2), _errors, differences, 6):
+        assert len(rank) > 0
+        for found, bound in rank:
+            assert bool((found <= bound).all()), float((found - bound).max())
+
+
+def _crossing(mesh: Mesh, policy: Policy) -> list[int]:
+    history = History(mesh, policy)
+    sent = [0]
+    for number in range(5):
+        history.act("train", number)
+        sent.append(history.sent())
+    return [after - before for before, after in itertools.pairwise(sent)]
+
+
+def test_a_refresh_is_on_the_ledger() -> None:
+    """Every n-th step sends the weights themselves, all others their differences."""
+    often, never = (
+        on_threads(Topology(2, 2), _crossing, replace(SDP4BIT, refresh=refresh))[0] for refresh in (2, 0)
+    )
+    assert often[0] == often[2] == often[4] == never[0] > 2 * never[1]
+    assert often[1] == often[3] == never[1] == never[2] == never[3] == never[4]
+
+
+def _decoded(mesh: Mesh, policy: Policy) -> bool:
+    """Whether what is gathered, in forward and from the copy, is the masters in one codec, then the other."""
+    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=policy)
+    equal = []
+    for unit in zero.units:
+        own = unit.policy
+        if own.inside is None:
+            continue
+        shards = unit.master_shard.master.clone()
+        for codec in (own.weights, own.inside):
+            frame = torch.empty(codec.frame_bytes(shards.numel()), dtype=torch.uint8)
+            reference.encode(codec, shards, frame)
+            reference.decode(codec, frame, shards)
+        for phase in ("forward", "backward"):
+            unit.all_gather(phase)
+            for member, slot in zip(unit.members, unit.geometry.slots, strict=True):
+                first, end = unit.geometry.overlap(slot, mesh.rank)
+                start, stop = unit.geometry.part(slot, mesh.rank)
+                mine = member.parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset]
+                equal.append(torch.equal(mine, shards[start:stop]))
+            unit.release()
+    return len(equal) > 0 and all(equal)
+
+
+@pytest.mark.parametrize(
+    ("between", "inside"), [("int8:32", "int4:32"), ("bf16", "int8:8"), ("mxfp4", "bf16")]
+)
+def test_weights_travel_in_a_codec_for_each_hop(between: str, inside: str) -> None:
+    """The owner encodes in the first codec, and every node what came in the second, forward and backward."""
+    policy = preset("hpz", memory=ROOMY, weights=parse(between), inside=parse(inside))
+    assert all(on_threads(Topology(2, 2), _decoded, policy))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"secondary": 0}, "needs hpZ's copy"),
+        ({"weights": parse("int8:32")}, "added to hpZ's copy, which is kept as int8:32"),
+        ({"offload": Offload(optimizer=1.0)}, "offload neither"),
+        ({"refresh": -1}, "refresh = -1"),
+        ({"differences": None, "refresh": 2}, "and differences"),
+        ({"inside": parse("int8:32:stochastic"), "differences": None}, "rounds to nearest"),
+        ({"inside": BF16, "secondary_format": "fp16"}, "both say how hpZ's"),
+        ({"inside": BF16, "differences": None, "offload": Offload(weights=1.0)}, "encoded on the device"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    """Differences without a copy to add them to, or a copy that ranks would not share, are refused."""
+    with pytest.raises(PolicyError, match=words):
+        replace(SDP4BIT, **changes)
+
+
+def _lost(mesh: Mesh) -> str:
+    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=SDP4BIT)
+    with torch.no_grad(), contextlib.suppress(StopIteration):
+        zero.model(batch(0, mesh.rank))
+    state = zero.communication_state()
+    name = next(name for name in state if name.endswith("/copy"))
+    try:
+        zero.load_communication_state({**state, name: state[name][:-1]})
+    except Exception as error:  # its type and words are what is asked for
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_copy_of_another_shape_is_refused() -> None:
+    """A state whose copies do not fit is named, and not taken over."""
+    assert all("is no state of its copy" in words for words in on_threads(Topology(2, 1), _lost))
