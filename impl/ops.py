@@ -67,7 +67,9 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
         ValueError: naming both.
     """
     for codec in codecs:
-        if isinstance(codec, OwnCodec) and torch.device(codec.thing.device).type != device.type:
+        if not isinstance(codec, OwnCodec) or codec.thing.device == "any":
+            continue
+        if torch.device(codec.thing.device).type != device.type:
             raise ValueError(f"{codec} is for {codec.thing.device}, and the tensors are on {device}")
 
 

@@ -92,7 +92,7 @@ def of_own(codec: OwnCodec) -> Subject:
         CodecError: naming what it lacks.
     """
     thing, claimed = codec.thing, codec.claimed
-    device = torch.device(thing.device)
+    device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SubjectError(f"{codec}: its device is {device}, and torch finds no CUDA device")
     promises = claimed or Promises(codec.laws, codec.stochastic, codec.own_bytes, codec.error_bound)

@@ -386,12 +386,19 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 }
 
 
+_FORMATS: Final = {  # by the name of their class in impl.codecs.formats
+    name.lower(): f"impl.codecs.formats:{name}"
+    for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1")
+}
+
+
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A user's own codec; frames are those of its object, padded with zeros to 16 bytes.
+    """A codec whose object is torch operations, a user's own or a published format; frames are those of its
+    object, padded with zeros to 16 bytes.
 
-    ``name`` is ``module:object``, imported when something of it is first asked, so that a record with it
-    can be read where it is not; or the name of an object that was ``given``.
+    ``name`` is ``module:object``, or a format's, imported when something of it is first asked, so that a
+    record with it can be read where it is not; or the name of an object that was ``given``.
     """
 
     name: str
@@ -408,7 +415,7 @@ class OwnCodec(_Framed):
             CodecError: if it cannot be imported, or lacks what a codec has.
         """
         try:
-            return self.given or own_object.imported(self.name)
+            return self.given or own_object.imported(_FORMATS.get(self.name, self.name))
         except OwnObjectError as error:
             raise CodecError(str(error)) from error
 
@@ -519,8 +526,8 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 _OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
-    "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; a codec "
-    "of your own is named as module:object, such as mykernels:Int4"
+    "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
+    f"{', '.join(_FORMATS)}; a codec of your own is named as module:object, such as mykernels:Int4"
 )
 
 
@@ -554,6 +561,8 @@ def built_in(text: str) -> BuiltIn:
 
 def _parsed(text: str) -> Codec:
     head, *rest = text.strip().split(":")
+    if text.strip() in _FORMATS:
+        return OwnCodec(text.strip())
     if not _OURS.fullmatch(head) and own_object.is_name(text.strip()):
         return OwnCodec(text.strip())
     if head in ITEM_BYTES:

@@ -19,7 +19,7 @@ from impl.errors import raised
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KINDS: Final = ("fp32", "bf16", "fp16")
-_DEVICE: Final = re.compile(r"cpu|cuda(:\d{1,3})?")
+_DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
 _seen: Final[list[Path]] = []  # folders whose modules count
 _added: Final[list[str]] = []  # of them, those that were not in sys.path
 _names: Final[list[str]] = []  # of modules that were imported
@@ -47,7 +47,7 @@ class OwnObject:
             ``out``: ``"fp32"``, ``"bf16"`` or ``"fp16"``; asked where it promises ``bound`` or ``unbiased``.
         stochastic: whether ``encode(x, frame, noise)`` gets an :class:`impl.codecs.rounding_noise.Noise`.
         kinds: types of x and out.
-        device: ``cpu`` or ``cuda``, maybe with a number.
+        device: ``cpu`` or ``cuda``, maybe with a number; ``any`` for both.
         decode_sum: (frames, out): writes to out (S,) the fp32 sum of frames (sources, F), in ascending order.
         decode_sum_encode: (frames, frame, numel), and noise where it is stochastic: writes the frame (F,) of
             that sum; ``zeropp check codecs`` tries it, the engine encodes the sum by ``encode``.
@@ -77,7 +77,7 @@ class OwnObject:
         if not some or not kinds or any(kind not in _KINDS for kind in kinds):
             raise OwnObjectError(f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
         if _DEVICE.fullmatch(str(self.device)) is None:
-            raise OwnObjectError(f"device {self.device!r}: expected cpu, cuda, or cuda with a number")
+            raise OwnObjectError(f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number")
         for method in ("decode_sum", "decode_sum_encode"):
             offered = getattr(self, method)
             if offered is not None and not callable(offered):
@@ -101,6 +101,11 @@ class OwnObject:
             raise OwnObjectError("promises unbiased, and is not stochastic")
         if self.block != "shard" and not (isinstance(self.block, int) and self.block >= 1):
             raise OwnObjectError(f"block {self.block!r}: expected a number of elements from 1, or 'shard'")
+
+    @property
+    def tried_on(self) -> str:
+        """A device that it is for."""
+        return "cpu" if self.device == "any" else str(self.device)
 
     @property
     def promised(self) -> list[str]:

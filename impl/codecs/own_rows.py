@@ -75,7 +75,7 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 def decoded_sha256(codec: OwnCodec) -> str:
     """SHA-256 of what one row of numbers is after ``codec``; the same on all ranks, as weights must be."""
     numel = codec.grain * -(-256 // codec.grain)
-    x = torch.linspace(-3, 3, numel, device=codec.thing.device)  # (S,)
+    x = torch.linspace(-3, 3, numel, device=codec.thing.tried_on)  # (S,)
     frame = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=x.device)
     encode(codec, x, frame, Noise((0, 0, 0, 0)) if codec.stochastic else None)
     decode(codec, frame, x)

@@ -447,7 +447,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
         scale = scale.masked_fill(broken, math.nan)
         codes.masked_fill_(broken, 0)
-    _pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
+    pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
     _zero_padding(frames, codes_end, scales_at)
     stored = scale.squeeze(-1).contiguous()
     parts = [_e8m0(stored) if codec.scale == "e8m0" else stored]
@@ -511,7 +511,7 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
     """(..., S) fp32, saturated at +-``largest``."""
     lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
     blocks, block = codec.blocks(numel), codec.block_size(numel)
-    codes = _unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel)
+    codes = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
     if isinstance(codec, FloatCodec):
         values[..., :numel] = _elements(codec, codes)
@@ -555,7 +555,7 @@ def _floats(frames: Tensor, start: int, count: int) -> Tensor:
     return aligned.view(torch.float32).unsqueeze(-1)
 
 
-def _pack(codes: Tensor, bits: int, out: Tensor) -> None:
+def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     """Write the low ``bits`` of (..., S) uint8 codes as a little-endian bit stream of (..., bytes)."""
     if bits == 8:
         out.copy_(codes)
@@ -578,7 +578,7 @@ def _pack(codes: Tensor, bits: int, out: Tensor) -> None:
     out.copy_(stream[..., : out.shape[-1]])
 
 
-def _unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
     if bits == 8:
         return packed.clone()

@@ -128,8 +128,8 @@ def test_packing_is_exact_for_every_byte(bits: int) -> None:
         values = torch.arange(top, dtype=torch.int32).to(torch.uint8)
         sequences = torch.stack([values, values.flip(0), values.roll(7), values ^ 1, values], dim=-1)
     packed = torch.zeros((len(sequences), -(-sequences.shape[1] * bits // 8)), dtype=torch.uint8)
-    reference._pack(sequences, bits, packed)
-    assert torch.equal(reference._unpack(packed, bits, sequences.shape[1]), sequences)
+    reference.pack(sequences, bits, packed)
+    assert torch.equal(reference.unpack(packed, bits, sequences.shape[1]), sequences)
     words = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in sequences[:64]]
     wanted = [list(word.to_bytes(packed.shape[1], "little")) for word in words]
     assert packed[:64].tolist() == wanted
@@ -143,10 +143,10 @@ def test_unpacking_is_exact_for_every_byte(bits: int, rest: int) -> None:
     every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     for place in range(bits):
         rows[place, :, place] = every
-    codes = reference._unpack(rows, bits, 8)
+    codes = reference.unpack(rows, bits, 8)
     assert int(codes.max()) < 1 << bits
     again = torch.empty_like(rows)
-    reference._pack(codes, bits, again)
+    reference.pack(codes, bits, again)
     assert torch.equal(again, rows)
 
 

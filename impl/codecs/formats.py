@@ -1,0 +1,321 @@
+"""Formats that others published, each as torch operations on rows: they have no kernels of their own.
+
+=============  ====  =====  ==================================================================================
+text           bits  block  what it is
+=============  ====  =====  ==================================================================================
+``nvfp4``         4     16  E2M1 elements, an E4M3 scale a block, an fp32 scale a shard (NVIDIA's NVFP4)
+``mxfp6e2m3``     6     32  E2M3 elements, an E8M0 scale a block (OCP Microscaling 1.0)
+``mxfp6e3m2``     6     32  E3M2 elements, likewise
+``nf4``           4     64  quantiles of a normal distribution times the block's largest magnitude (QLoRA,
+                            2305.14314)
+``spike3``        3    128  a block's least and largest kept in bf16 with their places, the rest by its own
+                            range (FlashCommunication V2, 2508.03760)
+``spike2``        2    128  likewise
+``sign1``         1    128  the sign times the mean magnitude of a block (1-bit SGD)
+=============  ====  =====  ==================================================================================
+
+Each is an object as :class:`impl.codecs.own_object.OwnObject` lists it.  A frame is the codes, element 0 in
+the lowest bits, then what each block has beside its codes, then what the shard has.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from impl.codecs.codec import HALF_ULP, LARGEST, SMALLEST_NORMAL
+from impl.codecs.reference import pack, unpack
+
+_ROOM: Final = 1 + 2.0**-15  # of bounds: fp32 rounds what is divided and multiplied
+# 2305.14314, appendix E
+_NF4: Final = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+
+
+class _Format:
+    """Codes of ``bits`` in blocks of ``size``, with ``beside`` bytes for each, ``whole`` for a row."""
+
+    device = "any"
+    kinds: ClassVar = ["fp32"]
+    laws: ClassVar = ["bound", "zero", "nonfinite"]
+    bits: int
+    size: int
+    beside: int
+    whole = 0
+
+    @property
+    def block(self) -> int | str:
+        """Elements that share all scales."""
+        return self.size
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of a row."""
+        return -(-numel * self.bits // 8) + -(-numel // self.size) * self.beside + self.whole
+
+    def encode(self, x: Tensor, frame: Tensor) -> None:
+        """Write the frame (F,) uint8 of x (S,) fp32; a short last block repeats its last element."""
+        numel = x.numel()
+        if not numel:
+            frame.zero_()
+            return
+        blocks = -(-numel // self.size)
+        values = torch.cat([x, x[-1:].expand(blocks * self.size - numel)]).view(blocks, self.size)
+        codes, beside, whole = self.codes(values)
+        end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
+        pack(codes.view(-1)[:numel], self.bits, frame[:end])
+        frame[end:last] = beside.reshape(-1)
+        frame[last:] = whole
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Write the elements (S,) of a frame."""
+        numel = out.numel()
+        if not numel:
+            return
+        blocks = -(-numel // self.size)
+        end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
+        codes = frame.new_zeros(blocks * self.size)
+        codes[:numel] = unpack(frame[:end], self.bits, numel)
+        beside = frame[end:last].view(blocks, self.beside)
+        values = self.values(codes.view(blocks, self.size), beside, frame[last:])
+        out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of values (n, size): codes (n, size) uint8, bytes beside each block (n, beside), and of the row."""
+        raise NotImplementedError
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """(n, size) fp32 of what :meth:`codes` gave."""
+        raise NotImplementedError
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """(n, bytes) uint8 of (n, k) elements of another type."""
+    return values.contiguous().view(torch.uint8)
+
+
+def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, k) elements of bytes (n, k * itemsize)."""
+    return beside.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+class _Table(_Format):
+    """Each element is the entry of a symmetric table that is nearest, times the block's scale.
+
+    Attributes:
+        table: entries in ascending order; a code counts from the least.
+    """
+
+    table: tuple[float, ...]
+
+    def nearest(self, quotients: Tensor) -> Tensor:
+        """(n, size) uint8: the code of the nearest entry, of two as near that an even number from zero."""
+        table = torch.tensor(self.table, device=quotients.device)
+        upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
+        below, above = quotients - table[upper - 1], table[upper] - quotients
+        even = (upper - self.table.index(0.0)) % 2 == 0
+        up = (above < below) | ((above == below) & even)
+        return (upper - 1 + up.long()).to(torch.uint8)
+
+    def entries(self, codes: Tensor) -> Tensor:
+        """(n, size) fp32 of codes."""
+        return torch.tensor(self.table, device=codes.device)[codes.long()]
+
+    @property
+    def gap(self) -> float:
+        """Half of the largest distance of neighbours."""
+        return max(b - a for a, b in zip(self.table, self.table[1:], strict=False)) / 2
+
+
+class NF4(_Table):
+    """See the table above."""
+
+    bits, size, beside, table = 4, 64, 4, _NF4
+    laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Half the largest gap, 0.152 of the largest magnitude."""
+        top = max(abs(low), abs(high))
+        return self.gap * max(top, SMALLEST_NORMAL) * _ROOM + _rounding(top, out)
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`_Format`."""
+        scale, broken = _scale_of(values, 1.0)
+        return self.nearest((values / scale).masked_fill(broken, 0.0)), _bytes(scale), values.new_empty(0)
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """See :class:`_Format`."""
+        return self.entries(codes) * _as(beside, torch.float32)
+
+
+def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """(n, 1) fp32: magnitude over ``largest``, NaN where a value is not finite; and where that is."""
+    top = values.abs().amax(dim=1, keepdim=True)
+    broken = ~torch.isfinite(top)
+    return (top / largest).clamp_(min=SMALLEST_NORMAL).masked_fill_(broken, math.nan), broken
+
+
+def _float_table(exponent: int, mantissa: int, least: int) -> tuple[float, ...]:
+    """All values of a small float without infinities, in ascending order, one zero."""
+    normal = [
+        (1 + m / 2**mantissa) * 2.0 ** (e + least) for e in range(2**exponent - 1) for m in range(2**mantissa)
+    ]
+    small = [m / 2**mantissa * 2.0**least for m in range(1, 2**mantissa)]
+    return (*(-v for v in reversed(small + normal)), 0.0, *small, *normal)
+
+
+class _Microscaled(_Table):
+    """Floats with a power of two for each block, rounded up so that nothing saturates."""
+
+    size, beside = 32, 1
+    laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Half the gap below the largest element, times a scale of at most twice the magnitude over it."""
+        top = max(abs(low), abs(high))
+        scale = 2.0 ** math.ceil(math.log2(max(top / self.table[-1], SMALLEST_NORMAL)) - 1e-9)
+        return self.gap * scale * _ROOM + _rounding(top, out)
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`_Format`."""
+        scale, broken = _scale_of(values, self.table[-1])
+        exponent = ((scale.view(torch.int32) + 0x7FFFFF) >> 23).masked_fill_(broken, 255)
+        power = ((exponent & 0xFF) << 23).view(torch.float32)
+        codes = self.nearest((values / power).masked_fill(broken, 0.0))
+        return codes, exponent.to(torch.uint8), values.new_empty(0)
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """See :class:`_Format`."""
+        exponent = beside.to(torch.int32)
+        power = torch.where(exponent == 255, math.nan, (exponent << 23).view(torch.float32))
+        return self.entries(codes) * power
+
+
+class MXFP6E2M3(_Microscaled):
+    """See the table above."""
+
+    bits, table = 6, _float_table(2, 3, 0)
+
+
+class MXFP6E3M2(_Microscaled):
+    """See the table above."""
+
+    bits, table = 6, _float_table(3, 2, -2)
+
+
+class NVFP4(_Table):
+    """See the table above; scales of blocks are rounded to nearest, so that a block's top may saturate."""
+
+    bits, size, beside, whole = 4, 16, 1, 4
+    table = _float_table(2, 1, 0)
+    laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
+    block = "shard"  # whose scale is everybody's
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Half a step of 2 scales, each at most 17/16 of a sixth of the shard's largest magnitude."""
+        top = max(abs(low), abs(high))
+        return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM + _rounding(top, out)
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`_Format`."""
+        top = values.abs().amax(dim=1, keepdim=True)
+        whole = (top.amax() / (6 * 448)).clamp(min=SMALLEST_NORMAL).view(1)
+        finite = torch.isfinite(whole)
+        whole = whole.masked_fill(~finite, math.nan)
+        scale = (top / 6 / whole).clamp(max=448.0).nan_to_num_(0.0).to(torch.float8_e4m3fn)
+        wide = scale.float()
+        quotients = torch.where(wide > 0, values / (wide * whole), 0.0).nan_to_num_(0.0)
+        return self.nearest(quotients), scale.view(torch.uint8), whole.view(torch.uint8)
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """See :class:`_Format`."""
+        return self.entries(codes) * (_as(beside, torch.float8_e4m3fn).float() * _as(whole, torch.float32))
+
+
+def _bf16(values: Tensor) -> Tensor:
+    """Finite values in bf16, saturated."""
+    return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
+
+
+class _Spikes(_Format):
+    """Least and largest of a block in bf16 with their places; the rest in equal steps of its own range.
+
+    Beside a block lie both places, both spikes, and the rest's least value and step, in bf16: 10 bytes.
+    """
+
+    size, beside = 128, 10
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Half a step of the range and what bf16 rounds its ends by."""
+        top, steps = max(abs(low), abs(high)), (1 << self.bits) - 1
+        ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2.0**-133
+        return (high / 2 - low / 2) / steps * _ROOM + 2 * ends + _rounding(top, out)
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`_Format`."""
+        steps = (1 << self.bits) - 1
+        broken = ~torch.isfinite(values).all(dim=1, keepdim=True)
+        values = values.masked_fill(broken, 0.0)
+        places = torch.stack([values.argmin(dim=1), values.argmax(dim=1)], dim=1)  # (n, 2)
+        spikes = _bf16(values.gather(1, places))
+        rest = values.clone().scatter_(1, places, math.nan)
+        empty = torch.isnan(rest).all(dim=1, keepdim=True)
+        low = torch.where(rest.isnan(), math.inf, rest).amin(dim=1, keepdim=True).masked_fill_(empty, 0.0)
+        high = torch.where(rest.isnan(), -math.inf, rest).amax(dim=1, keepdim=True).masked_fill_(empty, 0.0)
+        low = _bf16(low)
+        step = _bf16((high / steps - low.float() / steps).clamp_(min=0.0))
+        quotients = (rest / 2 - low.float() / 2) / (step.float() / 2).clamp(min=SMALLEST_NORMAL)
+        codes = quotients.nan_to_num_(0.0).round_().clamp_(0, steps).to(torch.uint8)
+        ends = torch.cat([spikes, low, step], dim=1).masked_fill(broken, math.nan)
+        return codes, torch.cat([places.to(torch.uint8), _bytes(ends)], dim=1), values.new_empty(0)
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """See :class:`_Format`."""
+        ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
+        values = codes.float() * ends[:, 3:] + ends[:, 2:3]
+        return values.scatter_(1, beside[:, :2].long(), ends[:, :2])
+
+
+class Spike2(_Spikes):
+    """See the table above."""
+
+    bits = 2
+
+
+class Spike3(_Spikes):
+    """See the table above."""
+
+    bits = 3
+
+
+class Sign1(_Format):
+    """See the table above; zeros count as positive, but for those of a block of zeros."""
+
+    bits, size, beside = 1, 128, 4
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """The largest magnitude: a small value becomes the mean of all."""
+        top = max(abs(low), abs(high))
+        return top * _ROOM + _rounding(top, out)
+
+    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See :class:`_Format`."""
+        mean = (values.double().abs().mean(dim=1, keepdim=True)).float()
+        mean = mean.masked_fill(~torch.isfinite(mean), math.nan)
+        return (values < 0).to(torch.uint8), _bytes(mean), values.new_empty(0)
+
+    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """See :class:`_Format`."""
+        return (1.0 - 2.0 * codes) * _as(beside, torch.float32)
+
+
+def _rounding(top: float, out: str) -> float:
+    """An ulp of the output at ``top``."""
+    relative, absolute = HALF_ULP[out]
+    return 2 * float(top * relative + absolute)

@@ -1,0 +1,104 @@
+"""Published formats: they keep their laws, have the sizes that papers say, and train."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.laws.adversarial_rows import outcome
+from harness.laws.subject import read
+from impl import ops
+from impl.codecs.codec import _FORMATS, OwnCodec, parse
+from impl.codecs.formats import _float_table, _Microscaled
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY, blocks_of_values
+from tests.support.training import mean_losses, model, single, train
+
+BITS = {
+    "nvfp4": 4 + 8 / 16, "mxfp6e2m3": 6.25, "mxfp6e3m2": 6.25, "nf4": 4.5,
+    "spike2": 2 + 80 / 128, "spike3": 3 + 80 / 128, "sign1": 1.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BITS)
+def test_every_claim_of_a_format_is_kept(text: str) -> None:
+    """Hostile rows of a few blocks break no law that a format declares."""
+    subject = read(text)
+    assert subject.claims  # type: ignore[union-attr]
+    for claim in subject.claims:  # type: ignore[union-attr]
+        found = outcome(subject, claim, examples=25, seed=3, elements=300)  # type: ignore[arg-type]
+        assert found.violation is None, str(found.violation)
+
+
+@pytest.mark.parametrize(("text", "bits"), BITS.items())
+def test_bits_are_those_of_codes_and_scales(text: str, bits: float) -> None:
+    """A long row takes its codes, what blocks have beside them, and at most 4 bytes and padding more."""
+    codec = parse(text)
+    assert isinstance(codec, OwnCodec)
+    assert str(codec) == text
+    numel = 1 << 16
+    assert 0 <= codec.frame_bytes(numel) - numel * bits / 8 <= 4 + 16
+
+
+def test_all_formats_are_tried_here() -> None:
+    """A format that is added is tried too."""
+    assert BITS.keys() == _FORMATS.keys()
+
+
+class MX4(_Microscaled):
+    """MXFP4 by the table."""
+
+    bits, table = 4, _float_table(2, 1, 0)
+
+
+class MX8(_Microscaled):
+    """MXFP8 by the table; its code of 8 bits counts values, of which E4M3 has 253."""
+
+    bits = 8
+    table = tuple(v for v in _float_table(4, 3, -6) if abs(v) <= 448)
+
+
+@pytest.mark.parametrize(("ours", "text"), [(MX4(), "mxfp4"), (MX8(), "mxfp8")], ids=["mxfp4", "mxfp8"])
+@given(x=blocks_of_values())
+def test_tables_round_as_the_kernels_do(ours: _Microscaled, text: str, x: torch.Tensor) -> None:
+    """What a table of all values decodes to is, bit for bit, what MXFP4's and MXFP8's kernels give."""
+    codec = parse(text)
+    frames = torch.zeros(codec.frame_bytes(x.numel()), dtype=torch.uint8)
+    own = torch.zeros(ours.frame_bytes(x.numel()), dtype=torch.uint8)
+    by_kernel, by_table = torch.empty_like(x), torch.empty_like(x)
+    ops.encode(codec, x, frames)
+    ops.decode(codec, frames, by_kernel)
+    ours.encode(x, own)
+    ours.decode(own, by_table)
+    assert torch.equal(by_table, by_kernel)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_formats_of_normal_values_err_as_published(seed: int) -> None:
+    """Of normally distributed values NF4 errs less than MXFP4, NVFP4 less than both, 6 bits a tenth of it."""
+    x = torch.randn(1 << 13, generator=torch.Generator().manual_seed(seed))
+    errors = {}
+    for text in ("nvfp4", "nf4", "mxfp4", "mxfp6e2m3"):
+        codec = parse(text)
+        frame, out = torch.zeros(codec.frame_bytes(x.numel()), dtype=torch.uint8), torch.empty_like(x)
+        ops.encode(codec, x, frame)
+        ops.decode(codec, frame, out)
+        errors[text] = float((out - x).square().sum() / x.square().sum())
+    assert 10 * errors["mxfp6e2m3"] < errors["nvfp4"] < errors["mxfp4"]
+    assert errors["nf4"] < errors["mxfp4"]
+    assert math.isfinite(errors["nf4"])
+
+
+@pytest.mark.parametrize("text", ["nvfp4", "spike3"])
+def test_a_format_carries_weights_and_gradients(text: str) -> None:
+    """Training in it follows one process, as a codec with kernels does."""
+    codec = parse(text)
+    policy = preset("zeropp", weights=codec, gradients=(codec, codec), memory=ROOMY)
+    results = on_threads(Topology(2, 2), train, model(), policy, 3)
+    assert mean_losses(results) == pytest.approx(single(model(), 4, 3), rel=0.2)
