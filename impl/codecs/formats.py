@@ -254,7 +254,7 @@ class _Spikes(_Format):
     def error_bound(self, low: float, high: float, out: str) -> float:
         """Half a step of the range and what bf16 rounds its ends by."""
         top, steps = max(abs(low), abs(high)), (1 << self.bits) - 1
-        ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2.0**-133
+        ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL  # below it steps are coarse
         return (high / 2 - low / 2) / steps * _ROOM + 2 * ends + _rounding(top, out)
 
     def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,7 +278,7 @@ class _Spikes(_Format):
     def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         """See :class:`_Format`."""
         ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
-        values = codes.float() * ends[:, 3:] + ends[:, 2:3]
+        values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # a range may overflow
         return values.scatter_(1, beside[:, :2].long(), ends[:, :2])
 
 
