@@ -90,7 +90,9 @@ def answer(derived: Derived) -> Answer:
     first = found.first
     if verdict and _polar(derived) and not first.startswith("Cannot"):
         first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {_after_comma(first)}"
-    return Answer((first, *rest[: _MOST - 1 - len(caveat)], *caveat), verdict, asked, _FIGURES[asked])
+    return Answer(
+        (first, *rest[: _MOST - 1 - len(caveat)], *caveat), verdict, asked, found.figure or _FIGURES[asked]
+    )
 
 
 def _after_comma(sentence: str) -> str:

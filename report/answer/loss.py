@@ -21,13 +21,14 @@ from report.answer.parts import (
     ends,
     g3,
     is_named,
+    listed_most,
     named_first,
     spelled,
 )  # fmt: skip
 from report.answer.sizes import errors_of_variants
 from report.data import learning
 from report.data.metrics import Derived
-from report.data.text import counted, listed
+from report.data.text import byte_unit, counted, listed
 from report.draw.contenders import titles_of
 
 Row = dict[str, Any]
@@ -58,6 +59,9 @@ def loss(derived: Derived) -> Found:
         return lost
     if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
+    front = learning.front(derived)
+    if len(set(front["cell"])) == 1:
+        return _of_front(rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
     if len(rows) > 1 and (several or not is_named(derived, rows[0]["contender"])):
@@ -108,6 +112,35 @@ def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
     first = f"By validation loss minus {base}'s in nats ({_test(rows[0])}), {by_verdict(derived, rows)}."
     kept = [least] if least is not None else found[:1]
     return Found(first, [_VERDICTS.get(row["verdict"], OPEN) for row in rows], kept, more)
+
+
+def _of_front(rows: Sequence[Row], front: pd.DataFrame) -> Found:
+    """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
+    size, unit = byte_unit(float(front["sent"].max()))
+    of: dict[str, list[Row]] = {
+        kind: front[front["front"].eq(kind)].to_dict("records")  # type: ignore[misc]
+        for kind in ("yes", learning.OPEN, "no")
+    }
+    best = [
+        f"{spelled(one['contender'])} ({g3(one['sent'] / size)} {unit}, loss {one['loss']:.3f})"
+        for one in of["yes"]
+    ]
+    unsure = listed([spelled(one["contender"]) for one in of[learning.OPEN]])
+    verb = "is" if len(best) == 1 else "are"
+    first = f"On the front of bytes between nodes in a step against loss {verb} {listed(best)}"
+    first = f"{first}{f'; it cannot be told of {unsure}' if unsure else ''}."
+    beaten = [f"{spelled(one['contender'])} (by {spelled(one['beaten'])})" for one in of["no"]]
+    more = [f"Off it, beaten in loss by one that sends no more, are {listed_most(beaten)}."] if beaten else []
+    sent = front.set_index("contender")["sent"]
+    good = [row for row in rows if row["verdict"] == "not inferior"]
+    if least := min(good, key=lambda row: sent[row["contender"]], default=None):
+        base = str(least["base"])
+        saved = g3(sent[least["contender"]] / sent[base])
+        more.append(
+            f"Of those not inferior to {spelled(base)} {spelled(least['contender'])} sends least, {saved} of "
+            f"its bytes, and differs in loss by {nats(least)} nats ({_test(least)})."
+        )
+    return Found(first, [], [], more, "frontier")
 
 
 def _test(row: Row) -> str:

@@ -42,12 +42,14 @@ class Found:
         verdicts: of what it compares: yes, no, or cannot be told; none for a question of how much.
         effects: those whose bytes and other quantities belong beside it.
         more: further sentences, in order.
+        figure: name of the one that shows it, where it is not its quantity's.
     """
 
     first: str
     verdicts: Sequence[str] = ()
     effects: Sequence[Effect] = ()
     more: Sequence[str] = ()
+    figure: str = ""
 
 
 def listed_most(words: Sequence[str]) -> str:

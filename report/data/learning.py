@@ -26,6 +26,8 @@ from report.data.contender import is_baseline
 from report.data.frames import groups
 from report.data.metrics import Derived, geometric
 
+FEWEST_OF_FRONT = 8  # contenders
+OPEN = "cannot be told"
 MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and not count as inferior
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
@@ -89,6 +91,40 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
             "gain": _gain(seconds, needed),
         }
     return row
+
+
+@lru_cache(maxsize=32)  # the answer and a figure ask for it
+def front(derived: Derived) -> pd.DataFrame:
+    """Who sends fewest bytes between nodes for a loss, in cells of enough contenders whose losses are known.
+
+    A contender is off the front (``no``) if one that sends no more has a lower loss, on it (``yes``) if all
+    that send no more have a higher one, each by the 95 % interval of differences paired by seed; else it
+    cannot be told.
+
+    Returns:
+        By cell, in ascending order of ``sent``, the bytes of a step: ``contender``, ``loss``, ``front``, and
+        ``beaten``: by whom, the one with the lowest loss.
+    """
+    found = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
+    rows: list[dict[str, object]] = []
+    for (cell,), of_cell in groups(found, ["cell"]):
+        losses_of = {str(name): by_seed(mine) for (name,), mine in groups(of_cell, ["contender"])}
+        sent = of_cell.groupby("contender")["sent_bytes"].median().sort_values()
+        names = [str(name) for name in sent.index if len(losses_of[str(name)]) >= FEWEST]
+        for name in names if len(names) >= FEWEST_OF_FRONT else ():
+            apart = {
+                other: mean_interval(list((losses_of[other] - losses_of[name]).dropna()))
+                for other in names
+                if other != name and sent[other] <= sent[name]
+            }
+            beaten = [other for other, one in apart.items() if one.high < 0]
+            sure = all(one.low > 0 for one in apart.values())
+            rows.append({
+                "cell": cell, "contender": name, "sent": float(sent[name]),
+                "loss": float(losses_of[name].mean()), "front": "no" if beaten else "yes" if sure else OPEN,
+                "beaten": min(beaten, key=lambda other: losses_of[other].mean(), default=""),
+            })  # fmt: skip
+    return pd.DataFrame(rows, columns=["cell", "contender", "sent", "loss", "front", "beaten"])
 
 
 def _verdict(difference: Interval, margin: float, steps: int) -> str:

@@ -7,10 +7,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from harness.records.confidence_intervals import FEWEST
 from report.data import communication, learning
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, number, span
+from report.data.text import byte_unit, counted, listed, number, span
 from report.draw.contenders import titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
@@ -79,6 +80,50 @@ FINAL_LOSS: Final = Figure(
     needs="a validation (validate_every)",
     suite="convergence",
     notes=(_steps_in_words,),
+)  # fmt: skip
+
+
+def _front(derived: Derived) -> pd.DataFrame:
+    """One row per trial of cells that have a front, with the bytes of a step in the unit of ``sent``."""
+    found, known = derived.trials, learning.front(derived)
+    found = found[found["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
+    size, unit = byte_unit(float(found["sent_bytes"].max())) if len(found) else (1.0, "bytes")
+    told = known.set_index("contender")["front"]
+    return found[[*_KEPT, "validation_loss"]].assign(
+        sent=found["sent_bytes"] / size, unit=unit, front=found["contender"].map(told)
+    )
+
+
+def _front_in_words(data: pd.DataFrame) -> str:
+    unit, seeds = data["unit"].iloc[0], counted(data["seed"].nunique(), "seed")
+    kinds = {kind: list(mine["contender"].unique()) for kind, mine in data.groupby("front")}
+    told = [
+        f"{'on it' if kind == 'yes' else 'off it'} {listed(kinds[kind])}"
+        for kind in ("yes", "no")
+        if kind in kinds
+    ]
+    return (
+        f"Bytes in {unit} of an optimizer step, by the ledger. By differences paired by {seeds}, 95 % "
+        f"intervals without correction for their number: {'; '.join(told)}."
+    )
+
+
+FRONTIER: Final = Figure(
+    name="frontier",
+    title="Loss against bytes between nodes",
+    question="Who sends fewest bytes for a loss?",
+    table=_front,
+    mark=Front(
+        "sent", "sent between nodes in a step",
+        (
+            Measure(
+                "validation_loss", "validation loss, nats", "of the last validation", form="{:.4f}".format
+            ),
+        ),
+    ),
+    needs=f"validations of {learning.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
+    suite="frontier",
+    notes=(_front_in_words,),
 )  # fmt: skip
 
 

@@ -9,5 +9,6 @@ from report.figures import learning, sizes, speed
 FIGURES: Final = (
     speed.SPEEDUP, speed.OVER_RATES, speed.THROUGHPUT, speed.BESIDE_PUBLISHED, speed.GENERATION,
     speed.SCALING, speed.STEP_SPLIT, speed.SHARE, speed.PREDICTED, speed.TRACE, sizes.VOLUME, learning.LOSS,
-    learning.FINAL_LOSS, sizes.MEMORY, sizes.LARGEST_MODEL, learning.SENT_ERROR, learning.PARETO,
+    learning.FINAL_LOSS, learning.FRONTIER, sizes.MEMORY,
+    sizes.LARGEST_MODEL, learning.SENT_ERROR, learning.PARETO,
 )  # fmt: skip

@@ -211,6 +211,29 @@ def test_codecs_bits_are_answered_by_losses() -> None:
     assert found.sentences[1] == "Of those not inferior, qgZ (gradients int4:64) sends least."
 
 
+def test_many_contenders_are_answered_by_their_front() -> None:
+    """Fewer bytes for a loss that none undercuts are on the front; who is beaten is off it, and by whom."""
+    noise = np.array(LOSS_NOISE)
+    above = {
+        "": 0.0, "int8:64": 0.01, "int7:64": 0.03, "int6:64": 0.02, "int5:64": 0.1, "int4:64": 0.2,
+        "int3:64": 0.3, "int2:64": 0.4,
+    }  # fmt: skip
+    ends = {codec: BASE + worse + noise * (place % 3) for place, (codec, worse) in enumerate(above.items())}
+    ends["int5:64"] = ends["int4:64"] + 20 * noise[::-1]  # fewer bits, and as likely better as worse
+    found = asked(trained(ends), "Which bytes buy which loss?")
+    assert found.figure == "frontier"
+    first, second, third, *_ = found.sentences
+    assert first.startswith(
+        "On the front of bytes between nodes in a step against loss are qgZ (gradients int2"
+    )
+    on, _, unsure = first.partition("; it cannot be told of ")
+    assert unsure == "qgZ (gradients int5:64)."
+    assert [bits for bits in (8, 7, 6, 5, 4, 3, 2) if f"int{bits}:64" in on] == [8, 6, 4, 3, 2]
+    assert "ZeRO-3 (" in on
+    assert "are qgZ (gradients int7:64) (by qgZ (gradients int6:64))." in second
+    assert third.startswith("Of those not inferior to ZeRO-3 qgZ (gradients int8:64) sends least, 0.")
+
+
 @pytest.mark.parametrize(("worse", "verdict"), [(0.004, "Yes, "), (0.3, "No, ")])
 def test_a_verdict_on_losses_is_against_the_suites_baseline(worse: float, verdict: str) -> None:
     """No ZeRO-3 ran: the verdict is against the named baseline, with difference, interval and margin."""
