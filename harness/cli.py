@@ -38,6 +38,7 @@ from harness.cluster.print_once import saying
 from harness.cluster.rank_processes import end_if_in_group
 from harness.errors import Refusal, one_line
 from harness.expected_time import expected
+from harness.lab import command as lab
 from harness.laws import command as check
 from harness.laws.own_codecs import check_laws
 from harness.measure import machine as machine_facts
@@ -81,15 +82,20 @@ app = typer.Typer(
 )
 
 
-def _show_bench(record: Path) -> None:
-    from report.bench import page
+def _show_bench(record: Path | None) -> None:
+    if record is not None:
+        from report.bench import page
 
-    page.show_run(record)
+        page.show_run(record)
+
+
+bench.app.command("formats")(lab.formats)
 
 
 app.add_typer(bench.app, name="bench", result_callback=_show_bench)
 app.add_typer(check.app, name="check")
 app.command(name="train")(train_command.train)
+app.command()(lab.snapshot)
 app.command()(report_command.report)
 app.command("archive")(report_command.archive_records)
 app.command()(report_command.bundle)

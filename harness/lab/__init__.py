@@ -1,0 +1,1 @@
+"""Measures formats on real weights and gradients, without training in them."""

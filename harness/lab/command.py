@@ -1,0 +1,103 @@
+"""``zeropp snapshot`` and ``zeropp bench formats``.  torch is imported only once a command runs."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness import fitted_table
+from harness.errors import Refusal
+from harness.suites.suite_file import load
+
+Several = list[str] | None
+
+
+def snapshot(
+    file: Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")],
+    identity: Annotated[str, typer.Argument(help="Of a trial, or its beginning.", metavar="ID")],
+    out: Annotated[Path, typer.Option("--out", help="Written; by default ID.safetensors.")] = Path(),
+    steps: Annotated[str, typer.Option(help="Of the optimizer, from 0, by commas.")] = "0,20,50",
+) -> None:
+    """Keep a trial's weights and every rank's gradients before chosen steps, for bench formats."""
+    from harness.lab.snapshot import of_suite, take
+
+    trial = of_suite(load(file).trials, identity)
+    path = Path(f"{trial.id}.safetensors") if out == Path() else out
+    if not path.absolute().parent.is_dir():
+        raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
+    parts = [part.strip() for part in steps.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise Refusal(f"--steps {steps!r}: expected whole numbers from 0, by commas")
+    progress = fitted_table.console(stderr=True)
+    take(trial, sorted({*map(int, parts)}), path, lambda line: progress.print(line, markup=False))
+    print(path)
+
+
+def formats(
+    file: Annotated[
+        Path, typer.Argument(help="Of zeropp snapshot, or your own.", metavar="FILE.safetensors")
+    ],
+    *,
+    codec: Annotated[Several, typer.Option(help="Its text form, several times. Default: 20 of them.")] = None,
+    bits: Annotated[
+        float | None, typer.Option(help="Also choose codecs by unit within a mean.", min=0.1)
+    ] = None,
+    losses: Annotated[
+        Path | None, typer.Option(help="Results folder: how well do errors rank codecs as its losses do?")
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all of it for programs, as CSV.")] = False,
+) -> None:
+    """Rank codecs by their errors on real weights and gradients, without training."""
+    from harness.lab import formats as lab
+    from impl.codecs.codec import CodecError, parse
+
+    try:
+        texts = list(dict.fromkeys(str(parse(text)) for text in codec or lab.CODECS))
+        units, sizes = lab.units_of(file)
+        found = lab.measure(units, sizes, texts)
+    except CodecError as error:
+        raise Refusal(str(error)) from None
+    rows: list[dict[str, Any]] = [
+        {
+            "values": one.kind, "codec": one.codec, "bits": round(one.bits, 3), "vnmse": one.vnmse,
+            "bias": one.bias, "cosine": one.cosine, "gb_per_second": 4e-9 * one.elements / one.seconds,
+        }
+        for one in found
+    ]  # fmt: skip
+    if as_csv:
+        writer = csv.DictWriter(sys.stdout, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        return
+    out = fitted_table.console()
+    forms = {"values": "", "codec": "", "bits": ".2f", "vnmse": ".3g", "bias": "+.2g", "cosine": ".5f",
+             "gb_per_second": ".2g"}  # fmt: skip
+    names = {"vnmse": "vNMSE", "gb_per_second": "GB/s, both ways"}
+    columns = [
+        fitted_table.Column(names.get(key, key), [format(row[key], form) for row in rows], number=bool(form),
+                            always=True)
+        for key, form in forms.items()
+    ]  # fmt: skip
+    fitted_table.show(columns, out, whole="--csv has all")
+    kinds = dict.fromkeys(one.kind for one in found)
+    lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in kinds)
+    fitted_table.say(f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", out)
+    for one in lab.budgets(found, bits) if bits is not None else ():
+        uniform = f"{one.uniform} alone {one.uniform_vnmse:.3g}" if one.uniform else "no codec alone fits"
+        fitted_table.say(
+            f"{one.kind} within {bits:g} bits: vNMSE {one.vnmse:.3g} at {one.bits:.2f}, {uniform}.", out
+        )
+        for name, text in one.chosen.items():
+            fitted_table.say(f"  {name}: {text}", out)
+    if losses is not None:
+        told = lab.agreement(found, losses)
+        fitted_table.say(
+            f"Errors of gradients rank {told.codecs} codecs as the losses of {losses} do with a rank "
+            f"correlation of {told.correlation:.2f} ({told.low:.2f} to {told.high:.2f}, over {told.seeds} "
+            "seeds).",
+            out,
+        )

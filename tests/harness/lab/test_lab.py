@@ -1,0 +1,141 @@
+"""Snapshots and what formats do to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from harness.errors import Refusal
+from harness.lab import formats
+from harness.lab.formats import Unit, agreement, budgets, measure, units_of
+from harness.lab.snapshot import take
+from harness.suites.trial import Cluster, Model, Trial
+
+TINY = Trial(
+    strategy="zeropp", cluster=Cluster(rate=None), model=Model(name="gpt-tiny"), sequence=16,
+    tokens_per_rank=32, steps=3, warmup=0,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of two steps of a tiny model."""
+    path = tmp_path_factory.mktemp("lab") / "s.safetensors"
+    take(TINY, [0, 2], path, lambda _: None)
+    return path
+
+
+def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
+    """Each kind of each unit at each step; Adam's first changes are as long as its rate; ranks differ."""
+    units, sizes = units_of(snapshot)
+    assert sizes == (2, 2)
+    assert {unit.kind for unit in units} == {"weights", "changes", "gradients"}
+    assert len(units) == 3 * 2 * len({unit.name.partition("@")[0] for unit in units})
+    for unit in units:
+        if unit.kind == "gradients":
+            assert len(unit.values) == 4
+            assert not torch.equal(unit.values[0], unit.values[1])
+        if unit.kind == "changes" and unit.name.endswith("@0"):
+            assert float(unit.values.abs().max()) == pytest.approx(
+                float(TINY.optimizer.arguments["lr"]), rel=0.1
+            )
+
+
+def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
+    """A step beyond the last one is named."""
+    with pytest.raises(Refusal, match="expected some of 0 to 2"):
+        take(TINY, [3], tmp_path / "s", lambda _: None)
+
+
+def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
+    """More bits err less, for every kind of values; bits are those of frames; unbiased ones have no bias."""
+    units, sizes = units_of(snapshot)
+    found = measure(units, sizes, ["int2:128", "int4:128", "int8:128", "fp32"])
+    for kind in ("weights", "changes", "gradients"):
+        mine = [one for one in found if one.kind == kind]
+        assert [one.codec for one in mine] == ["fp32", "int8:128", "int4:128", "int2:128"]
+        assert mine[0].vnmse < 1e-13
+        assert mine[0].cosine == pytest.approx(1)
+        assert mine[1].bits == pytest.approx(8.25, abs=0.2)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
+def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, sizes: tuple[int, int]) -> None:
+    """Equal gradients of all ranks: hop by hop each decodes to the same, so int8 errs as its bound says."""
+    row = torch.randn(500, generator=torch.Generator().manual_seed(seed))
+    (found,) = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
+    hops = 1 if sizes[0] == 1 else 2
+    step = float(row.abs().max()) / 127
+    assert found.squares[3] <= 500 * (hops * 0.51 * step) ** 2
+
+
+def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
+    """On 20 parts of snapshots: within the bits asked for, and no worse than one codec of as many bytes."""
+    units, sizes = units_of(snapshot)
+    texts = ["int2:128", "int3:128", "int4:128", "nf4", "mxfp6e2m3", "int8:128"]
+    found = measure(units, sizes, texts)
+    tried = 0
+    for bits in (2.5, 3.0, 4.0, 4.6, 5.0, 6.0, 7.0):
+        for one in budgets(found, bits):
+            tried += 1
+            assert one.bits <= bits
+            assert not one.uniform or one.vnmse <= one.uniform_vnmse * (1 + 1e-9)
+    assert tried >= 20
+    with pytest.raises(Refusal, match="--bits 1"):
+        list(budgets(found, 1.0))
+
+
+@given(st.integers(-100, 100), st.integers(1, 4))
+def test_lossless_bits_are_8_and_the_entropy_of_exponents(exponent: int, kinds: int) -> None:
+    """Values of 2^k equally likely exponents take 8 + k bits, whichever exponents, signs and zeros."""
+    values = torch.cat(
+        [torch.full((6,), (-1.5) ** (e % 2) * 2.0 ** (exponent + 2 * e)) for e in range(2**kinds)]
+    )
+    unit = Unit("weights", "u", torch.cat([values, torch.zeros(9)]))
+    assert formats.lossless_bits([unit], "weights") == pytest.approx(8 + kinds)
+
+
+def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
+    """Tensors of other names are weights, integers are left out; what is no such file is refused."""
+    path = tmp_path / "own.safetensors"
+    save_file({"layer.w": torch.randn(8, 8), "ids": torch.arange(3), "gradients/x": torch.randn(3, 40)}, path)
+    units, sizes = units_of(path)
+    assert sizes == (1, 3)
+    assert [(unit.kind, unit.name, tuple(unit.values.shape)) for unit in units] == [
+        ("gradients", "x", (3, 40)), ("weights", "layer.w", (64,)),
+    ]  # fmt: skip
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(Refusal, match="text"):
+        units_of(tmp_path / "text")
+
+
+def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
+    """Losses of the suite formats and errors of a snapshot rank its codecs alike, or the number says not."""
+    units, sizes = units_of(snapshot)
+    texts = ["int8:128", "fp8e4m3:128", "mxfp8", "int4:128", "int4:128:clip", "mxfp4", "int4:128:hadamard32"]
+    found = measure(units, sizes, texts)
+    one = agreement(found, Path(__file__).parents[3] / "results" / "reference" / "formats.tar.xz")
+    assert -1 <= one.low <= one.correlation <= one.high <= 1
+    assert (one.codecs, one.seeds) == (7, 6)
+    with pytest.raises(Refusal, match="expected 5 or more"):
+        agreement(found[:2], Path(__file__).parent)
+
+
+def test_the_commands_print_a_table(snapshot: Path) -> None:
+    """Ranked, as CSV too; a codec that means nothing is refused with status 2."""
+    from harness.cli import app
+
+    told = CliRunner().invoke(
+        app, ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
+    )
+    assert told.exit_code == 0, told.output
+    head, *rows = told.output.strip().splitlines()
+    assert head.startswith("values,codec,bits,vnmse,bias,cosine")
+    assert len(rows) == 6
+    assert formats.CODECS[0] == "bf16"
