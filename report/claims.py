@@ -66,13 +66,19 @@ def table(derived: Derived, suite: str) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns of one value, but for the contender's, stand in the line above it."""
+    """A table whose columns of one value, but for the contender's, stand in the line above it; a place stands
+    in the first of the rows that share it.
+    """
     columns = list(zip(head, zip(*rows, strict=True), strict=True))
     common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
     shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
     said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))
     lines = [[name for name, _ in shown], ["---"] * len(shown)]
-    lines += [list(map(markdown, row)) for row in zip(*(cells for _, cells in shown), strict=True)]
+    above = ""
+    for row in zip(*(cells for _, cells in shown), strict=True):
+        again = shown[0][0] == "where" and row[0] == above
+        lines.append([*([""] if again else [markdown(row[0])]), *map(markdown, row[1:])])
+        above = row[0]
     return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -23,6 +23,7 @@ from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
 from report.data.frames import load
 from report.data.metrics import Derived, derive
+from report.data.text import counted
 from report.draw import files
 from report.draw.figure import Figure
 from report.figures.registry import FIGURES as DRAWINGS
@@ -38,6 +39,7 @@ _SUITE: Final = "quickstart"  # whose numbers README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
+_MOST_ROWS: Final = 14  # of a suite's table
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {
     "loss": "losses", "memory": "memory", "tokens": "generation"
@@ -167,7 +169,7 @@ def _results(found: Mapping[str, Derived]) -> str:
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
             + f"\n![{_shows(derived).title}](figures/{suite}.svg)\n"
-            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}\n"
+            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}{_rest(derived)}\n"
             f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
     return "".join(parts)
@@ -175,13 +177,25 @@ def _results(found: Mapping[str, Derived]) -> str:
 
 def _table(derived: Derived) -> Table:
     """The table of a suite's answer, else its Summary, without what is left to the page."""
+    shown = _whole(derived)
+    kept = (one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key != "bytes_ratio")
+    return replace(shown, columns=tuple(kept), data=shown.data[:_MOST_ROWS])
+
+
+def _whole(derived: Derived) -> Table:
+    """The same with all rows and columns."""
     asked = answer(derived).quantity
     name = _TABLES.get(asked, "summary")
     if asked == "step" and tables.all_tables(derived, ("peers",)):
         name = "peers"
     (shown,) = tables.all_tables(derived, (name,)) or tables.all_tables(derived, ("summary",))
-    kept = (one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key != "bytes_ratio")
-    return replace(shown, columns=tuple(kept))
+    return shown
+
+
+def _rest(derived: Derived) -> str:
+    """How many rows of a long table are on the suite's page alone."""
+    more = len(_whole(derived).data) - _MOST_ROWS
+    return f"\n{counted(more, 'more row')} on the page.\n" if more > 0 else ""
 
 
 def _claims(found: Mapping[str, Derived]) -> str:

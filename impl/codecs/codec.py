@@ -388,7 +388,7 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 
 _FORMATS: Final = {  # by the name of their class in impl.codecs.formats
     name.lower(): f"impl.codecs.formats:{name}"
-    for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1")
+    for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1", "BF16SR")
 }
 
 

@@ -12,6 +12,8 @@ text           bits  block  what it is
                             range (FlashCommunication V2, 2508.03760)
 ``spike2``        2    128  likewise
 ``sign1``         1    128  the sign times the mean magnitude of a block (1-bit SGD)
+``bf16sr``       16      1  bf16 by stochastic rounding; receivers sum in fp32 (as torchcomms' quantised
+                            reduce-scatter sends it)
 =============  ====  =====  ==================================================================================
 
 Each is an object as :class:`impl.codecs.own_object.OwnObject` lists it.  A frame is the codes, element 0 in
@@ -27,7 +29,8 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import HALF_ULP, LARGEST, SMALLEST_NORMAL
-from impl.codecs.reference import pack, unpack
+from impl.codecs.reference import pack, random_bits, unpack
+from impl.codecs.rounding_noise import Noise
 
 _ROOM: Final = 1 + 2.0**-15  # of bounds: fp32 rounds what is divided and multiplied
 # 2305.14314, appendix E
@@ -313,6 +316,39 @@ class Sign1(_Format):
     def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         """See :class:`_Format`."""
         return (1.0 - 2.0 * codes) * _as(beside, torch.float32)
+
+
+class BF16SR:
+    """See the table above: 16 random bits are added below those that bf16 keeps."""
+
+    device = "any"
+    kinds: ClassVar = ["fp32"]
+    laws: ClassVar = ["bound", "zero", "nonfinite", "unbiased"]
+    block = 1
+    stochastic = True
+
+    def frame_bytes(self, numel: int) -> int:
+        """Bytes of a row."""
+        return 2 * numel
+
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """A whole step of bf16, two ulps of half a step each."""
+        top = max(abs(low), abs(high))
+        relative, absolute = HALF_ULP["bf16"]
+        return 2 * (top * relative + absolute) + _rounding(top, out)
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise) -> None:
+        """Write the frame (F,) uint8 of x (S,) fp32."""
+        largest = LARGEST["bf16"]
+        finite = torch.isfinite(x)
+        bits = torch.where(finite, x.clamp(-largest, largest), x).view(torch.int32).to(torch.int64)
+        added = (bits + random_bits(noise, x.shape[:-1], x.numel(), x.device)) >> 16
+        exact = x.to(torch.bfloat16).view(torch.int16)
+        frame.copy_(torch.where(finite, added.to(torch.int16), exact).view(torch.uint8))
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Write the elements (S,) of a frame."""
+        out.copy_(_as(frame, torch.bfloat16))
 
 
 def _rounding(top: float, out: str) -> float:

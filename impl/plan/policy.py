@@ -571,6 +571,7 @@ class Policy:
 
 _INT8 = IntCodec(8, 2048)
 _INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
+_BF16SR = OwnCodec("bf16sr")
 _MIN_MAX = IntCodec(8, 1024, asymmetric=True, stochastic=True)
 
 TECHNIQUES: Final[dict[str, Policy]] = {
@@ -605,6 +606,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
         gradients=(IntCodec(8, 128, stochastic=True), IntCodec(4, 128, hadamard=32, stochastic=True)),
     ),
     "qsdp": Policy(weights=_MIN_MAX, gradients=(_MIN_MAX, _MIN_MAX)),
+    "bf16-fp32sum": Policy(gradients=(_BF16SR, _BF16SR)),
     "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
 }
@@ -616,6 +618,8 @@ SUCCESSORS: Final[dict[str, Policy]] = {
 - ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8 bits inside a node, in 4, rotated,
   between nodes;
 - ``qsdp`` (2302.02390): weights and gradients in 8 bits, unbiased, by minimum and maximum of 1024 elements;
+- ``bf16-fp32sum``: gradients in bf16 by stochastic rounding, summed in fp32 by who receives them, as
+  torchcomms sends them, but by two hops;
 - ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one scale a tensor;
 - ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters.
 

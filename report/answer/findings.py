@@ -11,16 +11,18 @@ from typing import Final
 
 import pandas as pd
 
+from harness.records.confidence_intervals import mean_interval
 from report.answer import effects, loss, speed
 from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import bytes_and_memory, metrics
+from report.data import bytes_and_memory, learning, metrics
 from report.data.contender import NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed
 
 Finding = Callable[[Derived], str]
+_INT4: Final = "qgZ (g int4:128)"
 
 
 def lead(derived: Derived) -> str:
@@ -78,6 +80,39 @@ def blocks(derived: Derived) -> str:
     ]
     seeds = counted(rows[0]["seeds"], "seed")
     return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
+
+
+def differing_by(*parts: str, base: str = "") -> Finding:
+    """Losses of contenders whose names hold one of ``parts``, less those of ``base`` or of the baseline."""
+
+    def told(derived: Derived) -> str:
+        ends = derived.trials.dropna(subset=["validation_loss"])
+        of = {str(name): learning.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
+        beside = base or derived.compared.baseline
+        shown = []
+        for name in (name for name in of if name != beside and any(part in name for part in parts)):
+            found = mean_interval(list((of[name] - of[beside]).dropna()))
+            shown.append(f"{spelled(name)} {found.estimate:+.4f} ({found.low:+.4f} to {found.high:+.4f})")
+        seeds = counted(len(of[beside]), "seed")
+        said = f"By validation loss less {spelled(beside)}'s, in nats, {listed(shown)}"
+        return f"{said} (95 % intervals of {seeds})."
+
+    return told
+
+
+def beside_zeropp(strategy: str) -> Finding:
+    """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
+
+    def told(derived: Derived) -> str:
+        found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
+        found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
+        steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
+        return (
+            f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
+            f"{found[0].bytes_ratio:.3f} of its bytes between nodes."
+        )
+
+    return told
 
 
 def _volume(derived: Derived) -> str:
@@ -185,7 +220,10 @@ def _decodes(derived: Derived) -> str:
 QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     1: ("block_size", lead), 2: ("hpz_group", lead), 3: ("reordering", lead), 4: ("quickstart", as_predicted),
     5: ("ablation", hidden), 6: ("algorithms", chunks), 8: ("signs", lead), 9: ("bandwidth", lead),
-    10: ("convergence", blocks),
+    10: ("convergence", blocks), 11: ("successors", beside_zeropp("sdp4bit")),
+    12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
+    14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
+    15: ("frontier", differing_by("DeepSpeed's", "LoCo", base=NAMES["zeropp"])),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
 

@@ -22,7 +22,7 @@ from tests.support.training import mean_losses, model, single, train
 
 BITS = {
     "nvfp4": 4 + 8 / 16, "mxfp6e2m3": 6.25, "mxfp6e3m2": 6.25, "nf4": 4.5,
-    "spike2": 2 + 80 / 128, "spike3": 3 + 80 / 128, "sign1": 1.25,
+    "spike2": 2 + 80 / 128, "spike3": 3 + 80 / 128, "sign1": 1.25, "bf16sr": 16,
 }  # fmt: skip
 
 
