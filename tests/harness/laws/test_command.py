@@ -268,7 +268,7 @@ def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureF
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
         (("--codec", "users:Counted"), "users:Counted: kinds 3: expected a list"),
         (("--codec", "users:Numbered"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
-        (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected cpu, cuda"),
+        (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),
         (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),
         (("--codec", "users:Needy"), "users:Needy: raised TypeError: "),
         (("--codec", "users:Secret"), "users:Secret: raised ZeroDivisionError: "),
