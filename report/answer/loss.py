@@ -204,7 +204,9 @@ def in_short(derived: Derived, names: Sequence[str]) -> str:
     """A sentence on the loss beside an answer by another quantity; empty where none was validated."""
     row = next((row for row in rows_of(derived) if row["contender"] in names), None)
     if row is None:
-        return ""
+        steps = derived.frames.validations["step"]
+        few = f"a verdict takes {LEAST_STEPS} steps and {FEWEST} seeds"
+        return "" if steps.empty else f"Validation losses after {steps.max()} steps are not compared: {few}."
     if row["verdict"].startswith("too"):
         seeds = counted(row["difference"].n, "seed")
         few = f"{row['steps']} steps and {seeds}, where a verdict takes {LEAST_STEPS} and {FEWEST}"

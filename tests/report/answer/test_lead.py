@@ -266,6 +266,18 @@ def test_short_runs_show_their_losses_without_a_verdict() -> None:
     assert "+0.0040" in found.sentences[0]
 
 
+def test_a_loss_that_was_validated_once_in_a_short_run_is_said_not_to_be_compared() -> None:
+    """Seconds answer, and one sentence says what a verdict on losses takes."""
+    records = [
+        one.model_copy(update={"trial": {**one.trial, "validate_every": 0}})
+        for one in trained({"": BASE, "int8:64": BASE}, steps=30)
+    ]
+    found = asked(records, "Does int8 train as well as 16 bits?")
+    assert found.quantity == "step"
+    said = "Validation losses after 30 steps are not compared: a verdict takes 100 steps and 6 seeds."
+    assert said in found.sentences
+
+
 def test_offload_is_answered_by_memory() -> None:
     """What the fullest rank holds on its device, with nothing and with all of the optimizer on the host."""
     found = []
