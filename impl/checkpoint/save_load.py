@@ -311,7 +311,7 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
     differ = [
         f"it was saved with {name} {manifest.of.get(name)}, here {value}"
         for name, value in _identity(zero).items()
-        if manifest.of.get(name) != value
+        if manifest.of.get(name, "none") != value  # one from before there was such a name has none
     ]
     if not differ:
         zero.load_communication_state(parts.tensors(mesh.rank, "codecs"))

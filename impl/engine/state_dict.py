@@ -120,7 +120,7 @@ def load_communication_state(
         raise ZeroError(f"communication state lacks {missing[0]!r}")
     given = json.loads(bytes(state["of"].tolist()).decode())
     for name, value in _identity(clock, wire, policy).items():
-        if given.get(name) != value:
+        if given.get(name, "none") != value:  # one from before there was such a name has none
             raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
     errors = {
         unit: {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -166,6 +166,6 @@ def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
         "reduction": policy.reduce,
         "group": str(policy.group_ranks(mesh.topology)),
         "feedback": str(policy.feedback or "none"),
-        "differences": str(policy.differences or "none"),
+        "differences": f"{policy.differences} of {policy.kept}" if policy.differences else "none",
         "seed": str(clock.seed),
     }

@@ -75,6 +75,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, name: str) ->
     assert all(on_threads(Topology(2, 2), _resumed, tmp_path, POLICIES[name], 1, model(tied=True)))
 
 
+def _dropped(mesh: Mesh, folder: Path, into: Policy) -> tuple[str, ...]:
+    run = Run(mesh, POLICIES["sdp4bit"], model())
+    run.step(0)
+    save(folder, run.zero, run.optimizers)
+    again = Run(mesh, into, model())
+    dropped = load(folder, again.zero, again.optimizers).dropped
+    again.step(1)
+    return dropped
+
+
+@pytest.mark.parametrize("changes", [{"secondary_format": "fp32"}, {"differences": None}])
+def test_copies_of_another_type_are_left_with_a_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """A policy with other copies, or with no differences, loads the weights, and says what it left."""
+    into = replace(POLICIES["sdp4bit"], **changes)
+    for dropped in on_threads(Topology(2, 2), _dropped, tmp_path, into):
+        assert dropped[0].startswith("copies that differences of weights begin with: it was saved with")
+
+
 @pytest.mark.parametrize("shares", [(0, 1), (1, 0), (0.5, 1)], ids=str)
 def test_a_run_may_be_offloaded_from_here_on(tmp_path: Path, shares: tuple[float, float]) -> None:
     """A run goes on bit for bit with another share of its optimizer and weights on the host."""
