@@ -115,6 +115,14 @@ def beside_zeropp(strategy: str) -> Finding:
     return told
 
 
+def _shares(derived: Derived) -> str:
+    """Bytes between nodes of every contender, of the baseline's."""
+    found = {one.contender: one for one in effects.effects(derived)}
+    told = [f"{spelled(name)} {one.bytes_ratio:.3f}" for name, one in found.items()]
+    base = spelled(next(iter(found.values())).base)
+    return f"of {base}'s bytes between nodes {listed(told)}"
+
+
 def _volume(derived: Derived) -> str:
     pairs = _effect(derived, "zeropp").pairs
     ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
@@ -247,5 +255,6 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "generation": ("generation", _decodes),
     "nodes": ("nodes", lead),
     "stages": ("stages", lead),
+    "successors": ("successors", _shares),
 }
 """The suite and the number of each item of the paper that records have one for."""
