@@ -173,9 +173,12 @@ class Zero:
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
-        The errors that gradient codecs carry go too: a failed pass may have left some.  After a pass that
+        The errors that gradient codecs carry go too: a failed pass may have left some; and what differences
+        of weights begin with, for ranks may have stopped at different places.  After a pass that
         KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
         """
+        for unit in self.units:
+            unit.weight_gather.secondary.distrust()
         self.hooks.drop()
         self.scaler.forget()
 

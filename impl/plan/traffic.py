@@ -22,7 +22,9 @@ from impl.plan.topology import Axis, Topology
 Phase = Literal["forward", "backward", "evaluate", "step"]
 Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
-Event = Literal["forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten"]
+Event = Literal[
+    "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
+]
 
 ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
@@ -146,8 +148,9 @@ def predict(
     ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
     sequence of passes; a ``step`` changes the trained weights, ``changed``
     (:meth:`impl.zero.Zero.weights_changed`) all, and after ``forgotten``
-    (:meth:`impl.zero.Zero.forget_gathered`) all are gathered anew.  ``buffer_bytes`` are of the model's
-    persistent buffers, which all ranks keep equal.
+    (:meth:`impl.zero.Zero.forget_gathered`) all are gathered anew; after ``dropped``
+    (:meth:`impl.zero.Zero.drop_gradients`) what is gathered next is no difference.  ``buffer_bytes`` are of
+    the model's persistent buffers, which all ranks keep equal.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -168,6 +171,9 @@ def predict(
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
+            case "dropped":
+                for sender in senders:
+                    sender.steps = None
             case "forward" | "evaluate":
                 if buffers_differ:
                     book.control(buffer_bytes, "buffers")

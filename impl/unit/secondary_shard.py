@@ -82,7 +82,11 @@ class SecondaryShard:
         """The weights changed; unless an optimizer has ``stepped`` them, no difference is sent of them."""
         self._version = None
         if not stepped:
-            self.begun, self.pending = None, False
+            self.distrust()
+
+    def distrust(self) -> None:
+        """Have the weights themselves sent next: a gather was interrupted, maybe not on all ranks alike."""
+        self.begun, self.pending = None, False
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
         """Keep what the spared hops brought of the weights' ``version``: (n, k * F) uint8."""

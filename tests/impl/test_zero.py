@@ -171,6 +171,7 @@ def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width
         elif kind == "norm":
             if [event for event in events if event != "evaluate"][-1:] == ["accumulate"]:
                 zero.drop_gradients()  # a norm of what has not been reduced is refused
+                events.append("dropped")
             zero.grad_norm()
             events.append("norm")
         else:

@@ -159,6 +159,36 @@ def test_a_rehearsal_leaves_no_trace_in_copies() -> None:
     assert all(torch.equal(one, other) for one, other in zip(with_one, without, strict=True))
 
 
+def _interrupted(mesh: Mesh) -> list[Tensor]:
+    history = History(mesh, SDP4BIT)
+    for number in range(2):
+        history.act("train", number)
+
+    def stop(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    block = history.net.blocks[-1]  # type: ignore[index, union-attr]
+    handle = block.register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        history.net(batch(2, mesh.rank))
+    handle.remove()
+    history.zero.drop_gradients()
+    if mesh.rank == 0:  # as if this rank had gone further than the others
+        for unit in history.zero.units:
+            if unit.policy.differences is not None:
+                unit.weight_gather.secondary._values().add_(1)
+    history.act("train", 3)
+    history.act("train", 4)
+    return gathered(history.zero)
+
+
+def test_copies_are_sent_anew_after_a_pass_that_failed() -> None:
+    """Ranks that stopped at different copies are led out by drop_gradients(), and equal afterwards."""
+    first, *others = on_threads(Topology(2, 2), _interrupted)
+    for values in others:
+        assert all(torch.equal(one, other) for one, other in zip(first, values, strict=True))
+
+
 def _errors(mesh: Mesh, differences: str, steps: int) -> list[tuple[Tensor, Tensor]]:
     """Of each unit and step, how far its copy is from the master, and how far it may be."""
     history = History(mesh, replace(SDP4BIT, differences=parse(differences)))
