@@ -23,7 +23,7 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_STEPS`: the speed-up of every contender whose interval does not hold 1, and its share
-    of the bytes between nodes, which is expected to be the same again.
+    of the bytes between nodes, which is expected to be the same again.  ``zeropp plan`` has all bytes.
     """
     pairs = derived.pairs
     compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
@@ -31,9 +31,9 @@ def steps(derived: Derived) -> list[tuple[str, ...]]:
     for (where, contender, baseline), mine in groups(compared, ["where", "contender", "baseline_contender"]):
         fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
         claimed = fast.known and not fast.contains(1)
-        speed = (f"{fast.estimate:.2f}", _ends(fast, ".2f")) if claimed else (NOTHING, NOTHING)
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
-        if claimed or sent != NOTHING:
+        if claimed:
+            speed = f"{fast.estimate:.2f}", _ends(fast, ".2f")
             rows.append((where, baseline, contender, *speed, str(len(mine)), sent))
     return rows
 

@@ -39,7 +39,7 @@ _SUITE: Final = "quickstart"  # whose numbers README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
-_MOST_ROWS: Final = 14  # of a suite's table
+_MOST_ROWS: Final = 12  # of a suite's table
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {
     "loss": "losses", "memory": "memory", "tokens": "generation"
@@ -58,7 +58,7 @@ _FACTS: Final = (
 """Those that stand below a suite's table; the others are on its page."""
 _ON_THE_PAGE: Final = (
     "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
-    "in 16 bits", "Allowed step/step",
+    "in 16 bits", "Allowed step/step", "To the target, s",
 )  # fmt: skip
 """Titles of columns that are left to the page, as is the share of bytes, which docs/claims.md has."""
 _CLAIMS_HEAD: Final = """\
@@ -178,7 +178,11 @@ def _results(found: Mapping[str, Derived]) -> str:
 def _table(derived: Derived) -> Table:
     """The table of a suite's answer, else its Summary, without what is left to the page."""
     shown = _whole(derived)
-    kept = (one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key != "bytes_ratio")
+    kept = (
+        one
+        for one in shown.columns
+        if one.title not in _ON_THE_PAGE and one.key not in ("bytes_ratio", "_gain")
+    )
     return replace(shown, columns=tuple(kept), data=shown.data[:_MOST_ROWS])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 
@@ -21,7 +21,6 @@ from report.answer.parts import (
     ends,
     g3,
     is_named,
-    listed_most,
     named_first,
     spelled,
 )  # fmt: skip
@@ -31,6 +30,7 @@ from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed
 from report.draw.contenders import titles_of
 
+_BEATEN: Final = 3  # that are named with who beats them
 Row = dict[str, Any]
 _VERDICTS = {"not inferior": YES, "inferior": NO}
 _WORDS = {
@@ -129,8 +129,13 @@ def _of_front(rows: Sequence[Row], front: pd.DataFrame) -> Found:
     verb = "is" if len(best) == 1 else "are"
     first = f"On the front of bytes between nodes in a step against loss {verb} {listed(best)}"
     first = f"{first}{f'; it cannot be told of {unsure}' if unsure else ''}."
-    beaten = [f"{spelled(one['contender'])} (by {spelled(one['beaten'])})" for one in of["no"]]
-    more = [f"Off it, beaten in loss by one that sends no more, are {listed_most(beaten)}."] if beaten else []
+    beaten = [
+        f"{spelled(one['contender'])} (by {spelled(one['beaten'])})"
+        for one in sorted(of["no"], key=lambda one: "(" in one["contender"])  # presets first
+    ]
+    rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
+    shown = listed(beaten[:_BEATEN]) + rest
+    more = [f"Off it, beaten in loss by one that sends no more, are {shown}."] if beaten else []
     sent = front.set_index("contender")["sent"]
     good = [row for row in rows if row["verdict"] == "not inferior"]
     if least := min(good, key=lambda row: sent[row["contender"]], default=None):
