@@ -150,7 +150,9 @@ def _paragraph(derived: Derived) -> str:
     """README's sentences: the answer, and what ran when."""
     facts = dict(page.facts(derived))
     ran = f"{facts['trials']}, on {facts['ran']}"
-    last = f"These are the records of [one run](docs/results.md#{_SUITE}): {ran}."
+    count = derived.trials["sweep"].nunique()
+    runs = "one run" if count == 1 else f"{count} runs"
+    last = f"These are the records of [{runs}](docs/results.md#{_SUITE}): {ran}."
     return "".join(_wrapped(sentence) for sentence in (*answer(derived).sentences, last))
 
 

@@ -31,5 +31,5 @@ def test_its_examples_hold() -> None:
     """The codecs that it names are codecs of the presets, and its remedy for padding is a policy."""
     page = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
     named = {parse(text) for text in re.findall(r"`(int\d:[\w:]+)`", page)}
-    assert named == {PRESETS["zeropp"].weights, *PRESETS["zeropp"].gradients}
+    assert named == {PRESETS["zeropp"].weights, *PRESETS["zeropp"].gradients, PRESETS["qsdp"].weights}
     assert preset("zeropp", memory=MemoryLimits(max_padding=0.3)).memory.max_padding == 0.3

@@ -12,6 +12,7 @@ from matplotlib.markers import MarkerStyle
 from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
+from impl.plan.policy import SUCCESSORS
 from report.data import published
 from report.data.contender import STRATEGIES
 from report.data.frames import frames_of
@@ -133,14 +134,18 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
 
 def test_each_policy_has_its_own_colour_and_marker() -> None:
     """No two strategies share a colour; markers are filled, and shared by one library's settings, a host and
-    its guests, and by stages and groups with combinations of techniques, which no suite runs beside them.
+    its guests, and by stages, groups and what others published with combinations of techniques or peers,
+    which no suite runs beside them.
     """
     markers = {name: one.marker for name, one in STRATEGIES.items()}
     assert len({one.colour for one in STRATEGIES.values()}) == len(STRATEGIES)
     shared = {name: markers[name] for name in ("zero0", "zero1", "zero2", "mics")}
     assert len({*shared.values(), markers["zero3"]}) == len(shared) + 1
     assert set(markers.values()) <= set(MarkerStyle.filled_markers)
-    alone = {name: marker for name, marker in markers.items() if name not in {*HOSTED, *shared}}
+    published = [markers[name] for name in (*SUCCESSORS, "exact", "zero3", "zero3-flat", "zeropp")]
+    assert len({*published}) == len(published)
+    apart = {*HOSTED, *shared, *SUCCESSORS}
+    alone = {name: marker for name, marker in markers.items() if name not in apart}
     settings_of = {name: name.partition("-")[0] if name in PEERS else name for name in alone}
     assert len(set(alone.values())) == len(set(settings_of.values()))
     assert all(markers[name] == alone[host] for name, (host, _) in HOSTED.items())
