@@ -61,8 +61,13 @@ def rows_inches(count: int) -> float:
     return 0.75 + ROW_INCHES * max(count, 2)
 
 
-def wrapped(name: str, limit: int = 26) -> str:
-    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle."""
+def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
+    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle.
+
+    Beyond ``most`` characters also after a slash.
+    """
+    if most is not None and len(name) > most:
+        name = name.replace("/", "/\n")
     places = [found.start() for found in re.finditer(r"(?<=,) | (?=\()", name)]
     if len(name) <= limit or not places:
         return name
@@ -133,9 +138,12 @@ def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
 
 def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
     """Draw a legend above all panels, in as many columns as fit, on height of its own."""
-    longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(name) for name in entries)
+    parts = [name.split("\n") for name in entries]
+    longest = _ENTRY_INCHES + _LETTER_INCHES * max(len(part) for name in parts for part in name)
     columns = max(1, min(len(entries), int((style.inches - _EDGES_INCHES) / longest)))
-    figure.set_figheight(figure.get_figheight() + _LINE_INCHES * -(-len(entries) // columns))
+    rows = [parts[row :: -(-len(parts) // columns)] for row in range(-(-len(parts) // columns))]
+    lines = sum(max(map(len, row)) for row in rows)
+    figure.set_figheight(figure.get_figheight() + _LINE_INCHES * lines)
     figure.legend(list(entries.values()), list(entries), loc="outside upper left", ncols=columns)
 
 

@@ -338,16 +338,21 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over ``x``: each contender's medians as a point, and what none beats as steps."""
+    """Measures over ``x``: each contender's medians as a point, and what none beats as steps.
+
+    Attributes:
+        log: whether ``x`` is on a logarithmic axis.
+    """
 
     x: str
     label: str
     measures: tuple[Measure, ...]
+    log: bool = False
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """A panel for each cell and measure."""
         shown, cells = _measured(self.measures, data), by_cell(data)
-        figure, panels = axes.grid(style, len(cells), len(shown), [2.6] * len(cells))
+        figure, panels = axes.grid(style, len(cells), len(shown), [3.6 if self.log else 2.6] * len(cells))
         for row, (title, mine) in zip(panels, cells, strict=True):
             for ax, measure in zip(row, shown, strict=True):
                 known = mine.dropna(subset=[measure.column])
@@ -364,11 +369,15 @@ class Front:
                 if measure.log:
                     ax.set_ylim(known[measure.column].min() / 2, known[measure.column].max() * 2)
                     axes.log_ticks(ax, "y")
-                ax.set_xlim(0, mine[self.x].max() * 1.08)
+                if self.log:
+                    ax.set_xlim(mine[self.x].min() / 1.2, mine[self.x].max() * 1.2)
+                    axes.log_ticks(ax, "x", list(mine[self.x].unique()))
+                else:
+                    ax.set_xlim(0, mine[self.x].max() * 1.08)
                 ax.set_xlabel(self.label)
                 ax.set_ylabel(_label(measure, data))
             row[0].set_title(title)
-        looks = {name: style.look(name) for _, name in contenders(data)}
+        looks = {axes.wrapped(name, 30, most=40): style.look(name) for _, name in contenders(data)}
         entries = axes.lines(looks)
         for entry in entries.values():
             entry.set(linestyle="none")

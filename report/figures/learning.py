@@ -84,27 +84,34 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """One row per trial of cells that have a front, with the bytes of a step in the unit of ``sent``."""
-    found, known = derived.trials, learning.front(derived)
-    found = found[found["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
-    size, unit = byte_unit(float(found["sent_bytes"].max())) if len(found) else (1.0, "bytes")
+    """One row per trial of cells that have a front, with the bytes of a step in M."""
+    known = learning.front(derived)
+    found = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
     told = known.set_index("contender")["front"]
     return found[[*_KEPT, "validation_loss"]].assign(
-        sent=found["sent_bytes"] / size, unit=unit, front=found["contender"].map(told)
+        m=(found["sent_bytes"] / found["m_bytes"]).round(3),
+        front=found["contender"].map(told),
+        excess=_excess(derived, found),
     )
 
 
+def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
+    """Each trial's validation loss less the baseline's of its cell and seed."""
+    every = derived.trials
+    base = every[is_baseline(every)].groupby(["cell", "seed"])["validation_loss"].mean()
+    theirs = base.reindex(pd.MultiIndex.from_frame(found[["cell", "seed"]]))
+    return list(np.asarray(found["validation_loss"], dtype=float) - np.asarray(theirs, dtype=float))
+
+
 def _front_in_words(data: pd.DataFrame) -> str:
-    unit, seeds = data["unit"].iloc[0], counted(data["seed"].nunique(), "seed")
+    seeds = counted(data["seed"].nunique(), "seed")
     kinds = {kind: list(mine["contender"].unique()) for kind, mine in data.groupby("front")}
-    told = [
-        f"{'on it' if kind == 'yes' else 'off it'} {listed(kinds[kind])}"
-        for kind in ("yes", "no")
-        if kind in kinds
-    ]
+    words = {"yes": "on the front", "no": "off it", learning.OPEN: "it cannot be told of"}
+    told = [f"{word} {listed(kinds[kind])}" for kind, word in words.items() if kind in kinds]
     return (
-        f"Bytes in {unit} of an optimizer step, by the ledger. By differences paired by {seeds}, 95 % "
-        f"intervals without correction for their number: {'; '.join(told)}."
+        "M is what one gather of the whole model in 16 bits carries between nodes; bytes are the ledger's. "
+        f"By differences paired by {seeds}, 95 % intervals without correction for their number: "
+        f"{'; '.join(told)}."
     )
 
 
@@ -114,12 +121,14 @@ FRONTIER: Final = Figure(
     question="Who sends fewest bytes for a loss?",
     table=_front,
     mark=Front(
-        "sent", "sent between nodes in a step",
+        "m", "bytes between nodes in a step, in M",
         (
             Measure(
-                "validation_loss", "validation loss, nats", "of the last validation", form="{:.4f}".format
+                "excess", "loss less the baseline's, nats", "of the last validation, same seed",
+                form="{:+.4f}".format, line=0,
             ),
         ),
+        log=True,
     ),
     needs=f"validations of {learning.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
     suite="frontier",
@@ -170,12 +179,10 @@ def _costs(derived: Derived) -> pd.DataFrame:
     sent = communication.errors(derived.frames, found)
     sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
     last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
-    base = found[is_baseline(found)].groupby(["cell", "seed"])["validation_loss"].mean()
-    theirs = base.reindex(pd.MultiIndex.from_frame(found[["cell", "seed"]])).to_numpy()
     found = found.assign(
         m=found["sent_bytes"] / found["m_bytes"],
         vnmse=found["id"].map(last.groupby("id")["vnmse"].max()),
-        excess=found["validation_loss"] - np.asarray(theirs, dtype=float),
+        excess=_excess(derived, found),
     )
     found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
     enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
