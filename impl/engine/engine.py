@@ -272,9 +272,9 @@ class Zero:
             unit.weights_changed()
 
     def forget_gathered(self) -> None:
-        """Gather all weights anew from here on, as after an optimizer step that changed nothing."""
+        """Gather all weights anew from here on, though nothing changed them."""
         for unit in self.units:
-            unit.weights_changed(stepped=True)
+            unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
         """An optimizer that holds ``masters`` has stepped; called by itself, from the watch.
@@ -286,7 +286,7 @@ class Zero:
         self.masters.stepped(masters)
         for unit in self.units:
             if unit.geometry.trainable:
-                unit.weights_changed(stepped=True)
+                unit.weights_changed("stepped")
 
     def communication_state(self) -> dict[str, Tensor]:
         """What this rank's codecs depend on beside weights

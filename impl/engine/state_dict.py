@@ -101,7 +101,7 @@ def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy:
         "micro_batch": torch.tensor(clock.micro_batch),
     }
     for unit in units:
-        held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state()
+        held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state(unit.master_shard.version)
         for name, value in held.items():
             state[f"{unit.geometry.name}/{name}"] = value
     return state

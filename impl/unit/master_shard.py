@@ -194,9 +194,12 @@ class MasterShard:
             self._encoded_of = now
         return self._encoded
 
-    def write_difference(self, codec: Codec, copy: Tensor, frame: Tensor) -> None:
-        """Write to a message how far the master is from its copy (S,) of another type, in ``codec``."""
-        ops.encode(codec, self.master - copy, frame, noise=self._noise(codec))
+    def write_difference(self, codec: Codec, copy: Tensor, frame: Tensor, *, nothing: bool) -> None:
+        """Write to a message how far the master is from its copy (S,) of another type, in ``codec``; or that
+        it differs by ``nothing``.
+        """
+        difference = torch.zeros_like(self.master) if nothing else self.master - copy
+        ops.encode(codec, difference, frame, noise=self._noise(codec))
 
     def _encode_master(self, frame: Tensor) -> None:
         ops.encode(self._codec, self.master, frame, noise=self._noise(self._codec))

@@ -13,13 +13,15 @@ reported ways (paper section 3.2 for hpZ).
 Stale copies are equal on all ranks that hold them, so what the next all-gather sends may be how far the
 masters have gone from them (SDP4Bit, 2410.15526).  Every rank, the owner too, adds what it decodes, in fp32,
 and rounds the sum to the type of the copy: copies stay equal to the bit, and what encoding and rounding lost
-is part of the next difference.  After a load, or a master written by hand, the weights themselves are sent.
+is part of the next difference.  After a load, or a master written by hand, the weights themselves are sent;
+weights that were gathered and are gathered anew unchanged differ by nothing, so evaluations leave no trace.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +35,10 @@ from impl.plan.topology import Axis
 from impl.unit.host_memory import HostMemory
 from impl.unit.master_shard import Version, counted_as
 from impl.unit.memory_pool import Meter
+
+_ANY: Final = -1  # in place of torch's count of a master: of its values, whatever they are
+Change = Literal["stepped", "loaded", "unchanged"]
+"""Why weights are gathered anew: an optimizer stepped them, they were written otherwise, or nothing did."""
 
 
 class SecondaryShard:
@@ -68,6 +74,7 @@ class SecondaryShard:
         self._version: Version | None = None  # of the weights they are of, while CURRENT
         self.pending = False
         self.begun: int | None = None
+        self._settled: int | None = None  # torch's count of the master whose values the copies are of
 
     def holds(self, version: Version) -> bool:
         """Whether the frames are those of the weights' ``version``, which never comes again."""
@@ -78,11 +85,13 @@ class SecondaryShard:
         """Whether there are frames, and the weights have not changed since as far as was told."""
         return self._version is not None
 
-    def end(self, *, stepped: bool) -> None:
-        """The weights changed; unless an optimizer has ``stepped`` them, no difference is sent of them."""
+    def end(self, why: Change) -> None:
+        """The weights are not to be used any more; see :data:`Change`."""
         self._version = None
-        if not stepped:
+        if why == "loaded":
             self.distrust()
+        if why != "unchanged":
+            self._settled = None
 
     def distrust(self) -> None:
         """Have the weights themselves sent next: a gather was interrupted, maybe not on all ranks alike."""
@@ -96,7 +105,7 @@ class SecondaryShard:
             self._host.copy("to_host", cast, kept, "secondary", self._unit)
         else:
             kept.copy_(cast)
-        self._version, self.begun = version, step
+        self._version, self.begun, self._settled = version, step, version[1]
 
     def _room(self) -> Tensor:
         """(copies * K,) uint8, the memory of the frames."""
@@ -135,6 +144,10 @@ class SecondaryShard:
             return False
         return not self._refresh or step - self.begun < self._refresh
 
+    def settled(self, version: Version) -> bool:
+        """Whether the copies are of the master's values already, though it is of another ``version``."""
+        return self._settled in (version[1], _ANY)
+
     def _values(self) -> Tensor:
         """(copies, S) the weights that are kept."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
@@ -151,13 +164,16 @@ class SecondaryShard:
         sums = torch.empty(kept.shape, device=kept.device)
         ops.decode(self._differences, received.view(self._copies, -1), sums)
         kept.copy_(sums.add_(kept))
-        self._version = version
+        self._version, self._settled = version, version[1]
 
-    def state(self) -> dict[str, Tensor]:
-        """This rank's own shard of the copy, to be loaded again; nothing where no difference is sent."""
+    def state(self, version: Version) -> dict[str, Tensor]:
+        """This rank's own shard of the copy, to be loaded again; nothing where no difference is sent.
+
+        ``begun`` has a second number: whether the copy is of the master's values, whose ``version`` is given.
+        """
         if self._differences is None or self.begun is None:
             return {}
-        return {"copy": self.own().clone(), "begun": torch.tensor(self.begun)}
+        return {"copy": self.own().clone(), "begun": torch.tensor([self.begun, self.settled(version)])}
 
     def check_state(self, state: dict[str, Tensor]) -> None:
         """Refuse what :meth:`state` does not give.
@@ -173,28 +189,29 @@ class SecondaryShard:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Take over what :meth:`state` gave on the same rank; the other ranks' shards are gathered next."""
-        self._version, self.begun, self.pending = None, None, False
+        self._version, self.begun, self._settled, self.pending = None, None, None, False
         if state:
             self.own().copy_(state["copy"])
-            self.begun, self.pending = int(state["begun"]), True
+            self.begun, settled = map(int, state["begun"])
+            self._settled, self.pending = _ANY if settled else None, True
 
     def fill(self, received: Tensor) -> None:
         """Take over the copies (n, k * K) uint8 of which this rank had its own shard's alone."""
         self._room().view(received.shape).copy_(received)
         self.pending = False
 
-    def kept(self) -> tuple[Tensor, int] | None:
+    def kept(self) -> tuple[Tensor, int, int | None, bool] | None:
         """A copy of all that differences begin with, for :meth:`put_back`; None where there is nothing."""
-        if self._differences is None or self.begun is None or self.pending:
+        if self._differences is None or self.begun is None:
             return None
-        return self._room().clone(), self.begun
+        return self._room().clone(), self.begun, self._settled, self.pending
 
-    def put_back(self, kept: tuple[Tensor, int] | None) -> None:
-        """Be as when :meth:`kept` was called, but for the weights that it is of, which are stale."""
-        self._version, self.pending = None, False
-        self.begun = None if kept is None else kept[1]
+    def put_back(self, kept: tuple[Tensor, int, int | None, bool] | None) -> None:
+        """Be as when :meth:`kept` was called, but that all is gathered anew."""
+        self._version, self.begun, self._settled, self.pending = None, None, None, False
         if kept is not None:
-            self._room().copy_(kept[0])
+            copies, self.begun, self._settled, self.pending = kept
+            self._room().copy_(copies)
 
 
 def place_of(axes: Sequence[Axis], rank: int) -> tuple[int, int]:

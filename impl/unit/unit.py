@@ -28,6 +28,7 @@ from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.host_memory import MEMORY
 from impl.unit.master_shard import MasterShard, Version, sliced
 from impl.unit.member import Holder, Member, check_hooks, refuse_use
+from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
 
@@ -288,14 +289,10 @@ class Unit:
             return ()
         return self.flat.written()
 
-    def weights_changed(self, *, stepped: bool = False) -> None:
-        """The weights have new values: what was kept of the old ones is stale.
-
-        Args:
-            stepped: whether an optimizer made them, or nothing did, so that they are near what was gathered.
-        """
+    def weights_changed(self, why: Change = "loaded") -> None:
+        """The weights have new values: what was kept of the old ones is stale."""
         self.master_shard.changed()
-        self.weight_gather.secondary.end(stepped=stepped)
+        self.weight_gather.secondary.end(why)
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:

@@ -135,7 +135,8 @@ class WeightGather:
                 self._gather_copies()
             self._under_way = self._difference
             message = self._difference.open(tag)
-            self._master_shard.write_difference(self._differences, self.secondary.own(), message)
+            copy, settled = self.secondary.own(), self.secondary.settled(version)
+            self._master_shard.write_difference(self._differences, copy, message, nothing=settled)
         else:
             self._under_way = self._between or self._last
             into = flat.attach_bytes() if self._in_place else None

@@ -75,7 +75,7 @@ def _trained(mesh: Mesh, policy: Policy, *, rehearsed: bool) -> tuple[Any, ...]:
             del losses[-2:]
             assert all(master.grad is None for master in zero.masters)
         else:
-            zero.weights_changed()  # what was kept of frozen units is gathered anew after a rehearsal too
+            zero.forget_gathered()  # what was kept of frozen units is gathered anew after a rehearsal too
         passes(step)
         means = {unit.geometry.name: unit.master_shard.mean_gradient() for unit in zero.units}
         kept = {name: mean.clone() for name, mean in means.items() if mean is not None}

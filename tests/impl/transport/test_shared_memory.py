@@ -43,7 +43,7 @@ def test_training_is_the_same_to_the_bit_and_the_byte(
     """Losses, state and ledger over shared memory are those over the backend."""
     policy = data.draw(policies(topology))
     if data.draw(st.booleans()):
-        policy = replace(policy, stage=3, weights=FP32, secondary=0, secondary_format="frames")
+        policy = replace(policy.without_secondary(), stage=3, weights=FP32)
     net = model(Odd) if kind == "odd" else model(Net, tied=kind == "tied", recompute=kind == "recompute")
     width = 7 if kind == "odd" else 16
     backend, shared = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))

@@ -145,17 +145,26 @@ def test_replicas_are_equal_to_the_bit_after_any_history(
         assert all(torch.equal(one, other) for one, other in zip(first[0], values, strict=True))
 
 
-def _rehearsed(mesh: Mesh, rehearses: bool) -> list[Tensor]:
+def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
     history = History(mesh, SDP4BIT)
-    for number, kind in enumerate(("train", "train", "rehearse", "train", "train")):
-        if kind != "rehearse" or rehearses:
-            history.act(kind, number)
+    for number, kind in enumerate(("train", "train", *what, "train", "train")):
+        if kind == "anew":  # as the harness does after a validation
+            history.zero.forget_gathered()
+        else:
+            history.act(kind, number if kind == "train" and number < 2 else number - len(what))
     return gathered(history.zero)
 
 
-def test_a_rehearsal_leaves_no_trace_in_copies() -> None:
-    """A run in which passes were rehearsed goes on as one without."""
-    with_one, without = (on_threads(Topology(2, 2), _rehearsed, one)[0] for one in (True, False))
+@pytest.mark.parametrize(
+    "what",
+    [
+        ("rehearse",), ("evaluate", "anew"), ("evaluate", "rehearse"), ("evaluate", "anew", "rehearse"),
+        ("save",), ("evaluate", "save"), ("evaluate", "save", "rehearse"), ("save", "evaluate", "save"),
+    ],
+)  # fmt: skip
+def test_what_trains_nothing_leaves_no_trace_in_copies(what: tuple[str, ...]) -> None:
+    """A run whose weights were evaluated and gathered anew, or saved and loaded, goes on as one without."""
+    with_one, without = (on_threads(Topology(2, 2), _between, one)[0] for one in (what, ()))
     assert all(torch.equal(one, other) for one, other in zip(with_one, without, strict=True))
 
 
