@@ -158,9 +158,9 @@ def stale_secondary(_: Rank) -> Patch:
     """Backward computes with the first copy that was kept."""
     renewed = SecondaryShard.keep
 
-    def keep(self: SecondaryShard, received: Tensor, version: Any) -> None:
+    def keep(self: SecondaryShard, received: Tensor, version: Any, *, step: int = 0) -> None:
         if self._frames is None:
-            renewed(self, received, version)
+            renewed(self, received, version, step=step)
         self._version = version
 
     return mock.patch.object(SecondaryShard, "keep", keep)
