@@ -60,7 +60,8 @@ def loss(derived: Derived) -> Found:
     if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
     front = learning.front(derived)
-    if len(set(front["cell"])) == 1:
+    among = derived.trials[derived.trials["contender"].isin(front["contender"])]
+    if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= learning.FEWEST_OF_FRONT:
         return _of_front(rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
@@ -127,7 +128,7 @@ def _of_front(rows: Sequence[Row], front: pd.DataFrame) -> Found:
     ]
     unsure = listed([spelled(one["contender"]) for one in of[learning.OPEN]])
     verb = "is" if len(best) == 1 else "are"
-    first = f"On the front of bytes between nodes in a step against loss {verb} {listed(best)}"
+    first = f"On the front of bytes between nodes in a step against loss {verb} {listed(best or ['nobody'])}"
     first = f"{first}{f'; it cannot be told of {unsure}' if unsure else ''}."
     beaten = [
         f"{spelled(one['contender'])} (by {spelled(one['beaten'])})"

@@ -211,27 +211,28 @@ def test_codecs_bits_are_answered_by_losses() -> None:
     assert found.sentences[1] == "Of those not inferior, qgZ (gradients int4:64) sends least."
 
 
-def test_many_contenders_are_answered_by_their_front() -> None:
+def test_many_strategies_are_answered_by_their_front() -> None:
     """Fewer bytes for a loss that none undercuts are on the front; who is beaten is off it, and by whom."""
     noise = np.array(LOSS_NOISE)
     above = {
-        "": 0.0, "int8:64": 0.01, "int7:64": 0.03, "int6:64": 0.02, "int5:64": 0.1, "int4:64": 0.2,
-        "int3:64": 0.3, "int2:64": 0.4,
+        "zero3": 0.0 * noise, "sdp4bit": 0.4 + noise, "zeropp": 0.3 - noise, "loco": 0.31 + noise,
+        "qsdp": 0.2 + noise, "fp4-gather": 0.25 - noise, "fp8-gather": 0.1 + noise, "exact": 20 * noise[::-1],
     }  # fmt: skip
-    ends = {codec: BASE + worse + noise * (place % 3) for place, (codec, worse) in enumerate(above.items())}
-    ends["int5:64"] = ends["int4:64"] + 20 * noise[::-1]  # fewer bits, and as likely better as worse
-    found = asked(trained(ends), "Which bytes buy which loss?")
-    assert found.figure == "frontier"
-    first, second, third, *_ = found.sentences
-    assert first.startswith(
-        "On the front of bytes between nodes in a step against loss are qgZ (gradients int2"
-    )
+    found = []
+    for strategy, worse in above.items():
+        for seed, end in enumerate(BASE + worse):
+            trial = Trial(strategy=strategy, seed=seed, steps=120, warmup=0, validate_every=120)
+            last = Validation(step=120, loss=float(end), train_seconds=1, inter_bytes=1)
+            found.append(record_of(trial, change=lambda one, last=last: one.update(validations=[last])))
+    told = asked(found, "Which bytes buy which loss?")
+    assert told.figure == "frontier"
+    first, second, *_ = told.sentences
+    assert first.startswith("On the front of bytes between nodes in a step against loss are SDP4Bit (")
     on, _, unsure = first.partition("; it cannot be told of ")
-    assert unsure == "qgZ (gradients int5:64)."
-    assert [bits for bits in (8, 7, 6, 5, 4, 3, 2) if f"int{bits}:64" in on] == [8, 6, 4, 3, 2]
-    assert "ZeRO-3 (" in on
-    assert "are qgZ (gradients int7:64) (by qgZ (gradients int6:64))." in second
-    assert third.startswith("Of those not inferior to ZeRO-3 qgZ (gradients int8:64) sends least, 0.")
+    assert unsure == "exact (fp32)."
+    assert [name for name in ("ZeRO++ (", "QSDP (", "FP8 gather (", "ZeRO-3 (") if name not in on] == []
+    assert "LoCo (by ZeRO++)" in second
+    assert "FP4 gather (by QSDP)" in second
 
 
 @pytest.mark.parametrize(("worse", "verdict"), [(0.004, "Yes, "), (0.3, "No, ")])
