@@ -111,7 +111,7 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
         TrialError: for a loss before training that is not a single process's, reduced gradients that are
             farther from it than the codecs promise, or errors of what was sent that a codec cannot make.
     """
-    control, policy = trial.get("control"), Trial.from_canonical(trial).resolved_policy()
+    control = trial.get("control")
     losses = [rank.first_loss for rank in ranks]
     for number, rank in enumerate(ranks):
         _check_loss(number, rank.first_loss)
@@ -121,9 +121,10 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
     reference = math.fsum(loss.reference for loss in losses) / len(losses)
     errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
     communicated = communication_error.errors_of(sent)
-    wrong = communication_error.refusal(communicated, policy or Policy())
-    if wrong is not None and not control:
-        raise TrialError(wrong)
+    if communicated and not control:
+        policy = Trial.from_canonical(trial).resolved_policy() or Policy()
+        if (wrong := communication_error.refusal(communicated, policy)) is not None:
+            raise TrialError(wrong)
     return {
         "reference_loss": reference,
         "first_gradients": first_gradients,
