@@ -283,6 +283,7 @@ def run(
                 suite.on_failure,
                 SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
                 suite.answer,
+                suite.margin,
                 made,
             ),
             first,

@@ -61,7 +61,7 @@ def table(derived: Derived, suite: str) -> str:
     if fast := steps(derived):
         parts.append(_table("Tables *Summary* and *Volume between nodes*", _STEPS, fast))
     if learnt := losses(derived):
-        parts.append(_table(f"Table *Losses*, by {learning.MARGIN:.0%}", _LOSSES, learnt))
+        parts.append(_table(f"Table *Losses*, by {learning.allowed(derived)}", _LOSSES, learnt))
     return "\n".join(parts) if len(parts) > 1 else f"{parts[0]}Nothing is compared in it.\n"
 
 

@@ -77,7 +77,8 @@ _MORE: Final = {
     "validation_batches": "batches of each rank in a validation",
     "measure_quantisation": "true: measure errors of what is sent, untimed, in the first repeat; try codecs",
     "memory_limit": "text with MiB or GiB",
-    "control": "`none`, or what trains worse: `stale_secondary`, hpZ's copy is never renewed; `unordered`, "
+    "control": "`none`, or what trains worse: `stale_secondary`, hpZ's copy is never renewed; "
+    "`late_secondary`, it is renewed one step late; `half_batch`, of each batch the first half; `unordered`, "
     "gradients are not reordered before the two hops",
 }
 

@@ -340,6 +340,7 @@ class Record(_Part):
         sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
         role: what the suite's question compares it as; no part of the trial.
         answer: the quantity that the suite names as its answer; empty leaves it to the axes.
+        margin: steps of training that the suite lets losses differ by; 0 leaves it to the report.
         units: name, elements, padded elements of each unit.
         earlier: failed attempts of the same run, in order.
         run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
@@ -362,6 +363,7 @@ class Record(_Part):
     sweep: int = 0
     role: Literal["", "baseline", "contrast"] = ""
     answer: Said = ""
+    margin: int = 0
     machine: dict[str, Any]
     code: dict[str, Any]
     inputs: dict[str, str] = {}

@@ -74,6 +74,7 @@ class Asked:
         on_failure: what follows a failure, by its kind; the next trial for others.
         text: of the suite's file.
         said: the quantity that the suite names as its answer.
+        margin: steps of training that losses may differ by; 0 leaves it to the report.
         machine: on which steps are predicted before they run; None predicts nothing.
     """
 
@@ -83,6 +84,7 @@ class Asked:
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
     text: SuiteText | None = None
     said: Said = ""
+    margin: int = 0
     machine: Machine | None = None
 
     def answer(self, record: Record) -> Answer:
@@ -167,8 +169,10 @@ def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[T
     there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
     for trial in batch.trials:
         record = there[trial.id]
-        asked = {"role": sweep.asked.role_of(trial), "answer": sweep.asked.said}
-        if record is not None and asked != {"role": record.role, "answer": record.answer}:
+        asked = {
+            "role": sweep.asked.role_of(trial), "answer": sweep.asked.said, "margin": sweep.asked.margin
+        }  # fmt: skip
+        if record is not None and asked != record.model_dump(include=set(asked)):
             write(sweep.results, record.model_copy(update=asked))  # the question has changed, not the trial
     failures = [record for record in there.values() if record is not None and not record.answers]
     if sweep.retry_failed:
@@ -364,6 +368,7 @@ class _Sweep:
             question=self.asked.question,
             role=known.role,
             answer=self.asked.said,
+            margin=self.asked.margin,
             trial=trial.canonical(),
             started=now,
             finished=now,

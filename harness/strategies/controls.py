@@ -25,6 +25,15 @@ def never_renew_secondary(zero: Zero) -> None:
         _freeze(unit.weight_gather.secondary)
 
 
+def renew_secondary_late(zero: Zero) -> None:
+    """Have every unit's secondary shard keep what was gathered before the last optimizer step.
+
+    The bytes sent stay the same: only the values are one step old.
+    """
+    for unit in zero.units:
+        _delay(unit.weight_gather.secondary)
+
+
 def keep_rank_order(zero: Zero) -> None:
     """Have every unit's gradients go through the two hops in the order of ranks, not of hops.
 
@@ -50,3 +59,16 @@ def _freeze(secondary: SecondaryShard) -> None:
         keep(first[0], version, step=step)
 
     secondary.keep = keep_first  # type: ignore[method-assign]
+
+
+def _delay(secondary: SecondaryShard) -> None:
+    keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's count of the master
+
+    def keep_last_but_one(received: Tensor, version: Version, *, step: int = 0) -> None:
+        if version[1] not in gathered:
+            gathered[version[1]] = received.clone()
+        for old in sorted(gathered)[:-2]:
+            del gathered[old]
+        keep(gathered[min(gathered)], version, step=step)
+
+    secondary.keep = keep_last_but_one  # type: ignore[method-assign]

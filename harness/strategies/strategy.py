@@ -23,7 +23,7 @@ from harness.cluster.rank import Rank
 from harness.measure import communication_error
 from harness.measure.first_gradient import Layout
 from harness.strategies import deepspeed, torch_peers
-from harness.strategies.controls import keep_rank_order, never_renew_secondary
+from harness.strategies.controls import keep_rank_order, never_renew_secondary, renew_secondary_late
 from harness.strategies.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.peers import DEEPSPEED, PEERS, Compute
 from harness.suites.trial import Optimizer, Trial
@@ -469,6 +469,8 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     if trial.control == "stale_secondary":
         never_renew_secondary(zero)
+    elif trial.control == "late_secondary":
+        renew_secondary_late(zero)
     elif trial.control == "unordered":
         keep_rank_order(zero)
     return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)

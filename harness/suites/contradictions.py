@@ -107,9 +107,14 @@ def _beside_staged(trial: Trial) -> Iterator[str]:
 
 
 def _beside_control(trial: Trial) -> Iterator[str]:
-    """A control spoils the copy of hpZ, or the order of two hops, in our own engine."""
+    """A control spoils the copy of hpZ, or the order of two hops, in our own engine, or halves a batch."""
     policy, topology = trial.resolved_policy(), trial.topology()
     if trial.control is None:
+        return
+    if trial.control == "half_batch":
+        if trial.tokens_per_rank < 2 * trial.sequence:
+            tokens = trial.tokens_per_rank
+            yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; expected two"
         return
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)

@@ -28,6 +28,7 @@ class Suite:
         text: of its file.
         configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
         answer: the quantity that answers the question; empty leaves it to the axes.
+        margin: steps of training that losses may differ by; 0 leaves it to the report.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Suite:
     text: str = ""
     configurations: Mapping[str, str] = field(default_factory=dict)
     answer: Said = ""
+    margin: int = 0
 
     def role_of(self, trial: Trial) -> str:
         """What the suite's question compares: ``baseline``, ``contrast``, or empty."""

@@ -73,6 +73,7 @@ class _File(BaseModel):
     baseline: dict[str, Any] = {}
     contrast: dict[str, Any] = {}
     answer: Said = ""
+    margin: int = Field(0, ge=0)
     defaults: dict[str, Any] = {}
     matrix: dict[str, Any] = {}
     zip: list[dict[str, Any]] = []
@@ -191,6 +192,7 @@ class _Expansion:
             self._roles(cells, trials),
             self.file.on_failure,
             answer=self.file.answer,
+            margin=self.file.margin,
         )
 
     def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:

@@ -296,8 +296,10 @@ class Trial(_Frozen):
         steps: timed ones of the optimizer, after ``warmup`` untimed ones.
         validate_every: optimizer steps between validations; 0 validates only at the end, None never.
         control: positive control, which a test of losses must call inferior: ``stale_secondary`` never renews
-            hpZ's copy, so that backward passes compute with the first weights; ``unordered`` cuts gradients
-            in the order of ranks before the two hops, which then end on other ranks.  No policy offers them.
+            hpZ's copy, so that backward passes compute with the first weights; ``late_secondary`` renews it
+            one step late; ``half_batch`` leaves the second half of every micro-batch out; ``unordered`` cuts
+            gradients in the order of ranks before the two hops, which then end on other ranks.  No policy
+            offers them.
         memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
@@ -328,7 +330,7 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, written(parse_size)] = None
-    control: Literal["stale_secondary", "unordered"] | None = None
+    control: Literal["stale_secondary", "late_secondary", "half_batch", "unordered"] | None = None
 
     @field_validator("strategy")
     @classmethod

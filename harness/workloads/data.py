@@ -34,6 +34,7 @@ class Data:
         self.parts = len(self._ranks)
         self.sha256 = self._samples.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
+        self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
         self.validation: list[Batch] = []
         if trial.validate_every is not None:
             self.validation = [
@@ -60,15 +61,10 @@ class Data:
             yield from (self._batch(index, micro_batch, part) for part in ranks)
 
     def _batch(self, step: int, micro_batch: int, rank: int) -> Batch:
-        return self._tensors(
-            self._samples.batch(
-                seed=self._trial.seed,
-                step=step,
-                micro_batch=micro_batch,
-                rank=rank,
-                sequences=self._sequences,
-            )
+        read, answer = self._samples.batch(
+            seed=self._trial.seed, step=step, micro_batch=micro_batch, rank=rank, sequences=self._sequences
         )
+        return self._tensors((read[: self._read], answer[: self._read]))
 
     def _tensors(self, pair: Pair) -> Batch:
         read, answer = (torch.tensor(array).to(self._device) for array in pair)

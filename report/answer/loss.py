@@ -62,7 +62,7 @@ def loss(derived: Derived) -> Found:
     front = learning.front(derived)
     among = derived.trials[derived.trials["contender"].isin(front["contender"])]
     if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= learning.FEWEST_OF_FRONT:
-        return _of_front(rows, front)
+        return _of_front(derived, rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
     if len(rows) > 1 and (several or not is_named(derived, rows[0]["contender"])):
@@ -87,13 +87,13 @@ def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
     """One contender beside the baseline, and the verdicts on others."""
     main = rows[0]
     name, base = spelled(main["contender"]), spelled(main["base"])
-    within = f"{learning.MARGIN:.0%}"
+    within = learning.allowed(derived)
     claims = {
         "not inferior": f"{name} trains as well as {base} to within {within}",
         "inferior": f"{name} trains worse than {base} by more than {within}",
     }
     claim = claims.get(main["verdict"], f"Cannot be told whether {name} trains as well as {base}")
-    text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(main)})."
+    text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(derived, main)})."
     others = by_verdict(derived, rows[1:])
     more = [f"By validation loss minus {base}'s, in nats, {others}."] if others else []
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
@@ -110,12 +110,14 @@ def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
     if least is not None and len(good) > 1:
         more = [f"Of those not inferior, {spelled(least.contender)} sends least."]
     base = spelled(rows[0]["base"])
-    first = f"By validation loss minus {base}'s in nats ({_test(rows[0])}), {by_verdict(derived, rows)}."
+    first = (
+        f"By validation loss minus {base}'s in nats ({_test(derived, rows[0])}), {by_verdict(derived, rows)}."
+    )
     kept = [least] if least is not None else found[:1]
     return Found(first, [_VERDICTS.get(row["verdict"], OPEN) for row in rows], kept, more)
 
 
-def _of_front(rows: Sequence[Row], front: pd.DataFrame) -> Found:
+def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Found:
     """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
     size, unit = byte_unit(float(front["sent"].max()))
     of: dict[str, list[Row]] = {
@@ -144,14 +146,15 @@ def _of_front(rows: Sequence[Row], front: pd.DataFrame) -> Found:
         saved = g3(sent[least["contender"]] / sent[base])
         more.append(
             f"Of those not inferior to {spelled(base)} {spelled(least['contender'])} sends least, {saved} of "
-            f"its bytes, and differs in loss by {nats(least)} nats ({_test(least)})."
+            f"its bytes, and differs in loss by {nats(least)} nats ({_test(derived, least)})."
         )
     return Found(first, [], [], more, "frontier")
 
 
-def _test(row: Row) -> str:
-    seeds = counted(row["difference"].n, "seed")
-    return f"margin {g3(row['margin'])} nats, {learning.MARGIN:.0%} of its loss; {seeds}"
+def _test(derived: Derived, row: Row) -> str:
+    seeds, allowed = counted(row["difference"].n, "seed"), learning.allowed(derived)
+    of = "its training" if derived.frames.margin else "its loss"
+    return f"margin {g3(row['margin'])} nats, {allowed} of {of}; {seeds}"
 
 
 def nats(row: Row) -> str:
@@ -219,5 +222,5 @@ def in_short(derived: Derived, names: Sequence[str]) -> str:
         return f"Validation losses are not compared: {few}."
     return (
         f"In loss {spelled(row['contender'])} differs from {spelled(row['base'])} by {nats(row)} nats: "
-        f"{row['verdict']} ({_test(row)})."
+        f"{row['verdict']} ({_test(derived, row)})."
     )

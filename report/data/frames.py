@@ -70,6 +70,7 @@ class Frames:
     suite: str  # its name, or names joined by a comma
     questions: tuple[str, ...]  # of the suites, where records hold them
     answer: Said  # the quantity that the suite names, if all records name one
+    margin: int  # steps of training that its losses may differ by; 0 if it names none
     pools: tuple[str, ...]  # hashes of machine and code
     left_out: int  # failures of another pool, without measurements
     interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
@@ -156,6 +157,7 @@ def frames_of(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
         answer=answers.pop() if len(answers) == 1 else "",
+        margin=min(record.margin for record in records),
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
         interrupted=len(records) - len(ended) - len(failed),

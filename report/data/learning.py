@@ -29,6 +29,7 @@ from report.data.metrics import Derived, geometric
 FEWEST_OF_FRONT = 8  # contenders
 OPEN = "cannot be told"
 MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and not count as inferior
+LAST = 0.25  # of training, over which the loss of a step is taken where a suite's margin is in steps
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
@@ -75,7 +76,7 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
     }
     if theirs.empty:
         return row
-    margin = MARGIN * float(theirs.mean())
+    margin = _margin(derived, base)
     target = float(theirs.mean()) + margin
     row |= {"margin": margin, "target": target}
     seconds, needed = _seconds_to(derived, mine, target), _seconds_to(derived, base, target)
@@ -91,6 +92,27 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
             "gain": _gain(seconds, needed),
         }
     return row
+
+
+def allowed(derived: Derived) -> str:
+    """How much worse a loss may be and not count as inferior, in words."""
+    steps = derived.frames.margin
+    return f"{MARGIN:.0%}" if not steps else f"{steps} steps"
+
+
+def _margin(derived: Derived, base: pd.DataFrame) -> float:
+    """Nats that losses may differ by: a share of the baseline's, or what it gains in the suite's steps.
+
+    A step gains what the mean curve of its seeds falls by over the last quarter of training, over its steps.
+    NaN where the baseline is not validated at its beginning and its end, or does not gain there.
+    """
+    if not (steps := derived.frames.margin):
+        return MARGIN * float(by_seed(base).mean())
+    curves = derived.frames.validations
+    mean = curves[curves["id"].isin(base["id"])].groupby("step")["loss"].mean()
+    late = mean[mean.index >= (1 - LAST) * mean.index[-1]]
+    gained, passed = late.iloc[0] - late.iloc[-1], late.index[-1] - late.index[0]
+    return float(steps * gained / passed) if passed and gained > 0 else math.nan
 
 
 @lru_cache(maxsize=32)  # the answer and a figure ask for it

@@ -157,7 +157,8 @@ def losses(derived: Derived) -> Table:
         ),
         Column(
             "verdict", "Verdict", str,
-            f"Verdict: against a margin of {learning.MARGIN:.0%} of {base}'s loss{margin}; not inferior: the "
+            f"Verdict: against a margin of {learning.allowed(derived)} of {base}'s "
+            f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the "
             "interval's upper end lies below it; inferior: its lower end lies above it; cannot tell: the "
             "margin lies inside.",
         ),

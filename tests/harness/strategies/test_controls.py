@@ -4,34 +4,39 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from harness.strategies.controls import keep_rank_order, never_renew_secondary
+from harness.strategies.controls import keep_rank_order, never_renew_secondary, renew_secondary_late
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
+from harness.workloads.data import Data
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
-from impl.zero import shard
+from impl.zero import Zero, shard
 from report.data.contender import label_of
+from tests.harness.runs.test_trial_loop import text, trial
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import batch, model
+
+__all__ = ["text"]  # a fixture
 
 MODEL = model()
 HPZ = preset("exact", memory=replace(ROOMY, max_reuse=0), secondary="node")
 
 
-def _trained(mesh: Mesh, spoilt: bool) -> tuple[list[float], dict[LedgerKey, Sent]]:
+def _trained(mesh: Mesh, spoil: Callable[[Zero], None] | None) -> tuple[list[float], dict[LedgerKey, Sent]]:
     net = copy.deepcopy(MODEL)
     zero = shard(net, mesh=mesh, policy=HPZ)
-    if spoilt:
-        never_renew_secondary(zero)
+    if spoil is not None:
+        spoil(zero)
     optimizer, losses = torch.optim.SGD(zero.param_groups(), lr=0.5), []
     for step in range(4):
         loss = net(batch(step, mesh.rank)).square().mean()
@@ -43,15 +48,45 @@ def _trained(mesh: Mesh, spoilt: bool) -> tuple[list[float], dict[LedgerKey, Sen
     return losses, dict(zero.wire.ledger.rows())
 
 
-def test_a_stale_secondary_changes_gradients_from_the_second_step_on() -> None:
+@pytest.mark.parametrize("spoil", [never_renew_secondary, renew_secondary_late])
+def test_an_old_secondary_changes_gradients_from_the_second_step_on(spoil: Callable[[Zero], None]) -> None:
     """Losses of two steps are equal, whose forward passes are right; the third differs, bytes never."""
     topology = Topology(2, 2)
     for (right, sent), (wrong, other) in zip(
-        on_threads(topology, _trained, False), on_threads(topology, _trained, True), strict=True
+        on_threads(topology, _trained, None), on_threads(topology, _trained, spoil), strict=True
     ):
         assert right[:2] == wrong[:2]
         assert right[2] != wrong[2]
         assert sent == other
+
+
+def test_a_late_secondary_is_one_step_old() -> None:
+    """Its backward pass of the third step has the second's weights: another gradient than of the first's."""
+    late, stale = (
+        on_threads(Topology(2, 2), _trained, one) for one in (renew_secondary_late, never_renew_secondary)
+    )
+    for (ours, _), (theirs, _) in zip(late, stale, strict=True):
+        assert ours[:3] == theirs[:3]
+        assert ours[3] != theirs[3]
+
+
+def test_half_a_batch_is_its_first_half(text: str) -> None:
+    """Each micro-batch has the first half of its sequences; validation has all of them."""
+    whole, half = (
+        Data(trial(text, "zero3", tokens_per_rank=32, control=control), 1, torch.device("cpu"))
+        for control in (None, "half_batch")
+    )
+    for theirs, ours in zip(whole.step(3), half.step(3), strict=True):
+        for (read, answer), (first, of_first) in zip(theirs, ours, strict=True):
+            assert torch.equal(first, read[: len(read) // 2])
+            assert torch.equal(of_first, answer[: len(answer) // 2])
+    assert [len(read) for read, _ in half.validation] == [len(read) for read, _ in whole.validation]
+
+
+def test_half_of_one_sequence_is_refused() -> None:
+    """There is nothing to leave out."""
+    with pytest.raises(ValueError, match="half_batch': tokens_per_rank = 128 is one sequence; expected two"):
+        check(Trial(control="half_batch", sequence=128, tokens_per_rank=128))
 
 
 def _reduced(mesh: Mesh, spoilt: bool) -> tuple[list[torch.Tensor], dict[LedgerKey, Sent]]:
