@@ -19,8 +19,11 @@ from typing import Final
 from harness.records import archive
 from harness.suites.question import Quantity
 from report import claims, page
+from report.answer import effects
 from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
+from report.answer.parts import intervals, ratio, seconds, sent
+from report.data.contender import NAMES, PROPOSED
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.data.text import counted
@@ -36,6 +39,7 @@ DOCS: Final = Path("docs")
 FIGURES: Final = DOCS / "figures"  # one of each suite
 _README: Final = Path("README.md")
 _SUITE: Final = "quickstart"  # whose numbers README has
+_LOSSES: Final = "convergence_long"  # whose answer README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
@@ -142,18 +146,28 @@ def _with_numbers(text: str, found: Mapping[str, Derived]) -> str:
         suite, of = PAPER[match[1]]
         return f"<!-- by {match[1]} -->{markdown(of(found[suite]))}<!-- end -->"
 
-    text = _BLOCK.sub(lambda _: f"<!-- of the records -->\n{_paragraph(found[_SUITE])}<!-- end -->", text)
+    text = _BLOCK.sub(lambda _: f"<!-- of the records -->\n{_paragraph(found)}<!-- end -->", text)
     return _NUMBER.sub(number, _FINDING.sub(finding, text))
 
 
-def _paragraph(derived: Derived) -> str:
-    """README's sentences: the answer, and what ran when."""
-    facts = dict(page.facts(derived))
-    ran = f"{facts['trials']}, on {facts['ran']}"
-    count = derived.trials["sweep"].nunique()
+def _paragraph(found: Mapping[str, Derived]) -> str:
+    """README's sentences: seconds and bytes of ZeRO++ beside ZeRO-3's, what ran when, and losses."""
+    derived = found[_SUITE]
+    facts, count = dict(page.facts(derived)), derived.trials["sweep"].nunique()
+    main = next(one for one in effects.effects(derived) if one.contender == NAMES[PROPOSED])
     runs = "one run" if count == 1 else f"{count} runs"
-    last = f"These are the records of [{runs}](docs/results.md#{_SUITE}): {ran}."
-    return "".join(_wrapped(sentence) for sentence in (*answer(derived).sentences, last))
+    faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
+    told = [
+        f"**{faster}** ({intervals(main)}).",
+        seconds(main),
+        sent([main]),
+        f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",
+    ]
+    if _LOSSES in found:
+        told.append(
+            f"Losses ([suite {_LOSSES}](docs/results.md#{_LOSSES})): {answer(found[_LOSSES]).sentences[0]}"
+        )
+    return "".join(map(_wrapped, told))
 
 
 def _wrapped(sentence: str) -> str:

@@ -94,7 +94,7 @@ def differing_by(*parts: str, base: str = "") -> Finding:
             found = mean_interval(list((of[name] - of[beside]).dropna()))
             shown.append(f"{spelled(name)} {found.estimate:+.4f} ({found.low:+.4f} to {found.high:+.4f})")
         seeds = counted(len(of[beside]), "seed")
-        said = f"By validation loss less {spelled(beside)}'s, in nats, {listed(shown)}"
+        said = f"By validation loss minus {spelled(beside)}'s, in nats, {listed(shown)}"
         return f"{said} (95 % intervals of {seeds})."
 
     return told

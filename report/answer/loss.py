@@ -129,26 +129,29 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
         for one in of["yes"]
     ]
     unsure = listed([spelled(one["contender"]) for one in of[learning.OPEN]])
-    verb = "is" if len(best) == 1 else "are"
-    first = f"On the front of bytes between nodes in a step against loss {verb} {listed(best or ['nobody'])}"
-    first = f"{first}{f'; it cannot be told of {unsure}' if unsure else ''}."
+    of_all = f"Nobody who sends as few bytes between nodes has a lower loss than {listed(best)}"
+    of_all = of_all if best else "Who has the lowest loss for its bytes between nodes cannot be told"
+    of_all = f"{of_all}{f'; of {unsure} it cannot be told' if unsure and best else ''}."
     beaten = [
         f"{spelled(one['contender'])} (by {spelled(one['beaten'])})"
         for one in sorted(of["no"], key=lambda one: "(" in one["contender"])  # presets first
     ]
     rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
     shown = listed(beaten[:_BEATEN]) + rest
-    more = [f"Off it, beaten in loss by one that sends no more, are {shown}."] if beaten else []
+    more = [of_all, f"Beaten in loss by one that sends no more are {shown}."] if beaten else [of_all]
     sent = front.set_index("contender")["sent"]
     good = [row for row in rows if row["verdict"] == "not inferior"]
-    if least := min(good, key=lambda row: sent[row["contender"]], default=None):
+    saving = [row for row in good if sent[row["contender"]] < sent[str(row["base"])]]
+    if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
         base = str(least["base"])
-        saved = g3(sent[least["contender"]] / sent[base])
-        more.append(
-            f"Of those not inferior to {spelled(base)} {spelled(least['contender'])} sends least, {saved} of "
-            f"its bytes, and differs in loss by {nats(least)} nats ({_test(derived, least)})."
+        ours, theirs = (sent[name] / size for name in (least["contender"], base))
+        text = (
+            f"{spelled(least['contender'])} trains as well as {spelled(base)} and sends least of those: "
+            f"{g3(ours)} of {g3(theirs)} {unit} between nodes in a step, at a loss that differs by "
+            f"{nats(least)} nats ({_test(derived, least)})."
         )
-    return Found(first, [], [], more, "frontier")
+        return Found(text, [], [], more, "frontier")
+    return Found(more[0], [], [], more[1:], "frontier")
 
 
 def _test(derived: Derived, row: Row) -> str:

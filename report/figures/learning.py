@@ -124,7 +124,7 @@ FRONTIER: Final = Figure(
         "m", "bytes between nodes in a step, in M",
         (
             Measure(
-                "excess", "loss less the baseline's, nats", "of the last validation, same seed",
+                "excess", "validation loss minus the baseline's, nats", "of the last validation, same seed",
                 form="{:+.4f}".format, line=0,
             ),
         ),
@@ -204,7 +204,7 @@ PARETO: Final = Figure(
                 "masters, at the last measured step",
                 form=number(2), log=True,
             ),
-            Measure("excess", "loss less the baseline's, nats", "of the last validation, same seed", line=0),
+            Measure("excess", "loss minus the baseline's, nats", "of the last validation, same seed", line=0),
             Measure("step_seconds", "seconds per step", ""),
         ),
     ),

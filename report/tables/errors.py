@@ -151,7 +151,7 @@ def losses(derived: Derived) -> Table:
         ),
         Column("loss", "Validation loss", number(4)),
         Column(
-            "difference", f"less {base}'s", _nats,
+            "difference", f"minus {base}'s", _nats,
             f"Difference: of the same seed, mean with its {CONFIDENCE:.0%} interval, Student's t, from "
             f"{FEWEST} seeds on.",
         ),
