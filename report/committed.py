@@ -22,7 +22,7 @@ from report import claims, page
 from report.answer import effects
 from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
-from report.answer.parts import intervals, ratio, seconds, sent
+from report.answer.parts import ratio, seconds, sent
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -155,10 +155,10 @@ def _paragraph(found: Mapping[str, Derived]) -> str:
     derived = found[_SUITE]
     facts, count = dict(page.facts(derived)), derived.trials["sweep"].nunique()
     main = next(one for one in effects.effects(derived) if one.contender == NAMES[PROPOSED])
-    runs = "one run" if count == 1 else f"{count} runs"
+    runs = "one run of this suite" if count == 1 else f"{count} runs of this suite"
     faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
     told = [
-        f"**{faster}** ({intervals(main)}).",
+        f"**{faster}** (95 % interval of {main.ratio.n} pairs of trials in {runs}).",
         seconds(main),
         sent([main]),
         f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",

@@ -11,7 +11,7 @@ from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # part of this vocabulary
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
-FEWEST_IN_WORDS: Final = f"with its 95 % interval from {FEWEST} pairs on"
+FEWEST_IN_WORDS: Final = f"with a 95 % interval where there are {FEWEST} pairs or more"
 _LABEL_CHARACTERS: Final = 48
 
 
@@ -21,8 +21,8 @@ def sweeps_in_words(sweeps: Collection[int]) -> str:
     if count < 2:
         return ""
     few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
-    of = f" Of {count} sweeps: intervals are of the sweeps' means"
-    return f"{of}, so that the spread between sweeps is in them{few}."
+    of = f" The suite ran {count} times: an interval is that of the means of its runs"
+    return f"{of}, and so includes how runs differ{few}."
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:

@@ -19,7 +19,7 @@ from report.figures import predictions
 _SPEEDUP: Final = Measure(
     "speedup",
     "speed-up over {base}",
-    f"its step over the contender's, geometric mean of the pairs of one repeat, {FEWEST_IN_WORDS}",
+    f"the baseline's step over the contender's in pairs of one repeat: geometric mean, {FEWEST_IN_WORDS}",
     metrics.speedup,
     "{:.2f}".format,
     bar=False,
