@@ -248,7 +248,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
     own = check_laws(asked)
 
-    from harness.runs.repeats import batches, seconds_in
+    from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.sweep import Asked, run_sweep
 
     interrupts.take_over()
@@ -481,7 +481,7 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
 
 def _follow(suite: Suite, results: Path, out: Console) -> None:
     """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
-    from harness.runs.repeats import batches, seconds_in
+    from harness.runs.further_repeats import batches, seconds_in
 
     folder, asked, done = results / suite.name, 0, 0
     for batch in batches(suite, 1, seconds_in(folder)):

@@ -16,7 +16,7 @@ from harness.runs.feasibility import Forecast
 from harness.runs.predict import predict
 from harness.suites.labels import varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
-from harness.suites.repeats import BASELINE, setting_of
+from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
 from harness.suites.trial import Trial

@@ -16,7 +16,7 @@ from typing import Final
 from harness.records import archive, run_record
 from harness.records.record import Record, RecordError, read_all
 from harness.records.run_record import Run
-from report import claims, page
+from report import artifact_claims, page
 from report.answer.lead import answer
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -76,7 +76,7 @@ def bundle(folder: Path, into: Path) -> Path:
             headline="\n".join(answer(derived).sentences),
             facts=facts,
         ),
-        "CLAIMS.md": f"# Claims of {suite}\n\n{claims.table(derived, suite)}",
+        "CLAIMS.md": f"# Claims of {suite}\n\n{artifact_claims.table(derived, suite)}",
         f"{suite}.toml": run.suite.text,
         "packages.txt": "".join(f"{one}\n" for one in packages),
         "run.sh": _SCRIPT.format(

@@ -62,7 +62,7 @@ def report(
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
-        from report.committed import wrong
+        from report.docs_from_records import wrong
 
         gc.disable()
         if differing := wrong():

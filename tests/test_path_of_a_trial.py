@@ -16,6 +16,6 @@ def test_a_trial_goes_one_way() -> None:
     """From the sweep to its record it stays in few files, and comes back to few of them."""
     found = stays(path_of_a_trial())
     assert found[0] == "runs/sweep.py"
-    assert "runs/cluster.py" in found
+    assert "runs/trial_on_cluster.py" in found
     assert len(found) <= MOST_STAYS, found
     assert len(found) - len(set(found)) <= MOST_RETURNS, found

@@ -12,7 +12,7 @@ from docs.tables.markdown import table
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.on_failure import Kind
 from harness.suites.peers import PEERS
-from harness.suites.repeats import Repeats
+from harness.suites.repeat_order import Repeats
 from harness.suites.suite_file import MOST_TRIALS, _File, _Override
 from harness.suites.trial import Trial
 

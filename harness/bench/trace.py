@@ -28,8 +28,8 @@ from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import write_whole
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
-from harness.runs.cluster import setting_of
-from harness.runs.trial_loop import Assignment, TrialRun
+from harness.runs.rank_trial import Assignment, TrialRun
+from harness.runs.trial_on_cluster import setting_of
 from harness.suites.trial import Trial
 from impl import ops
 from impl.comm.timeline import WAITING, Span, Timeline

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from harness.cluster.link import Pacer, Port, opened
+from harness.cluster.link import Port, opened
+from harness.cluster.pacer import Pacer
 from impl.plan.topology import Topology
 
 

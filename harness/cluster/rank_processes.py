@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from harness.cluster import netns_shaper
-from harness.cluster.link import LinkError, Pacer, Port, join, nccl_variables
+from harness.cluster.link import LinkError, Port, join, nccl_variables
+from harness.cluster.pacer import Pacer
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, Refusal
 from impl.codecs.codec import CodecError
@@ -52,7 +53,7 @@ PRELOAD: Final = (
     "torch.nn.parallel",
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.rank_processes",
-    "harness.runs.trial_loop",
+    "harness.runs.rank_trial",
     # What the main module of a run imports, which each rank does anew: 0.1 s a rank.
     "typer",
     "harness.bench.command",

@@ -9,7 +9,7 @@ from harness.measure.cpu_usage import Spent
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
 from harness.runs.comparison import TrialError, merge
-from harness.runs.trial_loop import Outcome
+from harness.runs.rank_trial import Outcome
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:

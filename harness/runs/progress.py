@@ -16,9 +16,9 @@ from harness.cluster.rank import ERRORS, GRID, Progress
 from harness.errors import one_line
 from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, slowest_seconds
-from harness.runs.repeats import seconds_in, speedups
+from harness.runs.further_repeats import seconds_in, speedups
 from harness.suites.labels import NONE, at, counted, varying_paths
-from harness.suites.repeats import setting_of
+from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")

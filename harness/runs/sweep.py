@@ -25,7 +25,6 @@ from harness.records import journal, run_record
 from harness.records.record import Failed, Failure, Foreseen, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
-from harness.runs.cluster import LOGS, SCRATCH, Cluster, failure_of
 from harness.runs.comparison import TrialError
 from harness.runs.feasibility import (
     any_host,
@@ -35,10 +34,11 @@ from harness.runs.feasibility import (
     forecast,
     this_host,
 )
+from harness.runs.further_repeats import Batch
 from harness.runs.lease import Lease, sharing_machine
 from harness.runs.predict import Models, foreseen, predict
 from harness.runs.progress import Display
-from harness.runs.repeats import Batch
+from harness.runs.trial_on_cluster import LOGS, SCRATCH, Cluster, failure_of
 from harness.suites.labels import counted
 from harness.suites.on_failure import SKIP, Answer
 from harness.suites.question import Said

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from harness.cluster.link import REPETITIONS
 from harness.cluster.node_supervisors import Work
 from harness.cluster.rank import Rank, exchange, groups
-from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.runs.rank_trial import Assignment, Outcome, run
 
 TRIAL: Final = "trial"
 EXCHANGE: Final = "exchange"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from harness.errors import Refusal
 from harness.suites.on_failure import Answer
 from harness.suites.question import Said
-from harness.suites.repeats import Repeats, interleaved
+from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
 
 

@@ -35,7 +35,7 @@ from harness.suites.contradictions import check, check_recipe
 from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
-from harness.suites.repeats import BASELINE, Repeats, compared
+from harness.suites.repeat_order import BASELINE, Repeats, compared
 from harness.suites.roles import roles
 from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model

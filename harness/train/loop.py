@@ -18,7 +18,7 @@ from harness.cluster.rank import Progress, Rank
 from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.records.record import Step
-from harness.runs.trial_loop import device_of
+from harness.runs.rank_trial import device_of
 from harness.strategies.strategy import Strategy, sharded, wire_of
 from harness.strategies.training import TrainingLoop
 from harness.suites.model_sizes import GPTShape, tflops_per_rank

@@ -1,6 +1,6 @@
 """One sentence or number by the committed records for each question about the method and item of the paper.
 
-docs/questions.md and docs/paper.md hold them between marks (:mod:`report.committed`).
+docs/questions.md and docs/paper.md hold them between marks (:mod:`report.docs_from_records`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from report.answer import effects, loss, speed
 from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import bytes_and_memory, learning, metrics
+from report.data import bytes_and_memory, loss_verdicts, metrics
 from report.data.contender import NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed
@@ -87,7 +87,7 @@ def differing_by(*parts: str, base: str = "") -> Finding:
 
     def told(derived: Derived) -> str:
         ends = derived.trials.dropna(subset=["validation_loss"])
-        of = {str(name): learning.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
+        of = {str(name): loss_verdicts.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
         beside = base or derived.compared.baseline
         shown = []
         for name in (name for name in of if name != beside and any(part in name for part in parts)):

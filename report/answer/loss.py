@@ -25,7 +25,7 @@ from report.answer.parts import (
     spelled,
 )  # fmt: skip
 from report.answer.sizes import errors_of_variants
-from report.data import learning
+from report.data import loss_verdicts
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed
 from report.draw.contenders import titles_of
@@ -43,8 +43,8 @@ _WORDS = {
 
 
 def rows_of(derived: Derived) -> list[Row]:
-    """Rows of :func:`report.data.learning.losses` of what the suite compares, those that it names first."""
-    found: list[Row] = learning.losses(derived).to_dict("records")  # type: ignore[assignment]
+    """Rows of :func:`loss_verdicts.losses` of what the suite compares, those that it names first."""
+    found: list[Row] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
     names = named_first(derived, list(derived.compared.contrast))
     mine = [row for row in found if row["verdict"] and row["contender"] in names]
     return sorted(mine, key=lambda row: names.index(row["contender"]))
@@ -59,9 +59,9 @@ def loss(derived: Derived) -> Found:
         return lost
     if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
-    front = learning.front(derived)
+    front = loss_verdicts.front(derived)
     among = derived.trials[derived.trials["contender"].isin(front["contender"])]
-    if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= learning.FEWEST_OF_FRONT:
+    if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
         return _of_front(derived, rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
@@ -87,7 +87,7 @@ def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
     """One contender beside the baseline, and the verdicts on others."""
     main = rows[0]
     name, base = spelled(main["contender"]), spelled(main["base"])
-    within = learning.allowed(derived)
+    within = loss_verdicts.allowed(derived)
     claims = {
         "not inferior": f"{name} trains as well as {base} to within {within}",
         "inferior": f"{name} trains worse than {base} by more than {within}",
@@ -122,13 +122,13 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
     size, unit = byte_unit(float(front["sent"].max()))
     of: dict[str, list[Row]] = {
         kind: front[front["front"].eq(kind)].to_dict("records")  # type: ignore[misc]
-        for kind in ("yes", learning.OPEN, "no")
+        for kind in ("yes", loss_verdicts.OPEN, "no")
     }
     best = [
         f"{spelled(one['contender'])} ({g3(one['sent'] / size)} {unit}, loss {one['loss']:.3f})"
         for one in of["yes"]
     ]
-    unsure = listed([spelled(one["contender"]) for one in of[learning.OPEN]])
+    unsure = listed([spelled(one["contender"]) for one in of[loss_verdicts.OPEN]])
     of_all = f"Nobody who sends as few bytes between nodes has a lower loss than {listed(best)}"
     of_all = of_all if best else "Who has the lowest loss for its bytes between nodes cannot be told"
     of_all = f"{of_all}{f'; of {unsure} it cannot be told' if unsure and best else ''}."
@@ -155,7 +155,7 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
 
 
 def _test(derived: Derived, row: Row) -> str:
-    seeds, allowed = counted(row["difference"].n, "seed"), learning.allowed(derived)
+    seeds, allowed = counted(row["difference"].n, "seed"), loss_verdicts.allowed(derived)
     of = "its training" if derived.frames.margin else "its loss"
     return f"margin {g3(row['margin'])} nats, {allowed} of {of}; {seeds}"
 

@@ -37,7 +37,7 @@ from harness.records.record import (
 )  # fmt: skip
 from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
-from harness.suites.repeats import CONTENDER
+from harness.suites.repeat_order import CONTENDER
 from harness.suites.trial import Trial
 from report.data.contender import label_of, order_of, shared_changes
 from report.data.text import plain

@@ -73,7 +73,7 @@ class Rows:
         """What each measure is."""
         shown = _measured(self.measures, data)
         strokes = [f"strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
-        return f"{_said(shown, data)} Dots: single pairs or trials{''.join(f'; {stroke}' for stroke in strokes)}."
+        return f"{_said(shown, data)} Dots: single values{''.join(f'; {stroke}' for stroke in strokes)}."
 
     def numbers(self, data: pd.DataFrame) -> str:
         """Each contender's estimate."""

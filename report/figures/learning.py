@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
-from report.data import communication, learning
+from report.data import communication, loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, number, span
@@ -45,8 +45,9 @@ LOSS: Final = Figure(
     question="How does the validation loss fall with steps, with seconds and with bytes?",
     table=_curves,
     mark=Lines(
-        "against", "", (Measure("loss", "validation loss, nats", "mean over seeds", learning.mean_of("loss"),
-                                "{:.3f}".format, bar=False),),
+        "against", "",
+        (Measure("loss", "validation loss, nats", "mean over seeds", loss_verdicts.mean_of("loss"),
+                 "{:.3f}".format, bar=False),),
         points="step", band=True,
     ),
     needs="three validations in a trial or more (validate_every)",
@@ -73,7 +74,7 @@ FINAL_LOSS: Final = Figure(
         (
             Measure(
                 "validation_loss", "validation loss, nats", "mean over seeds, from the lowest to the highest",
-                learning.mean_of("validation_loss"), "{:.4f}".format, bar=False,
+                loss_verdicts.mean_of("validation_loss"), "{:.4f}".format, bar=False,
             ),
         )
     ),
@@ -85,7 +86,7 @@ FINAL_LOSS: Final = Figure(
 
 def _front(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells that have a front, with the bytes of a step in M."""
-    known = learning.front(derived)
+    known = loss_verdicts.front(derived)
     found = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
     told = known.set_index("contender")["front"]
     return found[[*_KEPT, "validation_loss"]].assign(
@@ -106,7 +107,7 @@ def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
 def _front_in_words(data: pd.DataFrame) -> str:
     seeds = counted(data["seed"].nunique(), "seed")
     kinds = {kind: list(mine["contender"].unique()) for kind, mine in data.groupby("front")}
-    words = {"yes": "on the front", "no": "off it", learning.OPEN: "it cannot be told of"}
+    words = {"yes": "on the front", "no": "off it", loss_verdicts.OPEN: "it cannot be told of"}
     told = [f"{word} {listed(kinds[kind])}" for kind, word in words.items() if kind in kinds]
     return (
         "M is what one gather of the whole model in 16 bits carries between nodes; bytes are the ledger's. "
@@ -130,7 +131,7 @@ FRONTIER: Final = Figure(
         ),
         log=True,
     ),
-    needs=f"validations of {learning.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
+    needs=f"validations of {loss_verdicts.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
     suite="frontier",
     notes=(_front_in_words,),
 )  # fmt: skip

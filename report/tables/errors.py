@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import CONFIDENCE, ENOUGH_POWER, FEWEST, Interval
 from harness.suites.question import LEAST_STEPS
-from report.data import communication, learning
+from report.data import communication, loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
@@ -131,7 +131,7 @@ def _nats(value: float) -> str:
 
 def losses(derived: Derived) -> Table:
     """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
-    found = learning.losses(derived)
+    found = loss_verdicts.losses(derived)
     base = listed([one for one in dict.fromkeys(found.get("base", [])) if one]) or "the baseline"
     margins = found["margin"].dropna() if len(found) else found
     margin = f" (here {number(2)(min(margins))} nats)" if len(margins) else ""
@@ -157,7 +157,7 @@ def losses(derived: Derived) -> Table:
         ),
         Column(
             "verdict", "Verdict", str,
-            f"Verdict: against a margin of {learning.allowed(derived)} of {base}'s "
+            f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
             f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the "
             "interval's upper end lies below it; inferior: its lower end lies above it; cannot tell: the "
             "margin lies inside.",

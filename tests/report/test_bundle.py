@@ -11,8 +11,8 @@ import pytest
 from harness import cli
 from harness.records import archive
 from harness.records.record import RecordError, read_all
+from report.artifact_claims import steps, table
 from report.bundle import bundle
-from report.claims import steps, table
 from report.data.frames import load
 from report.data.metrics import derive
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.cluster.link import counters
+from harness.cluster.interface_counters import counters
 from harness.cluster.rank import Progress, Rank, exchange
 from harness.errors import Refusal
 from harness.strategies.strategy import prepare

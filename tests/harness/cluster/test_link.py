@@ -18,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster import link, netns_shaper
+from harness.cluster.interface_counters import counters
 from harness.cluster.link import (
     Link,
     LinkError,
-    Pacer,
     Port,
     Setting,
     choose_hcas,
-    counters,
     join,
     message_bytes,
     nccl_in_words,
@@ -34,6 +33,7 @@ from harness.cluster.link import (
     opened,
     shape,
 )
+from harness.cluster.pacer import Pacer
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.records.packet_sizes import HEADER_BYTES
 from impl.plan.topology import Topology
@@ -99,7 +99,7 @@ def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return now()
 
     if held_up:
-        monkeypatch.setattr("harness.cluster.link.time.monotonic", late)
+        monkeypatch.setattr("harness.cluster.pacer.time.monotonic", late)
     path = Pacer.create(tmp_path / "file", 1)
     pacers = [Pacer(path, 0, 8.0) for _ in range(2)]  # 1 byte a microsecond
     ends: list[float] = []

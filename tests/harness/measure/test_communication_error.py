@@ -16,7 +16,7 @@ from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
 from harness.measure.communication_error import Place, Sums, errors_of, mean_cosine, measured_steps
 from harness.records.record import CommunicationError, Record
-from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
@@ -24,7 +24,7 @@ from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import registry
 from tests.harness.cluster.test_rank_processes import local
-from tests.harness.runs.test_trial_loop import assembled, result, text, trial
+from tests.harness.runs.test_rank_trial import assembled, result, text, trial
 from tests.support.params import long
 
 __all__ = ["text"]  # a fixture

@@ -21,7 +21,7 @@ from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import wrong_kernel
 from harness.records.record import CommunicationError
 from harness.runs.comparison import TrialError
-from harness.runs.trial_loop import Assignment, Outcome, run
+from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.strategies import training
 from harness.suites.trial import Trial
 from harness.workloads.data import Data
@@ -33,7 +33,7 @@ from impl.plan.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.secondary_shard import SecondaryShard
 from tests.harness.cluster.test_rank_processes import local
-from tests.harness.runs.test_trial_loop import assembled, text, trial
+from tests.harness.runs.test_rank_trial import assembled, text, trial
 from tests.support.params import long
 
 __all__ = ["text"]  # a fixture

@@ -15,7 +15,7 @@ from harness.suites.suite_file import SuiteError, load
 from harness.suites.trial import Trial
 from impl.adapters.traffic import HOSTED
 from impl.codecs.codec import parse
-from tests.harness.runs.test_trial_loop import result, text, trial
+from tests.harness.runs.test_rank_trial import result, text, trial
 from tests.support.params import long
 
 __all__ = ["text"]  # a fixture

@@ -12,8 +12,8 @@ from rich.console import Console
 from harness.cluster.rank import ERRORS, Progress
 from harness.records.confidence_intervals import paired_ratio_interval
 from harness.records.record import Failure, Record, write
+from harness.runs.further_repeats import seconds_of
 from harness.runs.progress import Display
-from harness.runs.repeats import seconds_of
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from tests.report.records import records_of
 

@@ -28,9 +28,9 @@ from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan
 from harness.runs import lease
-from harness.runs.cluster import SCRATCH
-from harness.runs.repeats import Batch
+from harness.runs.further_repeats import Batch
 from harness.runs.sweep import LOCK, Asked, SweepOutcome, alone, finished, run_sweep
+from harness.runs.trial_on_cluster import SCRATCH
 from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
 from harness.workloads import input_digests

@@ -21,7 +21,7 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
 from impl.zero import Zero, shard
 from report.data.contender import label_of
-from tests.harness.runs.test_trial_loop import text, trial
+from tests.harness.runs.test_rank_trial import text, trial
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import batch, model

@@ -11,7 +11,7 @@ import pytest
 from harness.runs.comparison import TrialError
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
-from tests.harness.runs.test_trial_loop import assembled, outcomes, result
+from tests.harness.runs.test_rank_trial import assembled, outcomes, result
 
 TOKENS = 5
 

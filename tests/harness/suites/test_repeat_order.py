@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.records.confidence_intervals import FEWEST
-from harness.suites.repeats import LEAST, MOST, Repeats
+from harness.suites.repeat_order import LEAST, MOST, Repeats
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load
 

@@ -25,7 +25,7 @@ from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import assemble
 from harness.runs.comparison import TrialError
-from harness.runs.trial_loop import Assignment, Outcome, TrialRun, run
+from harness.runs.rank_trial import Assignment, Outcome, TrialRun, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
@@ -673,7 +673,7 @@ def test_a_probe_sends_what_its_transport_carries(
         seen.append((where, grouped))
         return [float(nbytes)]
 
-    monkeypatch.setattr("harness.runs.trial_loop.exchange", exchange)
+    monkeypatch.setattr("harness.runs.rank_trial.exchange", exchange)
     cluster = {"nodes": 2, "ranks_per_node": 2, "device": device, "transport": transport}
     one = trial(text, "zeropp", cluster=cluster)
     ranked = TrialRun.__new__(TrialRun)

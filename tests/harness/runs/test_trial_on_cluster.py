@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.runs.cluster import slowest
+from harness.runs.trial_on_cluster import slowest
 
 
 def test_the_slowest_node_counts() -> None:

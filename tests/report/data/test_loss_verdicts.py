@@ -12,7 +12,7 @@ import pytest
 from harness.records.record import Record, Validation
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
-from report.data.learning import MARGIN, losses
+from report.data.loss_verdicts import MARGIN, losses
 from report.data.metrics import derive
 from report.tables import registry
 from tests.report.records import record_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.records.confidence_intervals import FEWEST, Interval, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.suites.repeats import BASELINE, BEYOND, compared, contender_of, interleaved
+from harness.suites.repeat_order import BASELINE, BEYOND, compared, contender_of, interleaved
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 

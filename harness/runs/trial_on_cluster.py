@@ -39,7 +39,7 @@ from harness.cluster.rank_processes import (
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord
-from harness.runs.trial_loop import Assignment, Outcome
+from harness.runs.rank_trial import Assignment, Outcome
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.suites import folder
 from harness.suites.trial import Trial

@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.cluster.link import PROBES, Counters, counters
+from harness.cluster.interface_counters import Counters, counters
+from harness.cluster.link import PROBES
 from harness.cluster.rank import Progress, Rank, exchange, groups
 from harness.errors import Refusal
-from harness.measure import compute_alone, telemetry
+from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent
+from harness.measure.gpu_use import Telemetry
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.reference_loss import as_computed, as_computed_by
-from harness.measure.telemetry import Telemetry
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.records.checks import Checked
 from harness.records.machine_use import NodeUse
@@ -241,7 +242,7 @@ class TrialRun:
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
             used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
-        with telemetry.sampling(self.rank.node, uuids) as found:
+        with gpu_use.sampling(self.rank.node, uuids) as found:
             yield found
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:

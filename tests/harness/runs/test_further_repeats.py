@@ -10,8 +10,8 @@ import pytest
 from scipy import stats
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
-from harness.runs.repeats import Batch, batches, enough, seconds_of
-from harness.suites.repeats import BEYOND, Repeats, interleaved
+from harness.runs.further_repeats import Batch, batches, enough, seconds_of
+from harness.suites.repeat_order import BEYOND, Repeats, interleaved
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from report.data import decoding, metrics

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.telemetry import integral, sampling
+from harness.measure.gpu_use import integral, sampling
 from harness.records.machine_use import NodeUse, joules
 from harness.records.record import Record
 from tests.support.fake_nvml import FakeNvml

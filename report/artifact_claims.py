@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, Interval
-from report.data import learning
+from report.data import loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived, speedup
 from report.data.text import NOTHING
@@ -40,7 +40,7 @@ def steps(derived: Derived) -> list[tuple[str, ...]]:
 
 def losses(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_LOSSES`: of every contender with a verdict."""
-    rows: list[dict[str, Any]] = learning.losses(derived).to_dict("records")  # type: ignore[assignment]
+    rows: list[dict[str, Any]] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
     return [
         (
             row["base"],
@@ -61,7 +61,7 @@ def table(derived: Derived, suite: str) -> str:
     if fast := steps(derived):
         parts.append(_table("Tables *Summary* and *Volume between nodes*", _STEPS, fast))
     if learnt := losses(derived):
-        parts.append(_table(f"Table *Losses*, by {learning.allowed(derived)}", _LOSSES, learnt))
+        parts.append(_table(f"Table *Losses*, by {loss_verdicts.allowed(derived)}", _LOSSES, learnt))
     return "\n".join(parts) if len(parts) > 1 else f"{parts[0]}Nothing is compared in it.\n"
 
 

@@ -1,8 +1,8 @@
 """What README.md and docs/ say of the committed records, written and checked here.
 
-``python -m report.committed`` writes it anew and prints the files that changed; ``zeropp report --check``
-compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands between marks
-in README.md, docs/questions.md and docs/paper.md.
+``python -m report.docs_from_records`` writes it anew and prints the files that changed; ``zeropp report
+--check`` compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands
+between marks in README.md, docs/questions.md and docs/paper.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 
 from harness.records import archive
 from harness.suites.question import Quantity
-from report import claims, page
+from report import artifact_claims, page
 from report.answer import effects
 from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
@@ -54,7 +54,7 @@ _HEAD: Final = """\
 What the committed records say of each suite: the question, the answer, one figure and one table.
 `zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
 Columns and marks are explained in [metrics.md](reference/metrics.md).
-This file is written from the records (`python -m report.committed`), and CI compares.
+This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """
 _FACTS: Final = (
     "trials", "processor", "cores", "commit", "checkout",
@@ -71,7 +71,7 @@ _CLAIMS_HEAD: Final = """\
 What the committed records claim, with the command that tries it again and the interval in which it is
 expected on a machine like theirs (docs/results.md says which); bytes are the same anywhere.
 An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
-This file is written from the records (`python -m report.committed`), and CI compares.
+This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """
 
 
@@ -220,7 +220,7 @@ def _rest(derived: Derived) -> str:
 
 def _claims(found: Mapping[str, Derived]) -> str:
     return _CLAIMS_HEAD + "".join(
-        f"\n## {suite}\n\n{claims.table(derived, suite)}" for suite, derived in found.items()
+        f"\n## {suite}\n\n{artifact_claims.table(derived, suite)}" for suite, derived in found.items()
     )
 
 

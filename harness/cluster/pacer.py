@@ -1,0 +1,59 @@
+"""Holds ranks to a rate without the kernel: each waits as long as its bytes would take."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+# A POSIX record lock does not hold threads of one process apart, also not those of several pacers.
+_BOOKING: Final = threading.Lock()
+
+
+class Pacer:
+    """Rate limiter shared by the ranks of a node: each message is booked after the previous one.
+
+    A small shared file holds, per node, the time at which its interface is next free, as fp64.  Ranks
+    book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
+
+    Attributes:
+        open: whether messages of this process are booked at no rate.
+    """
+
+    def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
+        """Attach to ``path``, which :meth:`create` made; all nodes have one rate, and one latency one way."""
+        self._file = path.open("r+b", buffering=0)
+        self._memory = mmap.mmap(self._file.fileno(), 0)
+        self._offset = 8 * node
+        self._seconds_per_byte = 8 / (rate_mbit * 1e6)
+        self._latency = latency_ms / 1e3
+        self.open = False
+
+    @staticmethod
+    def create(path: Path, nodes: int) -> Path:
+        """Make the shared file for ``nodes`` nodes, all free."""
+        path.write_bytes(bytes(8 * nodes))
+        return path
+
+    def book(self, nbytes: int) -> float:
+        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte arrives."""
+        if self.open:
+            return time.monotonic() + self._latency
+        with _BOOKING:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
+            try:
+                (free_at,) = struct.unpack_from("d", self._memory, self._offset)
+                end: float = max(time.monotonic(), free_at) + nbytes * self._seconds_per_byte
+                struct.pack_into("d", self._memory, self._offset, end)
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 8, self._offset)
+        return end + self._latency
+
+    def close(self) -> None:
+        """Unmap and close the shared file."""
+        self._memory.close()
+        self._file.close()
