@@ -46,6 +46,7 @@ class GradientError:
 
     Attributes:
         elements: that were compared.
+        step: before which it was compared.
         share: the largest ``|found - expected| / allowed``.
         found, expected, allowed: there.
     """
@@ -56,6 +57,7 @@ class GradientError:
     found: float
     expected: float
     allowed: float
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +179,21 @@ def _window(codecs: Sequence[Codec], row: int) -> int:
 
 @dataclass(slots=True)
 class FirstGradient:
-    """A single process's gradient of the first step's batches, where it is compared.
+    """A single process's gradient of one step's batches, where it is compared.
 
     Args:
         layouts: of everything that is reduced.
         seed: of the windows that are drawn.
         micro_batches: of a step.
         rounding: what two computations differ by, of the window's largest magnitude.
+        step: whose batches they are.
     """
 
     layouts: Sequence[Layout]
     seed: int
     micro_batches: int
     rounding: float
+    step: int = 0
     _drawn: list[Tensor] = field(default_factory=list)  # by layout: (windows,) numbers
     _mean: list[Tensor] = field(default_factory=list)  # by layout: (windows, window) fp32
     _largest: list[Tensor] = field(default_factory=list)  # by layout: (windows,) fp32
@@ -255,6 +259,7 @@ class FirstGradient:
             found=float(found.reshape(-1)[worst]),
             expected=float(expected.reshape(-1)[worst]),
             allowed=float(allowed.reshape(-1)[worst]),
+            step=self.step,
         )
 
 

@@ -54,15 +54,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_gathered(
-    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], seed: int = 0
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Inside, an unsharded fp32 model has the weights of the first all-gather; they are restored after."""
+    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
     with _restored(model) as parameters:
         for unit in units:
             own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
             codecs = (own.weights, own.kept) if own.sends_copy else (own.weights,)
             for codec in codecs:
-                _pass_unit(codec, unit, parameters, Clock(seed))
+                _pass_unit(codec, unit, parameters, clock, frozen=not unit.trainable)
         yield
 
 
@@ -144,7 +144,9 @@ def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Par
 
 
 @torch.no_grad()
-def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock) -> None:
+def _pass_unit(
+    codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock, *, frozen: bool
+) -> None:
     """Encode and decode every shard of a unit, with the reference backend whatever the engine uses."""
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
     whole = torch.zeros(unit.padded, device=slots[0][1].device)
@@ -152,7 +154,7 @@ def _pass_unit(codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parame
         whole[slot.offset : slot.end] = parameter.reshape(-1)
     shards = whole.view(unit.shards, unit.shard)
     frames = torch.empty((unit.shards, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
-    noise = clock.weights(unit.name).noise(0, (unit.shard,)) if codec.stochastic else None
+    noise = clock.weights(unit.name, frozen=frozen).noise(0, (unit.shard,)) if codec.stochastic else None
     reference.encode(codec, shards, frames, noise=noise)
     reference.decode(codec, frames, shards)
     for slot, parameter in slots:

@@ -6,7 +6,7 @@ Each rank makes them while it trains (:class:`TrainingChecks`), and
 - *the optimizer*: of a few masters every step is replayed in float64 as AdamW by the trial's own settings;
 - *the batches* of the first, a middle and the last step are those that the seed gives this rank: each rank
   draws those of the next rank, too, and hashes of both are compared;
-- *gradient norms* are equal on all ranks, since all clip by the same;
+- *gradient norms* are equal on all ranks, since all clip by the same, and no rank's own exceeds that;
 - *the clock*: the timed steps fill the time that passed over them, but for what is untimed.
 
 What is sent is judged by :func:`harness.measure.communication_error.refusal`, and kernels before training by
@@ -16,6 +16,7 @@ What is sent is judged by :func:`harness.measure.communication_error.refusal`, a
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,14 +63,16 @@ class TrainingChecks:
         total = trial.warmup + trial.steps
         self._due = measured_steps(total) if trial.workload == "train" else frozenset[int]()
         self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
-        self._schedule = trial.schedule()
+        self._schedule, self._clip = trial.schedule(), trial.clip
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._steps = 0
         self._masters: list[_Replayed] = []
         # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
         if adamw and family_of(trial.strategy) != "deepspeed":
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            plain = [p for p in parameters if type(p) is torch.nn.Parameter and p.dtype is torch.float32]
+            plain = [
+                p for p in self._parameters if type(p) is torch.nn.Parameter and p.dtype is torch.float32
+            ]
             for parameter in [p for p in plain if p.numel()][:_TENSORS]:
                 value = _sample(parameter)
                 self._masters.append(
@@ -89,6 +92,8 @@ class TrainingChecks:
         """Replay step ``index`` of the optimizer, whose gradients are there; not ``done``, it was skipped."""
         begin = time.perf_counter()
         self._steps += done
+        if done and self._clip is not None and index in self._due:
+            self._check_clipped(index, self._clip)
         for number, master in enumerate(self._masters):
             gradient = master.parameter.grad
             after = _sample(master.parameter)
@@ -99,6 +104,16 @@ class TrainingChecks:
                 self.found.replayed += number == 0
             master.value = after
         self.found.untimed += time.perf_counter() - begin
+
+    def _check_clipped(self, index: int, clip: float) -> None:
+        """A rank's part of the gradient is no longer than the whole, which was clipped."""
+        gradients = [p.grad for p in self._parameters if type(p) is torch.nn.Parameter and p.grad is not None]
+        norm = math.sqrt(math.fsum(float(one.double().square().sum()) for one in gradients))
+        if not norm <= clip * 1.001 and self.found.optimizer is None:
+            self.found.optimizer = (
+                f"in step {index} rank {self._rank}'s part of the gradient has a norm of {norm:.6g}, and was "
+                f"to be clipped to {clip:g}"
+            )
 
     def _adamw(self, master: _Replayed, gradient: Tensor, index: int) -> Tensor:
         """(n,) float64: decoupled weight decay, then Adam (Loshchilov and Hutter, algorithm 2)."""

@@ -167,11 +167,13 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
                     f"gives it ({drawn.get(step, 'none')[:12]})"
                 )
         timed = [step.total for step in ranks[rank].steps if not step.warmup]
-        passed = one.seconds - one.untimed
-        if timed and math.fsum(timed) < _COVERED * passed - _BESIDE[0] - _BESIDE[1] * len(timed):
+        passed, beside = one.seconds - one.untimed, _BESIDE[0] + _BESIDE[1] * len(timed)
+        total = math.fsum(timed)
+        if timed and not _COVERED * passed - beside <= total <= passed + beside:
+            wrong = "misses a part" if total < passed else "counts too much"
             return (
-                f"the timed steps of rank {rank} add up to {math.fsum(timed):.3f} s, and {passed:.3f} s "
-                "passed: the clock misses a part"
+                f"the timed steps of rank {rank} add up to {total:.3f} s, and {passed:.3f} s passed: the "
+                f"clock {wrong}"
             )
     for of_step in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]

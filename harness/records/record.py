@@ -169,16 +169,18 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """The reduced gradient of one unit before training beside a single process's.
+    """The reduced gradient of one unit before a step beside a single process's.
 
     Attributes:
         elements: that were compared, on all ranks.
         share: the largest ``|found - expected| / allowed``; the trial is wrong above 1.
+        step: 0 is before training.
     """
 
     unit: str
     elements: int
     share: float
+    step: int = 0
 
 
 class QuantisationError(_Part):

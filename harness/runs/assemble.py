@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.measure.cpu_usage import Spent
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
-from harness.runs.comparison import TrialError, merge
+from harness.runs.comparison import TrialError, check_later, merge
 from harness.runs.rank_trial import Outcome
 
 
@@ -53,6 +53,9 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     for why in (untrained, *sent, checks.off_rate(found, above=True)):
         if why is not None:
             raise TrialError(why)
+    if blank.trial.get("control") is None:
+        steps = [{step.index: step.loss for step in one.record.steps} for one in outcomes]
+        check_later([outcome.compared for outcome in outcomes], steps)
     return found
 
 

@@ -1,16 +1,18 @@
 """Compares a trial with a single process and with exact values, at stated steps, outside of what is timed.
 
 Before training, in evaluation mode on each rank's batches of the first step: the sharded model's loss and its
-reduced gradients beside those of a single process (:mod:`harness.measure.first_gradient`).  Just before the
-first, a middle and the last step, where errors are measured: what is sent beside exact values
-(:mod:`harness.measure.communication_error`).  After the steps: a grid of codecs, nothing sent
+reduced gradients beside those of a single process (:mod:`harness.measure.first_gradient`).  Where errors are
+measured, just before the first, a middle and the last step: what is sent beside exact values
+(:mod:`harness.measure.communication_error`), and before the later ones loss and reduced gradients again,
+beside a single process that has the masters of then.  After the steps: a grid of codecs, nothing sent
 (:mod:`harness.measure.quantisation_error`).  Nothing that a comparison leaves behind reaches the training.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -44,13 +46,15 @@ from harness.strategies.strategy import Strategy
 from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
-from harness.workloads.data import Data
+from harness.workloads import models
+from harness.workloads.data import Batch, Data
 from impl.adapters.joined import fsdp2_groups
 from impl.codecs.codec import Dtype
+from impl.codecs.rounding_noise import Clock
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event
-from impl.zero import find_blocks, plan_units
+from impl.zero import Zero, find_blocks, plan_units
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
 
@@ -71,16 +75,23 @@ def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstLoss:
-    """Mean losses of one rank's batches of the first step, in evaluation mode.
+class ComparedLoss:
+    """Mean losses of one rank's batches of one step, in evaluation mode.
 
-    ``reference`` is of a single process in fp32, ``expected`` of one with weights as all-gathered,
-    ``found`` of the sharded model.
+    Attributes:
+        reference: of a single process in fp32.
+        expected: of one with weights as all-gathered.
+        found: of the sharded model.
+        step: just before which they were compared.
+        trained: of that process in training mode, which the step's own loss must be; None where training is
+            random, as with dropout.
     """
 
     reference: float
     expected: float
     found: float
+    step: int = 0
+    trained: float | None = None
 
 
 @dataclass(slots=True)
@@ -89,12 +100,14 @@ class Compared:
 
     Attributes:
         first_loss: before training.
-        gradient_errors: of the reduced gradients before training, by unit.
+        later_losses: before later steps.
+        gradient_errors: of the reduced gradients, by step and unit.
         communicated: error sums of what was sent.
         errors: error sums of the grid of codecs.
     """
 
-    first_loss: FirstLoss
+    first_loss: ComparedLoss
+    later_losses: list[ComparedLoss] = field(default_factory=list)
     gradient_errors: list[GradientError] = field(default_factory=list)
     communicated: Annotated[Found, *_as_pairs(Place, Sums)] = field(default_factory=dict)
     errors: Annotated[dict[Key, Squares], *_as_pairs(Key, Squares)] = field(default_factory=dict)
@@ -116,7 +129,8 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
     for number, rank in enumerate(ranks):
         _check_loss(number, rank.first_loss)
         for error in rank.gradient_errors if control != "unordered" else ():
-            _check_gradient(number, error)
+            if error.step == 0:
+                _check_gradient(number, error)
     first_gradients = checks_of([rank.gradient_errors for rank in ranks])
     reference = math.fsum(loss.reference for loss in losses) / len(losses)
     errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
@@ -133,51 +147,83 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _check_loss(rank: int, loss: FirstLoss) -> None:
-    allowed = TOLERANCE * max(1.0, abs(loss.expected))
-    if not abs(loss.found - loss.expected) <= allowed:  # also if either is NaN
+def check_later(ranks: Sequence[Compared], steps: Sequence[Mapping[int, float]]) -> None:
+    """Refuse losses and reduced gradients of later steps that are not a single process's.
+
+    Last of all checks: others that fail say more of why.
+
+    Args:
+        ranks: what each compared.
+        steps: losses at which each trained, by step.
+
+    Raises:
+        TrialError: naming step, rank and unit.
+    """
+    for number, (rank, trained) in enumerate(zip(ranks, steps, strict=True)):
+        for loss in rank.later_losses:
+            _check_loss(number, loss)
+            if loss.trained is not None and not _agree(trained[loss.step], loss.trained):
+                raise TrialError(
+                    f"rank {number} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, a "
+                    f"single process with equal weights at {loss.trained:.6f}"
+                )
+        for error in rank.gradient_errors:
+            if error.step:
+                _check_gradient(number, error)
+
+
+def _check_loss(rank: int, loss: ComparedLoss) -> None:
+    if not _agree(loss.found, loss.expected):
         raise TrialError(
-            f"before training the loss of rank {rank} is {loss.found:.6f}, of a single process on the same "
-            f"batches with equal weights {loss.expected:.6f}: they differ by more than {allowed:g}"
+            f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on the "
+            f"same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
         )
 
 
 def _check_gradient(rank: int, error: GradientError) -> None:
     if not error.share <= 1:
         raise TrialError(
-            f"before training rank {rank}'s reduced gradient of unit {error.unit!r} has an element "
+            f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an element "
             f"{error.found:.6g}, a single process's {error.expected:.6g}: they differ by more than the "
             f"codecs allow, {error.allowed:.3g}"
         )
 
 
+def _when(step: int) -> str:
+    return f"before step {step}" if step else "before training"
+
+
 def checks_of(ranks: Sequence[Sequence[GradientError]]) -> list[GradientCheck]:
-    """What all ranks compared, by unit."""
-    units = dict.fromkeys(error.unit for rank in ranks for error in rank)
-    mine = {unit: [error for rank in ranks for error in rank if error.unit == unit] for unit in units}
+    """What all ranks compared, by step and unit."""
+    found: dict[tuple[int, str], list[GradientError]] = {}
+    for error in itertools.chain(*ranks):
+        found.setdefault((error.step, error.unit), []).append(error)
     return [
         GradientCheck(
             unit=unit,
             elements=sum(error.elements for error in errors),
             share=max(error.share for error in errors),
+            step=step,
         )
-        for unit, errors in mine.items()
+        for (step, unit), errors in found.items()
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a single process has before training.
+    """What a single process has just before a step.
 
     Attributes:
         reference: loss with the fp32 weights.
         loss: with weights as all-gathered.
         gradient: with those, in the policy's compute type; None where nothing is compared.
+        trained: with those, in training mode; None where that is random.
     """
 
     reference: float
     loss: float
     gradient: FirstGradient | None = None
+    trained: float | None = None
 
 
 class Comparison:
@@ -214,7 +260,9 @@ class Comparison:
             strategy.forget_gradients()
             found, errors = passes.mean, [error for error in compared if error is not None]
             self.events = [*passes.events, "changed"]
-        self.compared = Compared(FirstLoss(expected.reference, expected.loss, found), errors)
+        self.compared = Compared(
+            ComparedLoss(expected.reference, expected.loss, found), gradient_errors=errors
+        )
 
     def is_due(self, index: int, strategy: Strategy) -> bool:
         """Whether what step ``index`` is about to send is compared with exact values."""
@@ -239,6 +287,39 @@ class Comparison:
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
+        if index and strategy.zero is not None:
+            self._beside_one_process(index, strategy, strategy.zero)
+
+    def _beside_one_process(self, index: int, strategy: Strategy, zero: Zero) -> None:
+        """Compare loss and reduced gradients of step ``index`` with one process that has the masters.
+
+        Not of weights that are sums of differences, nor gradients that carry errors over: they are not what
+        one encoding makes of a single process's.
+        """
+        if zero.policy.differences is not None:
+            return
+        assert strategy.wire is not None  # noqa: S101  # the engine's
+        device = next(strategy.model.parameters()).device
+        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+        with strategy.wire.observed(communication_error.Observed()), strategy.rehearsing(), random:
+            with device:
+                model = models.of_trial(self.trial)
+            model.load_state_dict(zero.full_state_dict())
+            clock = Clock(self.trial.seed, zero.clock.step)
+            expected = single_process(
+                self.trial, model, self.data, self.rank.topology, step=index, clock=clock
+            )
+            with evaluating(strategy.model):
+                passes = run_passes(self.trial, strategy, self.data, index)
+            gradient, scale = expected.gradient, strategy.loss_scale
+            if gradient is not None and zero.policy.feedback is None:
+                errors = [
+                    gradient.compare(one, *strategy.mean_gradient(one), scale) for one in gradient.layouts
+                ]
+                self.compared.gradient_errors += [error for error in errors if error is not None]
+        self.compared.later_losses.append(
+            ComparedLoss(expected.reference, expected.loss, passes.mean, index, expected.trained)
+        )
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
@@ -249,9 +330,26 @@ class Comparison:
         self.compared.errors = quantisation_error.measure(strategy.zero)
 
 
-def single_process(trial: Trial, model: nn.Module, data: Data, topology: Topology) -> Expected:
-    """Loss and gradient of the unsharded model; all ranks must call it, and it is left as it was."""
-    exact = mean_loss(model, data.first())
+def single_process(
+    trial: Trial,
+    model: nn.Module,
+    data: Data,
+    topology: Topology,
+    *,
+    step: int = 0,
+    clock: Clock | None = None,
+) -> Expected:
+    """Loss and gradient of the unsharded model; all ranks must call it, and it is left as it was.
+
+    Args:
+        trial: with the policy under which weights are gathered and gradients reduced.
+        model: unsharded, in fp32.
+        data: of this rank.
+        topology: of the ranks.
+        step: whose batches are read.
+        clock: by which weights are rounded at random; by default that of the first step.
+    """
+    exact = mean_loss(model, _batches(data, step))
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
         twin = as_computed_by(trial, model, next(model.parameters()).device)
@@ -260,44 +358,47 @@ def single_process(trial: Trial, model: nn.Module, data: Data, topology: Topolog
             layouts = of_model(model)
         elif family_of(trial.strategy) == "fsdp2":
             layouts = of_groups(fsdp2_groups(model, find_blocks(model), topology), None, topology)
-        return Expected(exact, *_loss_and_gradient(trial, twin, data, layouts))
+        return Expected(exact, *_compute(trial, twin, data, layouts))
     if host == "fsdp2":
         groups = fsdp2_groups(model, find_blocks(model), topology)
         with as_gathered_by_fsdp2(model, policy.weights, groups):
             layouts = of_groups(groups, policy, topology)
-            return Expected(exact, *_loss_and_gradient(trial, model, data, layouts))
+            return Expected(exact, *_compute(trial, model, data, layouts))
     units = plan_units(model, topology, policy)
     layouts = of_units(units, policy, topology)
     if host == "ddp":  # whole weights on every rank: none are gathered
-        return Expected(exact, *_loss_and_gradient(trial, model, data, layouts))
-    with as_gathered(model, policy, units, trial.seed):
+        return Expected(exact, *_compute(trial, model, data, layouts))
+    with as_gathered(model, policy, units, clock or Clock(trial.seed)):
         twin = as_computed(model, policy)
-        return Expected(exact, *_loss_and_gradient(trial, twin, data, layouts, policy))
+        return Expected(exact, *_compute(trial, twin, data, layouts, policy, step=step))
 
 
-def _loss_and_gradient(
+def _compute(
     trial: Trial,
     model: nn.Module,
     data: Data,
     layouts: Sequence[Layout] | None,
     policy: Policy | None = None,
-) -> tuple[float, FirstGradient | None]:
-    """This rank's mean loss of the first step's batches, and the mean gradient over all ranks.
+    *,
+    step: int = 0,
+) -> tuple[float, FirstGradient | None, float | None]:
+    """This rank's mean loss of a step's batches, all ranks' mean gradient, and the loss in training mode.
 
-    No gradient without layouts, or of a trial that decodes.
+    No gradient without layouts, or of a trial that decodes; no loss in training mode of the first step, or
+    where it is another than in evaluation mode.
     """
     if trial.workload == "generate" or layouts is None:
-        return mean_loss(model, data.first()), None
+        return mean_loss(model, _batches(data, step)), None, None
     compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
     rounding = ROUNDING[compute]
     if policy is not None and policy.secondary_format != "frames":  # backward computes with a rounded copy
         rounding = max(rounding, ROUNDING[policy.secondary_format])
-    first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding)
+    first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
     times = 1.0 if scale is None else scale.initial
     parameters = dict(model.named_parameters())
     losses: list[float] = []
     with evaluating(model):
-        for micro in data.step(0):
+        for micro in data.step(step):
             for batch in micro:
                 loss = model(*batch)
                 losses.append(float(loss.detach()))
@@ -306,7 +407,22 @@ def _loss_and_gradient(
             for parameter in parameters.values():
                 parameter.grad = None
     first.average()
-    return math.fsum(losses) / len(losses), first
+    mean = math.fsum(losses) / len(losses)
+    if not step:
+        return mean, first, None
+    with torch.no_grad():
+        model.train()
+        trained = [float(model(*batch)) for batch in _batches(data, step)]
+    return mean, first, mean if _agree(math.fsum(trained) / len(trained), mean) else None
+
+
+def _batches(data: Data, step: int) -> Iterator[Batch]:
+    return itertools.chain.from_iterable(data.step(step))
+
+
+def _agree(found: float, expected: float) -> bool:
+    """Whether two computations gave one loss; not if either is NaN."""
+    return abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 
 def _type_of(trial: Trial) -> Dtype:

@@ -114,9 +114,9 @@ def checks(derived: Derived) -> Table:
             "batches.",
         ),
         Column(
-            "gradient_share", "First gradient, difference/allowed", number(2),
-            "The largest difference of a reduced gradient before training from a single process's, over what "
-            "the codecs allow together.",
+            "gradient_share", "Gradient, difference/allowed", number(2),
+            "The largest difference of a reduced gradient from a single process's, before training and later "
+            "measured steps, over what the codecs allow together.",
         ),
     )  # fmt: skip
 

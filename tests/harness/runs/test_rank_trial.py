@@ -388,7 +388,7 @@ def test_a_loss_before_training_that_is_not_a_single_processs_is_no_result(text:
     compared = found[1].compared
     first = compared.first_loss
     compared.first_loss = dataclasses.replace(first, found=first.found + 2e-3)
-    with pytest.raises(TrialError, match=r"loss of rank 1 is .* differ by more than"):
+    with pytest.raises(TrialError, match=r"loss of rank 1 is .* more than 0.0001 apart"):
         assembled(found)
 
 
