@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.measure.cpu_usage import Spent
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
-from harness.runs.comparison import TrialError, check_later, merge
+from harness.runs.comparison import TrialError, agree, check_gradient, check_loss, merge
 from harness.runs.rank_trial import Outcome
 
 
@@ -54,8 +54,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
         if why is not None:
             raise TrialError(why)
     if blank.trial.get("control") is None:
-        steps = [{step.index: step.loss for step in one.record.steps} for one in outcomes]
-        check_later([outcome.compared for outcome in outcomes], steps)
+        _check_later(outcomes)
     return found
 
 
@@ -109,6 +108,25 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
                 raise TrialError(
                     f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
                 )
+
+
+def _check_later(outcomes: Sequence[Outcome]) -> None:
+    """Refuse losses and reduced gradients of later steps that are not a single process's.
+
+    Last of all checks: others that fail say more of why.
+    """
+    for rank, outcome in enumerate(outcomes):
+        trained = {step.index: step.loss for step in outcome.record.steps}
+        for loss in outcome.compared.later_losses:
+            check_loss(rank, loss)
+            if loss.trained is not None and not agree(trained[loss.step], loss.trained):
+                raise TrialError(
+                    f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
+                    f"process with equal weights at {loss.trained:.6f}"
+                )
+        for error in outcome.compared.gradient_errors:
+            if error.step:
+                check_gradient(rank, error)
 
 
 def _check_steps(outcome: Outcome) -> None:

@@ -127,10 +127,10 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
     control = trial.get("control")
     losses = [rank.first_loss for rank in ranks]
     for number, rank in enumerate(ranks):
-        _check_loss(number, rank.first_loss)
+        check_loss(number, rank.first_loss)
         for error in rank.gradient_errors if control != "unordered" else ():
             if error.step == 0:
-                _check_gradient(number, error)
+                check_gradient(number, error)
     first_gradients = checks_of([rank.gradient_errors for rank in ranks])
     reference = math.fsum(loss.reference for loss in losses) / len(losses)
     errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
@@ -147,40 +147,17 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def check_later(ranks: Sequence[Compared], steps: Sequence[Mapping[int, float]]) -> None:
-    """Refuse losses and reduced gradients of later steps that are not a single process's.
-
-    Last of all checks: others that fail say more of why.
-
-    Args:
-        ranks: what each compared.
-        steps: losses at which each trained, by step.
-
-    Raises:
-        TrialError: naming step, rank and unit.
-    """
-    for number, (rank, trained) in enumerate(zip(ranks, steps, strict=True)):
-        for loss in rank.later_losses:
-            _check_loss(number, loss)
-            if loss.trained is not None and not _agree(trained[loss.step], loss.trained):
-                raise TrialError(
-                    f"rank {number} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, a "
-                    f"single process with equal weights at {loss.trained:.6f}"
-                )
-        for error in rank.gradient_errors:
-            if error.step:
-                _check_gradient(number, error)
-
-
-def _check_loss(rank: int, loss: ComparedLoss) -> None:
-    if not _agree(loss.found, loss.expected):
+def check_loss(rank: int, loss: ComparedLoss) -> None:
+    """Refuse a loss that is not a single process's."""
+    if not agree(loss.found, loss.expected):
         raise TrialError(
             f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on the "
             f"same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
         )
 
 
-def _check_gradient(rank: int, error: GradientError) -> None:
+def check_gradient(rank: int, error: GradientError) -> None:
+    """Refuse a reduced gradient that is not a single process's."""
     if not error.share <= 1:
         raise TrialError(
             f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an element "
@@ -413,14 +390,14 @@ def _compute(
     with torch.no_grad():
         model.train()
         trained = [float(model(*batch)) for batch in _batches(data, step)]
-    return mean, first, mean if _agree(math.fsum(trained) / len(trained), mean) else None
+    return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
 
 
 def _batches(data: Data, step: int) -> Iterator[Batch]:
     return itertools.chain.from_iterable(data.step(step))
 
 
-def _agree(found: float, expected: float) -> bool:
+def agree(found: float, expected: float) -> bool:
     """Whether two computations gave one loss; not if either is NaN."""
     return abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
 

@@ -227,9 +227,10 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 
     The limit is on the device's memory: what is offloaded to the host does not count.
     """
+    if (limit := trial.memory_limit) is None:
+        return None
     memory = on_device(memory)
-    held, limit = sum(memory.values()), trial.memory_limit
-    if limit is None or held <= limit:
+    if (held := sum(memory.values())) <= limit:
         return None
     parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
     return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
