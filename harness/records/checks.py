@@ -157,8 +157,8 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
         ranks: with their steps, warm-ups included.
     """
     for rank, one in enumerate(checked):
-        if (wrong := one.kernel or one.optimizer) is not None:
-            return wrong
+        if one.optimizer is not None:
+            return one.optimizer
         drawn = checked[rank - 1].of_next_rank
         for step, digest in one.batches.items():
             if digest != drawn.get(step):

@@ -23,6 +23,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     _check_inputs(outcomes, blank)
     compared = merge([outcome.compared for outcome in outcomes], blank.trial)
     _check_losses(outcomes)
+    if blank.trial.get("control") is None:
+        _check_later(outcomes)
     _check_steps(outcomes[0])
     _check_decoded(outcomes)
     validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
@@ -53,8 +55,6 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     for why in (untrained, *sent, checks.off_rate(found, above=True)):
         if why is not None:
             raise TrialError(why)
-    if blank.trial.get("control") is None:
-        _check_later(outcomes)
     return found
 
 
@@ -83,9 +83,13 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _check_inputs(outcomes: Sequence[Outcome], blank: Record) -> None:
-    """Refuse ranks whose own codecs decode differently, or whose tokens are not those on the record."""
+    """Refuse kernels that are not the reference, ranks whose own codecs decode differently, and tokens that
+    are not those on the record.
+    """
     first = outcomes[0]
     for outcome in outcomes:
+        if outcome.checked.kernel is not None:
+            raise TrialError(outcome.checked.kernel)
         rank, named = outcome.record.rank, outcome.ran.get("own_codecs", {})
         for codec, digest in named.items():
             if digest != (expected := first.ran["own_codecs"][codec]):
@@ -111,10 +115,7 @@ def _check_losses(outcomes: Sequence[Outcome]) -> None:
 
 
 def _check_later(outcomes: Sequence[Outcome]) -> None:
-    """Refuse losses and reduced gradients of later steps that are not a single process's.
-
-    Last of all checks: others that fail say more of why.
-    """
+    """Refuse losses and reduced gradients of later steps that are not a single process's."""
     for rank, outcome in enumerate(outcomes):
         trained = {step.index: step.loss for step in outcome.record.steps}
         for loss in outcome.compared.later_losses:
