@@ -383,6 +383,7 @@ class TrialRun:
         policy = self.trial.resolved_policy()
         codecs = () if policy is None else policy.own_codecs
         own_codecs = {str(codec): decoded_sha256(codec) for codec in codecs}
+        kernels = getattr(ops.operations_of(ops.backend_of(self.device)), "sha256", None) if policy else None
         return {
             **self.strategy.describe(),
             "backend": dist.get_backend(),
@@ -392,6 +393,7 @@ class TrialRun:
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
             **({"own_codecs": own_codecs} if own_codecs else {}),
+            **({"kernels_sha256": kernels} if kernels else {}),  # of the library that was loaded
         }
 
 

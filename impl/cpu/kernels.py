@@ -8,6 +8,7 @@ casts from one type to another are torch's, at the speed of memory.  ctypes lets
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -89,7 +90,7 @@ class Kernels(Operations):
     """The operations in C++.
 
     Args:
-        library: the built library.
+        library: the built library, whose hash is :attr:`sha256`.
 
     Raises:
         OSError: if it cannot be loaded.
@@ -99,7 +100,10 @@ class Kernels(Operations):
 
     def __init__(self, library: Path) -> None:
         self._seen: dict[tuple[Hashable, ...], _Seen] = {}
-        self._library = ctypes.CDLL(str(library))
+        self._library, self.sha256 = (
+            ctypes.CDLL(str(library)),
+            hashlib.sha256(library.read_bytes()).hexdigest(),
+        )
         for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "stream", "sum_raw"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
