@@ -133,6 +133,8 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
         )
     if asked != "loss":
         told.append(loss.in_short(derived, names))
+    if asked == "step":
+        told.append(sizes.within_memory(derived))
     if asked != "error":
         errors = effects.errors(derived).groupby(level="contender").median()
         mine = [f"{g2(float(errors[name]))} with {called[name]}" for name in names if name in errors.index]

@@ -13,6 +13,7 @@ from report.answer.parts import (
     YES,
     Found,
     apart,
+    cell_of,
     differing,
     g2,
     g3,
@@ -25,6 +26,32 @@ from report.data import metrics, scaling
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed
+
+_FEWEST = 3  # contenders, of which the fastest for a memory is of interest
+_EQUAL = 1.005  # padding differs
+
+
+def within_memory(derived: Derived) -> str:
+    """Who is fastest in the memory that the baseline's engine holds, and in twice that; of one setting."""
+    found = effects.effects(derived)
+    if len(found) < _FEWEST or len({(effect.base, cell_of(effect)) for effect in found}) > 1:
+        return ""
+    base = found[0].base
+    speed_of = {base: 1.0, **{one.contender: one.ratio.estimate for one in found}}
+    held = {name: effects.device_mib(derived, name) for name in speed_of}
+    if not held[base] > 0:
+        return ""
+    fastest = [
+        max(
+            (name for name in speed_of if held[name] <= times * held[base] * _EQUAL), key=speed_of.__getitem__
+        )
+        for times in (1, 2)
+    ]
+    told = [f"{spelled(one)} ({speed_of[one]:.2f}, {held[one]:.3g} MiB)" for one in fastest]
+    budget = f"the memory of {spelled(base)}'s engine, {held[base]:.3g} MiB a rank,"
+    if fastest[0] == fastest[1]:
+        return f"Within {budget} and within twice that the fastest is {told[0]}."
+    return f"Within {budget} the fastest is {told[0]}, within twice that {told[1]}."
 
 
 def error(derived: Derived) -> Found:

@@ -195,7 +195,8 @@ CELLS = {
     "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 90, "block_size": 8, "convergence": 42,
     "reordering": 18, "signs": 30, "feedback": 66, "formats": 84, "generation": 9, "hpz_group": 10,
     "models": 6, "nodes": 14, "offload": 8, "slow_node": 4,
-    "convergence_long": 48, "scale_rate": 96, "scale_hpz": 6, "scale_trillion": 6, "scale_nodes": 14,
+    "convergence_long": 48, "equal_memory": 7,
+    "scale_rate": 96, "scale_hpz": 6, "scale_trillion": 6, "scale_nodes": 14,
     "gpu_node": 12, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 15, "quickstart": 6, "smoke": 3,
     "stages": 32, "frontier": 120, "successors": 24,
 }  # fmt: skip

@@ -106,6 +106,14 @@ def test_strategies_are_compared_with_the_best_baseline() -> None:
     assert len(found.sentences) <= 5
 
 
+def test_the_fastest_for_a_memory_is_named() -> None:
+    """In what ZeRO-3 holds it is qwZ, though ZeRO++ is faster, which holds a copy; in twice that it is ZeRO-0."""
+    seconds = {("zero3", "bf16"): 1.0, ("qwz", "bf16"): 0.8, ("zeropp", "bf16"): 0.5, ("zero0", "bf16"): 0.1}
+    found = asked(paired(seconds), "What do techniques bring?")
+    (told,) = (sentence for sentence in found.sentences if sentence.startswith("Within the memory"))
+    assert re.search(r"the fastest is qwZ .*\(1\.25, .*, within twice that ZeRO-0 \(10\.00", told)
+
+
 def test_without_zero3_the_first_contender_is_the_baseline() -> None:
     """Three codecs and no ZeRO-3: all are compared with the one that the suite lists first."""
     steps = {("zeropp", "int8:64"): 1.0, ("qwz", "int8:64"): 2.0}
