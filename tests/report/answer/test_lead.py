@@ -107,7 +107,7 @@ def test_strategies_are_compared_with_the_best_baseline() -> None:
 
 
 def test_the_fastest_for_a_memory_is_named() -> None:
-    """In what ZeRO-3 holds it is qwZ, though ZeRO++ is faster, which holds a copy; in twice that it is ZeRO-0."""
+    """In what ZeRO-3 holds it is qwZ, for ZeRO++ holds a copy besides; in twice that it is ZeRO-0."""
     seconds = {("zero3", "bf16"): 1.0, ("qwz", "bf16"): 0.8, ("zeropp", "bf16"): 0.5, ("zero0", "bf16"): 0.1}
     found = asked(paired(seconds), "What do techniques bring?")
     (told,) = (sentence for sentence in found.sentences if sentence.startswith("Within the memory"))
