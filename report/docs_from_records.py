@@ -54,6 +54,9 @@ _HEAD: Final = """\
 What the committed records say of each suite: the question, the answer, one figure and one table.
 `zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
 Columns and marks are explained in [metrics.md](reference/metrics.md).
+All ranks of a suite share one machine's processors: bytes cost processor time beside the link's, and a hop
+inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best group and chunks may be others
+where a node has an adapter and processors of its own; bytes, errors and losses are the same.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """
 _FACTS: Final = (
@@ -70,6 +73,7 @@ _CLAIMS_HEAD: Final = """\
 
 What the committed records claim, with the command that tries it again and the interval in which it is
 expected on a machine like theirs (docs/results.md says which); bytes are the same anywhere.
+All ranks share one machine's processors (see [results.md](results.md)): seconds hold for such a machine.
 An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """

@@ -17,7 +17,7 @@ from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
 from report.data import bytes_and_memory, loss_verdicts, metrics
-from report.data.contender import NAMES
+from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed
 
@@ -136,7 +136,8 @@ def _speedup(strategy: str) -> Finding:
 def _over_papers(derived: Derived) -> str:
     pairs = derived.over_papers
     mine = pairs[pairs["contender"] == NAMES["zeropp"]]
-    return f"{ratio(metrics.speedup(mine))} over flat ZeRO-3, {_speedup('zeropp')(derived)} over the best"
+    best = _speedup("zeropp")(derived)
+    return f"{ratio(metrics.speedup(mine))} over flat ZeRO-3, {best} over the best ({FLAT_FACTOR})"
 
 
 def _fastest(derived: Derived) -> str:
@@ -204,7 +205,9 @@ def _alone_and_together(derived: Derived) -> str:
         alone = ", ".join(f"{NAMES[name]} {value}" for name, value in found.items() if name != "zeropp")
         return f"{alone}, together {found['zeropp']}"
 
-    return f"over flat ZeRO-3 {told(derived.over_papers)}; over the best {told(derived.pairs)}"
+    return (
+        f"over flat ZeRO-3 {told(derived.over_papers)}; over the best {told(derived.pairs)} ({FLAT_FACTOR})"
+    )
 
 
 def _converges(derived: Derived) -> str:

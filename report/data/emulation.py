@@ -33,7 +33,10 @@ def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
         latency = "the link adds no latency"
     else:
         latency = f"the link adds {' or '.join(f'{each:g}' for each in added)} ms of latency one way"
-    emulated = f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, and {latency}."
+    emulated = (
+        f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, so that bytes cost "
+        f"processor time beside the link's, a hop inside a node is a copy in its memory, and {latency}."
+    )
     return " ".join([emulated, *throttled])
 
 

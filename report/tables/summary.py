@@ -10,7 +10,7 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites import labels
 from report.data import footnotes, metrics
-from report.data.contender import BASELINE, PAPERS_BASELINE, name_of, short_names_in_words
+from report.data.contender import BASELINE, FLAT_FACTOR, PAPERS_BASELINE, name_of, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.tables.columns import CONTENDER, RATIO, STEP, TRIALS, rows_of
@@ -24,7 +24,7 @@ _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with
 _PAPERS_IN_WORDS: Final = (
     f"Over the paper's baseline: the same over {name_of(PAPERS_BASELINE)}, one ring over all ranks for "
     f"gathers and reductions, in 16 bits, as ZeRO++ was compared with; the best {name_of(BASELINE)} goes "
-    "between nodes and inside them by hops of their own."
+    f"between nodes and inside them by hops of their own. {FLAT_FACTOR}."
 )
 
 
