@@ -55,8 +55,8 @@ What the committed records say of each suite: the question, the answer, one figu
 `zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
 Columns and marks are explained in [metrics.md](reference/metrics.md).
 All ranks of a suite share one machine's processors: bytes cost processor time beside the link's, and a hop
-inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best group and chunks may be others
-where a node has an adapter and processors of its own; bytes, errors and losses are the same.
+inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best group and chunks may be
+others where a node has an adapter and processors of its own; bytes, errors and losses are the same.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """
 _FACTS: Final = (

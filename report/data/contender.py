@@ -90,8 +90,8 @@ def comparison(table: pd.DataFrame) -> Comparison:
 
 
 FLAT_FACTOR = (
-    "Of N nodes with P ranks in all, one ring sends ((P - 1) / P) / ((N - 1) / N) times the bytes between nodes "
-    "that hops do: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
+    "Of N nodes with P ranks in all, one ring sends ((P - 1) / P) / ((N - 1) / N) times the bytes between "
+    "nodes that hops do: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
 )
 
 
