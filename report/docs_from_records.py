@@ -43,7 +43,7 @@ _LOSSES: Final = "convergence_long"  # whose answer README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
-_MOST_ROWS: Final = 12  # of a suite's table
+_MOST_ROWS: Final = 6  # of a suite's table
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {
     "loss": "losses", "memory": "memory", "tokens": "generation"

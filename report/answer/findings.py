@@ -12,7 +12,7 @@ from typing import Final
 import pandas as pd
 
 from harness.records.confidence_intervals import mean_interval
-from report.answer import effects, loss, speed
+from report.answer import effects, loss, sizes, speed
 from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
@@ -113,6 +113,11 @@ def beside_zeropp(strategy: str) -> Finding:
         )
 
     return told
+
+
+def memory(derived: Derived) -> str:
+    """Who is fastest in the memory of the baseline's engine, and in twice that."""
+    return sizes.within_memory(derived)
 
 
 def _shares(derived: Derived) -> str:
@@ -235,6 +240,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
     14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
     15: ("frontier", differing_by("DeepSpeed's", "LoCo", base=NAMES["zeropp"])),
+    16: ("convergence_long", lead), 17: ("equal_memory", memory),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
 
@@ -255,6 +261,7 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "parity": ("bandwidth", _parity),
     "ablation": ("ablation", _alone_and_together),
     "convergence": ("convergence", _converges),
+    "steps": ("convergence_long", lambda derived: lead(derived).rstrip(".")),
     "generation": ("generation", _decodes),
     "nodes": ("nodes", lead),
     "stages": ("stages", lead),

@@ -156,7 +156,10 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
 
 def _test(derived: Derived, row: Row) -> str:
     seeds, allowed = counted(row["difference"].n, "seed"), loss_verdicts.allowed(derived)
-    of = "its training" if derived.frames.margin else "its loss"
+    of = "its loss"
+    if derived.frames.margin:
+        steps = derived.frames.margin * row["difference"].estimate / row["margin"]
+        of = f"its training, and the difference {steps:.0f}"
     return f"margin {g3(row['margin'])} nats, {allowed} of {of}; {seeds}"
 
 
