@@ -40,8 +40,8 @@ from impl.plan.step_time import Step, step_of
 from impl.plan.topology import Topology
 
 CODECS: Final = (
-    "fp32", "bf16", "fp16", "int8:2048", "int8:128", "int6:256", "int4:128", "int4:2048", "int3:256",
-    "int2:256", "fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", "int4:256:stochastic",
+    "fp32", "bf16", "fp16", "int8:2048", "int8:128", "int6:256", "int4:128", "int4:256:clip", "int4:2048",
+    "int3:256", "int2:256", "fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", "int4:256:stochastic",
     "int8:256:stochastic",
 )  # fmt: skip
 RATE: Final = 100.0  # Mbit/s of the link that is held to a rate
@@ -227,6 +227,7 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
             one.stepping / count for one, count in zip(measured, shards, strict=True)
         ),
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
+        latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
     )
     errors = [math.log(one.took / step_of(made, one.step).seconds) for one in measured]
     return replace(made, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))

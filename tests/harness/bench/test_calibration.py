@@ -52,13 +52,15 @@ def test_the_machine_behind_the_trials_is_found(factor: float, sent: float) -> N
     """Every trial's step is predicted by what was fitted to processor seconds, whatever they were."""
     truth = replace(TRUTH, per_token=TRUTH.per_token * factor, unit=TRUTH.unit * factor, sent=sent)
     blank = replace(
-        truth, fixed=1.0, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0, optimizer=0
-    )
+        truth, fixed=1.0, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0, optimizer=0,
+        latency=truth.latency + truth.message,  # as a tiny gather takes
+    )  # fmt: skip
     found = fit(replace(blank, efficiency=1.0), measured := _measured(truth))
     assert found.spread < 0.01
     for one in measured:
         assert step_of(found, one.step).seconds == pytest.approx(one.took, rel=0.02)
     assert found.efficiency == truth.efficiency
+    assert found.latency == pytest.approx(truth.latency, abs=truth.message / 2)
     assert found.per_token == pytest.approx(truth.per_token, rel=0.05)
 
 
