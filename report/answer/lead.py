@@ -86,8 +86,11 @@ def answer(derived: Derived) -> Answer:
     found = _BY_QUANTITY[asked](derived)
     caveat = _caveat(derived, found.effects)
     rest = [text for text in (*found.more, *_others(derived, asked, found.effects)) if text]
-    verdict = _joint(found.verdicts)
-    first = found.first
+    verdict, first = _joint(found.verdicts), found.first
+    if any("in the memory" in question for question in frames.questions) and (
+        best := sizes.within_memory(derived)
+    ):
+        first, rest = best, [first, *(text for text in rest if text != best)]
     if verdict and _polar(derived) and not first.startswith("Cannot"):
         first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {_after_comma(first)}"
     return Answer(

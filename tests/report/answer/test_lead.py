@@ -111,6 +111,7 @@ def test_the_fastest_for_a_memory_is_named() -> None:
     seconds = {("zero3", "bf16"): 1.0, ("qwz", "bf16"): 0.8, ("zeropp", "bf16"): 0.5, ("zero0", "bf16"): 0.1}
     found = asked(paired(seconds), "What do techniques bring?")
     (told,) = (sentence for sentence in found.sentences if sentence.startswith("Within the memory"))
+    assert asked(paired(seconds), "Which is fastest in the memory of ZeRO-3?").sentences[0] == told
     assert re.search(r"the fastest is qwZ .*\(1\.25, .*, within twice that ZeRO-0 \(10\.00", told)
 
 
