@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.measure.reference_loss import evaluating
+from harness.measure.unsharded_loss import evaluating
 from harness.records.record import Alone
 
 MOST: Final = 5  # samples before, and after, the timed steps

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.measure.cpu_usage import Spent
 from harness.records import checks
 from harness.records.record import Predicted, ProcessorUse, Record, Validation
-from harness.runs.comparison import TrialError, agree, check_gradient, check_loss, merge
+from harness.runs.correctness_checks import TrialError, agree, check_gradient, check_loss, merge
 from harness.runs.rank_trial import Outcome
 
 

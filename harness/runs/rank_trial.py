@@ -29,8 +29,8 @@ from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent
 from harness.measure.gpu_use import Telemetry
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
-from harness.measure.reference_loss import as_computed, as_computed_by
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
+from harness.measure.unsharded_loss import as_computed, as_computed_by
 from harness.records.checks import Checked
 from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
@@ -42,7 +42,7 @@ from harness.records.record import (
     RankRecord,
     Validation,
 )
-from harness.runs.comparison import Compared, Comparison
+from harness.runs.correctness_checks import Compared, Comparison
 from harness.strategies.optimizers import built
 from harness.strategies.strategy import Strategy, prepare
 from harness.strategies.training import TrainingLoop

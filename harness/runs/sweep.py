@@ -25,7 +25,7 @@ from harness.records import journal, run_record
 from harness.records.record import Failed, Failure, Foreseen, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
-from harness.runs.comparison import TrialError
+from harness.runs.correctness_checks import TrialError
 from harness.runs.feasibility import (
     any_host,
     failure_after,

@@ -1,4 +1,7 @@
-"""What a sweep does when a trial has failed, by kind of failure: go on, try it again, or stop.  No torch."""
+"""The suite key that says what :mod:`harness.runs.sweep` does when a trial has failed, by kind of failure.
+
+It goes on, tries it again, or stops.  No torch.
+"""
 
 from __future__ import annotations
 

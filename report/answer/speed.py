@@ -65,13 +65,14 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     """
     if not found:
         return alone(derived)
+    every: Sequence[Effect] = ()
     settings = ""
     others = len({effect.contender for effect in found})
     if len(found) > MOST_NAMED and others > 1 and not is_named(derived, found[0].contender):
         cells: dict[str, list[Effect]] = {}
         for one in found:
             cells.setdefault(cell_of(one), []).append(one)
-        found = [max(mine, key=lambda one: one.ratio.estimate) for mine in cells.values()]
+        every, found = found, [max(mine, key=lambda one: one.ratio.estimate) for mine in cells.values()]
         settings = f"; the fastest of {others} in each setting"
     elif len(found) > MOST_NAMED:  # in many settings: the first contender, where it gains least and most
         mine = sorted(
@@ -124,7 +125,14 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         ]
         places = [f" on {where[cell_of(one)]}" if where[cell_of(one)] else "" for one in unclear]
         both = listed([f"{one}{place}" for one, place in zip(said, places, strict=True)])
-        text += f"; no difference can be told: {both} ({would_tell(unclear)})"
+        # The fastest of a setting that is not told from the baseline: no other one is faster there.
+        word = "nobody is told to be faster, and nearest is" if every else "no difference can be told:"
+        text += f"; {word} {both} ({would_tell(unclear)})"
+        there = {cell_of(one) for one in unclear}
+        mine = [one for one in every if one.contender == main.contender and cell_of(one) in there]
+        text += "".join(
+            f", {spelled(one.contender)} {ratio(one.ratio)}" for one in mine if one not in unclear
+        )
     return Found(f"{text[0].upper()}{text[1:]}.", verdicts, found, [seconds(main)])
 
 

@@ -22,7 +22,7 @@ from harness.measure.communication_error import GROWTH, OF_BF16, refusal
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import wrong_kernel
 from harness.records.record import CommunicationError
-from harness.runs.comparison import TrialError
+from harness.runs.correctness_checks import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.strategies import training
 from harness.strategies.strategy import Sharded

@@ -24,7 +24,7 @@ from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import assemble
-from harness.runs.comparison import TrialError
+from harness.runs.correctness_checks import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, TrialRun, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape

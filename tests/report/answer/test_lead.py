@@ -115,6 +115,20 @@ def test_the_fastest_for_a_memory_is_named() -> None:
     assert re.search(r"the fastest is qwZ .*\(1\.25, .*, within twice that ZeRO-0 \(10\.00", told)
 
 
+def test_where_nobody_is_faster_the_winner_elsewhere_is_named_too() -> None:
+    """Of many contenders at two rates qgZ is the fastest at one; at the other nobody is, and it is slower."""
+    found = []
+    for rate, ours in (("25 Mbit/s", 0.5), ("400 Mbit/s", 1.2)):
+        took = {"zero3": 1.0, "qgz": ours, "hpz": 1.0, "qwz": 1.3, "hpz+qgz": 1.4, "zero2": 1.5, "zero1": 1.6}
+        for repeat, (strategy, seconds) in product(range(6), took.items()):
+            trial = Trial(strategy=strategy, repeat=repeat, cluster=Cluster(rate=rate))
+            noise = NOISE[(repeat + len(strategy)) % len(NOISE)]
+            found.append(at(record_of(trial), seconds * noise))
+    first = asked(found, "What do they gain?", answer="step").sentences[0]
+    assert first.startswith("A step of qgZ is 2.0")
+    assert re.search(r"nobody is told to be faster, and nearest is .* with hpZ .*, qgZ 0\.8\d \(", first)
+
+
 def test_without_zero3_the_first_contender_is_the_baseline() -> None:
     """Three codecs and no ZeRO-3: all are compared with the one that the suite lists first."""
     steps = {("zeropp", "int8:64"): 1.0, ("qwz", "int8:64"): 2.0}

@@ -33,7 +33,7 @@ from harness.measure.first_gradient import (
     of_units,
 )
 from harness.measure.quantisation_error import Key, Squares
-from harness.measure.reference_loss import (
+from harness.measure.unsharded_loss import (
     as_computed,
     as_computed_by,
     as_gathered,

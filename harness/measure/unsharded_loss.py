@@ -1,8 +1,8 @@
-"""Checks the sharded model's loss before training against that of a single process.
+"""An unsharded model's loss, as the sharded one's must be; :mod:`harness.runs.correctness_checks` compares.
 
-The unsharded model computes it twice on this rank's batches of the first step: with the fp32 weights,
-and with the weights as all-gathered, encoded and decoded once by the policy's codec.  The sharded model's
-loss must equal the second.  All three are taken in evaluation mode, so dropout draws no random number.
+It is computed twice on this rank's batches of a step: with the fp32 weights, and with the weights as
+all-gathered, encoded and decoded once by the policy's codec.  The sharded model's loss must equal the second.
+All three are taken in evaluation mode, so dropout draws no random number.
 """
 
 from __future__ import annotations
