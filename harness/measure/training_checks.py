@@ -35,8 +35,8 @@ from impl.codecs.codec import Codec, OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
 
-_TENSORS: Final = 3  # of an optimizer, whose first elements are replayed
-_ELEMENTS: Final = 32
+_TENSORS: Final = 16  # of an optimizer, at most, from its first to its last
+_ELEMENTS: Final = 32  # of each, from its first to its last
 _SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's own
 _ULPS: Final = 3 * 2.0**-24  # of a master: fp32 rounds it in each of two operations
 _OF_RATE: Final = 2e-5  # of the learning rate: rounding of moments in fp32
@@ -73,7 +73,8 @@ class TrainingChecks:
             plain = [
                 p for p in self._parameters if type(p) is torch.nn.Parameter and p.dtype is torch.float32
             ]
-            for parameter in [p for p in plain if p.numel()][:_TENSORS]:
+            full = [p for p in plain if p.numel()]
+            for parameter in full[:: max(1, -(-len(full) // _TENSORS))]:
                 value = _sample(parameter)
                 self._masters.append(
                     _Replayed(parameter, value, torch.zeros_like(value), torch.zeros_like(value))
@@ -142,8 +143,10 @@ class TrainingChecks:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """(n,) float64 on the CPU: the first elements."""
-    return tensor.detach().reshape(-1)[:_ELEMENTS].double().cpu()
+    """(n,) float64 on the CPU: elements from the first to the last, at equal distances."""
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, min(_ELEMENTS, flat.numel()), dtype=torch.float64)
+    return flat[places.long().to(flat.device)].double().cpu()
 
 
 def _digest(batches: Iterable[Batch]) -> str:

@@ -173,7 +173,7 @@ class TrialRun:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
-            self.checked_training.seconds = time.perf_counter() - begin
+            self.checked_training.seconds = time.perf_counter() - begin - self.checked_training.untimed
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()

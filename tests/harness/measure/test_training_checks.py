@@ -272,6 +272,21 @@ def _nudges_a_weight(optimizer: torch.optim.AdamW, count: int, rank: Rank) -> bo
     return False
 
 
+def a_part_of_the_elements(_: Rank) -> Patch:
+    """The optimizer steps the first 1024 elements of every master alone."""
+    taken = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, closure: None = None) -> None:
+        masters = [p for group in self.param_groups for p in group["params"]]
+        kept = [p.detach().reshape(-1)[1024:].clone() for p in masters]
+        taken(self, closure)
+        with torch.no_grad():
+            for master, rest in zip(masters, kept, strict=True):
+                master.reshape(-1)[1024:] = rest
+
+    return mock.patch.object(torch.optim.AdamW, "step", step)
+
+
 def yesterdays_batches(_: Rank) -> Patch:
     """Every step reads what the step before has read."""
     drawn = Data.step
@@ -297,6 +312,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a better loss on record": (a_better_loss, "trained in step 2 at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a clock that counts too much": (late_clock, "the clock counts too much"),
+    "a part of the elements": (a_part_of_the_elements, "after step 0 element"),
     "moments forgotten": (_stepping(_forgets_moments), "after step 2 element"),
     "a weight nudged": (_stepping(_nudges_a_weight), "after step 2 element 0 of rank 2's master 0"),
     "batches of the step before": (yesterdays_batches, "read other batches in step 2"),
