@@ -37,6 +37,7 @@ _MORE: Final = {
     "policy.reduce_every": "`micro_batch` adds up in shards, `step` locally; `stage`: as it holds",
     "policy.compute": "`fp32`, `bf16`, `fp16`: of gathered weights and local gradients; masters stay fp32",
     "policy.loss_scale": "`none`, a number, or `dynamic`, then `:from<scale>`, `:window<steps>`",
+    "margin": "steps of training that a loss may be worse by; 0: 1 % of the baseline's loss",
     "policy.frozen": "codec in which weights that are not trained are held and sent, or `none`",
     "policy.prefetch": "elements gathered ahead of their use",
     "policy.max_live": "elements gathered at once: beyond, nothing is gathered ahead or kept",

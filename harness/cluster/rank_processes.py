@@ -54,11 +54,8 @@ PRELOAD: Final = (
     "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
     "harness.cluster.rank_processes",
     "harness.runs.rank_trial",
-    # What the main module of a run imports, which each rank does anew: 0.1 s a rank.
-    "typer",
-    "harness.bench.command",
-    "harness.train.command",
     "harness.runs.sweep",
+    "harness.cli",  # which the main module of a run imports, and so each rank anew: 0.2 s a rank
 )
 # Memory that was freed stays with the process, so that a step after the first ones has no page faults;
 # torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).

@@ -125,21 +125,21 @@ def _parent(pid: int) -> int | None:
 
 
 @dataclass(slots=True)
-class Telemetry:
+class Sampled:
     """What :func:`sampling` fills in: ``use`` once its body has ended; None without GPUs."""
 
     use: NodeUse | None = None
 
 
 @contextlib.contextmanager
-def sampling(node: int, gpus: Sequence[str]) -> Iterator[Telemetry]:
+def sampling(node: int, gpus: Sequence[str]) -> Iterator[Sampled]:
     """Sample a node's GPUs in a thread while the body runs.
 
     Args:
         node: its number, for the record.
         gpus: NVML's UUIDs of the GPUs of its ranks; those that NVML does not know are left out.
     """
-    found, stop, began = Telemetry(), threading.Event(), time.monotonic()
+    found, stop, began = Sampled(), threading.Event(), time.monotonic()
     devices = _opened(gpus)
     if not devices:
         yield found

@@ -27,7 +27,7 @@ from harness.cluster.rank import Progress, Rank, exchange, groups
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent
-from harness.measure.gpu_use import Telemetry
+from harness.measure.gpu_use import Sampled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed, as_computed_by
@@ -53,6 +53,7 @@ from harness.workloads.data import Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
+from impl.cpu.kernels import Kernels as CppKernels
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import LedgerKey, Sent
 
@@ -231,10 +232,10 @@ class TrialRun:
         )
 
     @contextlib.contextmanager
-    def _sampling(self) -> Iterator[Telemetry]:
-        """Telemetry of this rank's node, by its first rank."""
+    def _sampling(self) -> Iterator[Sampled]:
+        """GPU readings of this node, by its first rank."""
         if not self.rank.speaks:
-            yield Telemetry()
+            yield Sampled()
             return
         uuids = []
         if self.device.type == "cuda":
@@ -383,7 +384,7 @@ class TrialRun:
         policy = self.trial.resolved_policy()
         codecs = () if policy is None else policy.own_codecs
         own_codecs = {str(codec): decoded_sha256(codec) for codec in codecs}
-        kernels = getattr(ops.operations_of(ops.backend_of(self.device)), "sha256", None) if policy else None
+        kernels = ops.operations_of(ops.backend_of(self.device))
         return {
             **self.strategy.describe(),
             "backend": dist.get_backend(),
@@ -393,7 +394,7 @@ class TrialRun:
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
             **({"own_codecs": own_codecs} if own_codecs else {}),
-            **({"kernels_sha256": kernels} if kernels else {}),  # of the library that was loaded
+            **({"kernels_sha256": kernels.sha256} if policy and isinstance(kernels, CppKernels) else {}),
         }
 
 

@@ -30,6 +30,11 @@ def lead(derived: Derived) -> str:
     return answer(derived).sentences[0]
 
 
+def verdicts(derived: Derived) -> str:
+    """The first two sentences: the verdict on the main contender's loss, and on the others'."""
+    return " ".join(answer(derived).sentences[:2])
+
+
 def _effect(derived: Derived, strategy: str) -> Effect:
     """The preset of a strategy beside the baseline, in the first cell."""
     return next(one for one in effects.effects(derived) if one.contender == NAMES[strategy])
@@ -240,11 +245,11 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
     14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
     15: ("frontier", differing_by("DeepSpeed's", "LoCo", base=NAMES["zeropp"])),
-    16: ("convergence_long", lead), 17: ("equal_memory", memory),
+    16: ("convergence_long", verdicts), 17: ("equal_memory", memory),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
 
-DRAWN: Final = (lead, blocks)
+DRAWN: Final = (lead, blocks, verdicts)
 """The findings that their suite's figure shows."""
 
 PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
