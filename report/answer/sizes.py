@@ -41,15 +41,17 @@ def within_memory(derived: Derived) -> str:
     held = {name: effects.device_mib(derived, name) for name in speed_of}
     if not held[base] > 0:
         return ""
-    fastest = [
-        max(
-            (name for name in speed_of if held[name] <= times * held[base] * _EQUAL), key=speed_of.__getitem__
-        )
-        for times in (1, 2)
-    ]
-    told = [f"{spelled(one)} ({speed_of[one]:.2f}, {held[one]:.3g} MiB)" for one in fastest]
+    told = []
+    for times in (1, 2):
+        fits = [name for name in speed_of if held[name] <= times * held[base] * _EQUAL]
+        first, *others = sorted(fits, key=speed_of.__getitem__, reverse=True)
+        text = f"{spelled(first)} ({speed_of[first]:.2f}, {held[first]:.3g} MiB)"
+        beside = effects.between(derived, first, others[:1])
+        if beside and beside[0].verdict == OPEN:
+            text += f", not told apart from {spelled(others[0])} ({speed_of[others[0]]:.2f})"
+        told.append(text)
     budget = f"the memory of {spelled(base)}'s engine, {held[base]:.3g} MiB a rank,"
-    if fastest[0] == fastest[1]:
+    if told[0] == told[1]:
         return f"Within {budget} and within twice that the fastest is {told[0]}."
     return f"Within {budget} the fastest is {told[0]}, within twice that {told[1]}."
 

@@ -112,6 +112,9 @@ def test_the_fastest_for_a_memory_is_named() -> None:
     found = asked(paired(seconds), "What do techniques bring?")
     (told,) = (sentence for sentence in found.sentences if sentence.startswith("Within the memory"))
     assert asked(paired(seconds), "Which is fastest in the memory of ZeRO-3?").sentences[0] == told
+    seconds["zero0", "bf16"] = 0.4999
+    near = asked(paired(seconds), "Which is fastest in the memory of ZeRO-3?").sentences[0]
+    assert re.search(r"within twice that (.*), not told apart from (ZeRO\+\+|ZeRO-0)", near)
     assert re.search(r"the fastest is qwZ .*\(1\.25, .*, within twice that ZeRO-0 \(10\.00", told)
 
 
