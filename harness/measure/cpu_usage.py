@@ -15,6 +15,7 @@ from typing import Final
 from harness.measure.machine import cores
 
 STAT: Final = Path("/proc/stat")
+SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 _COLUMNS: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user and nice
 
 
@@ -80,3 +81,30 @@ def busy(stat: Path = STAT) -> dict[str, float] | None:
         return None
     user, nice, system, _, _, irq, softirq, steal = (count * tick for count in total)
     return {"user": user + nice, "system": system, "interrupts": irq + softirq, "steal": steal}
+
+
+class ThreadClock:
+    """Measures from its construction on how long this thread took, and for how much of it it slept."""
+
+    def __init__(self) -> None:
+        self._begun = _of_thread()
+
+    def read(self) -> tuple[float, float | None]:
+        """Wall-clock seconds, and those in which the thread neither ran nor waited for a CPU; None where the
+        kernel does not count the latter.
+        """
+        seconds, ran, waited = (
+            None if after is None or before is None else after - before
+            for after, before in zip(_of_thread(), self._begun, strict=True)
+        )
+        assert seconds is not None and ran is not None  # noqa: S101, PT018  # counted everywhere
+        return seconds, None if waited is None else max(seconds - ran - waited, 0.0)
+
+
+def _of_thread() -> tuple[float, float, float | None]:
+    """Wall-clock, CPU seconds of this thread, and seconds that it waited for a CPU."""
+    try:
+        waited = int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        waited = None
+    return time.perf_counter(), time.thread_time(), waited

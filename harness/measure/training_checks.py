@@ -4,10 +4,12 @@ Each rank makes them while it trains (:class:`TrainingChecks`), and
 :func:`harness.records.checks.untrained` judges what all ranks found:
 
 - *the optimizer*: of a few masters every step is replayed in float64 as AdamW by the trial's own settings;
-- *the batches* of the first, a middle and the last step are those that the seed gives this rank: each rank
-  draws those of the next rank, too, and hashes of both are compared;
+- *the gradients* that the optimizer has in later steps are those of a rehearsal of the same step;
+- *the batches* of the first, a middle and the last step are those that the seed gives this rank, and differ:
+  each rank draws those of the next rank, too, and hashes of both are compared; validation is drawn again;
 - *gradient norms* are equal on all ranks, since all clip by the same, and no rank's own exceeds that;
-- *the clock*: the timed steps fill the time that passed over them, but for what is untimed.
+- *the clock*: the timed steps fill the time that passed over them, but for what is untimed, and none is
+  longer than by a second clock; while a rank is said to wait for messages, its thread sleeps.
 
 What is sent is judged by :func:`harness.measure.communication_error.refusal`, and kernels before training by
 :func:`wrong_kernel`.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,6 +42,8 @@ _ELEMENTS: Final = 32  # of each, from its first to its last
 _SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}  # AdamW's own
 _ULPS: Final = 3 * 2.0**-24  # of a master: fp32 rounds it in each of two operations
 _OF_RATE: Final = 2e-5  # of the learning rate: rounding of moments in fp32
+_CHANCES: Final = 2**24  # draws among so many are not twice the same
+_SAME: Final = 0.999  # cosine of the gradients of a step and of its rehearsal; 1 but for rounding on a GPU
 _PROBE: Final = 2048  # elements of a kernel's check
 
 
@@ -59,13 +63,14 @@ class TrainingChecks:
     def __init__(self, trial: Trial, data: Data, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self.found = Checked()
         self._data, self._world = data, trial.topology().world
-        self._rank = rank
+        self._rank, self._sequences = rank, trial.accumulation * trial.tokens_per_rank // trial.sequence
         total = trial.warmup + trial.steps
         self._due = measured_steps(total) if trial.workload == "train" else frozenset[int]()
         self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
         self._schedule, self._clip = trial.schedule(), trial.clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._steps = 0
+        self._rehearsed: dict[int, Tensor] = {}
         self._masters: list[_Replayed] = []
         # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
@@ -79,12 +84,41 @@ class TrainingChecks:
                 self._masters.append(
                     _Replayed(parameter, value, torch.zeros_like(value), torch.zeros_like(value))
                 )
+        if data.validation and _digest(data.validation) != _digest(self._held_out(trial)):
+            self.found.wrong = f"rank {rank} validates on other samples than those held out for it"
+
+    def _held_out(self, trial: Trial) -> Iterator[Batch]:
+        """This rank's validation batches, drawn again: samples spread evenly over the validation split."""
+        drawn, ours = self._data.samples, trial.tokens_per_rank // trial.sequence
+        last = drawn.count(drawn.validation) - 1
+        gaps = max(trial.validation_batches * self._world * ours - 1, 1)
+        for part in (self._rank,) if self._data.parts == 1 else range(self._world):
+            for batch in range(trial.validation_batches):
+                places = [(batch * self._world + part) * ours + place for place in range(ours)]
+                keys = [f"validation/{place}" for place in places]
+                read, answer = drawn.at(drawn.validation, [place * last // gaps for place in places], keys)
+                yield torch.tensor(read), torch.tensor(answer)
+
+    def rehearsed(self, index: int) -> None:
+        """Note the gradients of a rehearsal of step ``index``, which are there."""
+        if (found := self._gradients()) is not None:
+            self._rehearsed[index] = found
+
+    def _gradients(self) -> Tensor | None:
+        """(n,) float64: of a few elements of each master; None where one has none."""
+        there = [master.parameter.grad for master in self._masters]
+        found = [_sample(gradient) for gradient in there if gradient is not None]
+        return torch.cat(found) if found and len(found) == len(there) else None
 
     def read(self, step: int, batches: Iterable[Batch]) -> None:
         """Note what the model read in a step that is due."""
         if step in self._due:
             begin = time.perf_counter()
-            self.found.batches[step] = _digest(batches)
+            digest, draws = _digest(batches), self._data.samples
+            many = draws.count(draws.train) ** self._sequences > _CHANCES
+            if many and digest in self.found.batches.values() and self.found.wrong is None:
+                self.found.wrong = f"rank {self._rank} read in step {step} what it had read in a step before"
+            self.found.batches[step] = digest
             after = self._data.of_rank(step, (self._rank + 1) % self._world)
             self.found.of_next_rank[step] = _digest(after)
             self.found.untimed += time.perf_counter() - begin
@@ -93,6 +127,7 @@ class TrainingChecks:
         """Replay step ``index`` of the optimizer, whose gradients are there; not ``done``, it was skipped."""
         begin = time.perf_counter()
         self._steps += done
+        self._check_rehearsed(index)
         if done and self._clip is not None and index in self._due:
             self._check_clipped(index, self._clip)
         for number, master in enumerate(self._masters):
@@ -106,12 +141,25 @@ class TrainingChecks:
             master.value = after
         self.found.untimed += time.perf_counter() - begin
 
+    def _check_rehearsed(self, index: int) -> None:
+        """The optimizer has the gradients of this step, but for a factor: clipping and loss scales."""
+        expected, found = self._rehearsed.pop(index, None), self._gradients()
+        if expected is None or found is None or not bool(expected.any()):
+            return
+        cosine = float(torch.nn.functional.cosine_similarity(expected, found, 0))
+        self.found.linked += 1
+        if not cosine >= _SAME and self.found.wrong is None:
+            self.found.wrong = (
+                f"in step {index} the optimizer of rank {self._rank} had other gradients than a rehearsal of "
+                f"the step just before it: a cosine of {cosine:.3f}"
+            )
+
     def _check_clipped(self, index: int, clip: float) -> None:
         """A rank's part of the gradient is no longer than the whole, which was clipped."""
         gradients = [p.grad for p in self._parameters if type(p) is torch.nn.Parameter and p.grad is not None]
         norm = math.sqrt(math.fsum(float(one.double().square().sum()) for one in gradients))
-        if not norm <= clip * 1.001 and self.found.optimizer is None:
-            self.found.optimizer = (
+        if not norm <= clip * 1.001 and self.found.wrong is None:
+            self.found.wrong = (
                 f"in step {index} rank {self._rank}'s part of the gradient has a norm of {norm:.6g}, and was "
                 f"to be clipped to {clip:g}"
             )
@@ -129,13 +177,13 @@ class TrainingChecks:
         return after
 
     def _compare(self, index: int, number: int, found: Tensor, expected: Tensor) -> None:
-        if self.found.optimizer is not None:
+        if self.found.wrong is not None:
             return
         allowed = _ULPS * expected.abs() + _OF_RATE * abs(self._settings["lr"])
         wrong = ~((found - expected).abs() <= allowed)  # NaN is wrong, too
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
-            self.found.optimizer = (
+            self.found.wrong = (
                 f"after step {index} element {at} of rank {self._rank}'s master {number} is "
                 f"{float(found[at]):.9g}, by AdamW of the trial {float(expected[at]):.9g}: they differ by "
                 f"more than {float(allowed[at]):.2g}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
-from harness.records.record import LedgerRow, RankRecord, Record
+from harness.records.record import LedgerRow, RankRecord, Record, Step
 from harness.suites.trial import Trial
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
@@ -21,6 +21,7 @@ CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # of the rate that was asked for, what probes may find
 _COVERED: Final = 0.9  # of the time that passed, what steps take at least
 _BESIDE: Final = (0.1, 0.01)  # seconds, and seconds a step, that a busy machine takes between steps
+_AWAKE: Final = 0.5  # of the time that a rank sleeps, what it waits for messages at least
 _ROUNDED: Final = 0.01  # seconds: of readings of the clock
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
 
@@ -133,20 +134,26 @@ class Checked:
 
     Attributes:
         kernel: the first codec whose kernels are not the reference, in words.
-        optimizer: the first step after which a master is not what AdamW makes of it, in words.
+        wrong: what this rank saw go wrong first while it trained, in words.
         replayed: steps of the optimizer that were replayed.
+        linked: steps whose optimizer had the gradients of a rehearsal just before them.
         batches: SHA-256 of what the model read and was to answer, by step.
         of_next_rank: of the batches that the seed gives the next rank, by step.
         seconds: that passed over this rank's timed steps, without what belongs to no step between them.
+        each: seconds of every step by a clock around it.
+        slept: of them, those in which the thread neither ran nor waited for a processor; empty if unknown.
         untimed: what belongs to none, so far.
     """
 
     kernel: str | None = None
-    optimizer: str | None = None
+    wrong: str | None = None
     replayed: int = 0
+    linked: int = 0
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+    each: list[float] = field(default_factory=list)
+    slept: list[float] = field(default_factory=list)
     untimed: float = 0.0
 
 
@@ -159,8 +166,8 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
     """
     missed: list[str] = []
     for rank, one in enumerate(checked):
-        if one.optimizer is not None:
-            return one.optimizer
+        if one.wrong is not None:
+            return one.wrong
         drawn = checked[rank - 1].of_next_rank
         for step, digest in one.batches.items():
             if digest != drawn.get(step):
@@ -168,7 +175,14 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
                     f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]}) than its seed "
                     f"gives it ({drawn.get(step, 'none')[:12]})"
                 )
-        timed = [step.total for step in ranks[rank].steps if not step.warmup]
+        steps = ranks[rank].steps
+        for step, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
+            if step.total > by_another + _ROUNDED:
+                return (
+                    f"step {step.index} of rank {rank} is said to take {step.total:.3f} s, by a clock around "
+                    f"it {by_another:.3f} s: the clock counts too much"
+                )
+        timed = [step.total for step in steps if not step.warmup]
         total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
         told = f"the timed steps of rank {rank} add up to {total:.3f} s, and {one.seconds:.3f} s passed"
         if timed and total > one.seconds + _ROUNDED:
@@ -177,12 +191,31 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
             missed.append(f"{told}: the clock misses a part")
     if missed and len(missed) == len(checked):  # a busy machine may hold single ranks up between their steps
         return missed[0]
+    for rank, one in enumerate(checked):
+        if (why := _unslept(rank, ranks[rank].steps, one.slept)) is not None:
+            return why
     for of_step in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]
         if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
             told = ", ".join(f"{norm:.6g}" for norm in norms)
             return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
     return None
+
+
+def _unslept(rank: int, steps: Sequence[Step], slept: Sequence[float]) -> str | None:
+    """Of a rank that slept, and says that it waited far less for messages, what it says; None for others."""
+    waited = [
+        step.exposed_forward + step.exposed_backward
+        for step in steps
+        if step.exposed_forward is not None and step.exposed_backward is not None
+    ]
+    told, found = math.fsum(waited), math.fsum(slept)
+    if len(waited) != len(slept) or told >= _AWAKE * found - _BESIDE[0] - _BESIDE[1] * len(slept):
+        return None
+    return (
+        f"rank {rank} is said to have waited {told:.3f} s for messages in {len(slept)} steps, in which its "
+        f"thread slept for {found:.3f} s"
+    )
 
 
 def other_codec(record: Record) -> str | None:

@@ -33,6 +33,7 @@ from harness.measure.first_gradient import (
     of_units,
 )
 from harness.measure.quantisation_error import Key, Squares
+from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
     as_computed_by,
@@ -245,7 +246,7 @@ class Comparison:
         """Whether what step ``index`` is about to send is compared with exact values."""
         return strategy.wire is not None and index in self.steps
 
-    def before_step(self, index: int, strategy: Strategy) -> None:
+    def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Compare what step ``index`` is about to send with exact values, in passes of its own.
 
         They leave no trace but these: the next step, and the ledger, are as without them.
@@ -265,9 +266,9 @@ class Comparison:
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
         if index and strategy.zero is not None:
-            self._beside_one_process(index, strategy, strategy.zero)
+            self._beside_one_process(index, strategy, strategy.zero, checks)
 
-    def _beside_one_process(self, index: int, strategy: Strategy, zero: Zero) -> None:
+    def _beside_one_process(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with one process that has the masters.
 
         Not of weights that are sums of differences, nor gradients that carry errors over: they are not what
@@ -288,6 +289,8 @@ class Comparison:
             )
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, index)
+            if expected.trained is not None and zero.policy.feedback is None:
+                checks.rehearsed(index)
             gradient, scale = expected.gradient, strategy.loss_scale
             if gradient is not None and zero.policy.feedback is None:
                 errors = [

@@ -26,7 +26,7 @@ from harness.cluster.link import PROBES
 from harness.cluster.rank import Progress, Rank, exchange, groups
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
-from harness.measure.cpu_usage import ProcessorMeter, Spent
+from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
 from harness.measure.gpu_use import Sampled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
@@ -142,8 +142,8 @@ class TrialRun:
                 )
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
-        self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checked_training = self.loop.checks.found
+        self.checks = self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
+        self.checked_training = self.checks.found
         policy = trial.resolved_policy()
         if policy is not None:
             self.checked_training.kernel = wrong_kernel(policy.codecs, self.device)
@@ -294,7 +294,13 @@ class TrialRun:
         return Counted(exposed, inter, intra)
 
     def _train(self, index: int) -> None:
+        checked, clock = self.checked_training, ThreadClock()
+        untimed = checked.untimed
         self.loop.step(index, warmup=index < self.trial.warmup)
+        seconds, slept = clock.read()
+        checked.each.append(seconds - (checked.untimed - untimed))
+        if slept is not None and self.device.type == "cpu":  # a GPU's rank sleeps while it computes
+            checked.slept.append(slept)
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)
 
@@ -376,7 +382,7 @@ class TrialRun:
             return
         self.peak_rss = max(self.peak_rss, peak_rss())
         with self._untimed():
-            self.comparison.before_step(index, self.strategy)
+            self.comparison.before_step(index, self.strategy, self.checks)
         self.events.append("forgotten")
         forget_peak(self.device)
 

@@ -18,7 +18,8 @@ class Data:
     """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
 
     Attributes:
-        sha256: of the whole data set.
+        samples: the data set.
+        sha256: of all of it.
         parts: number of ranks whose batches these are.
         validation: batches of the fixed split.
 
@@ -28,11 +29,11 @@ class Data:
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         samples.check(trial)
-        self._samples, self._trial, self._device = samples.load(trial), trial, device
+        self.samples, self._trial, self._device = samples.load(trial), trial, device
         world = trial.topology().world
         self._ranks = range(world) if trial.strategy == "single" else (rank,)
         self.parts = len(self._ranks)
-        self.sha256 = self._samples.sha256
+        self.sha256 = self.samples.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
         self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
         self.validation: list[Batch] = []
@@ -40,7 +41,7 @@ class Data:
             self.validation = [
                 self._tensors(pair)
                 for part in self._ranks
-                for pair in self._samples.validation_batches(
+                for pair in self.samples.validation_batches(
                     batches=trial.validation_batches, rank=part, world=world, sequences=self._sequences
                 )
             ]
@@ -61,7 +62,7 @@ class Data:
             yield from (self._batch(index, micro_batch, part) for part in ranks)
 
     def _batch(self, step: int, micro_batch: int, rank: int) -> Batch:
-        read, answer = self._samples.batch(
+        read, answer = self.samples.batch(
             seed=self._trial.seed, step=step, micro_batch=micro_batch, rank=rank, sequences=self._sequences
         )
         return self._tensors((read[: self._read], answer[: self._read]))

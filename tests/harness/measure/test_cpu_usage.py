@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from harness.measure.cpu_usage import ProcessorMeter, busy, grown
+from harness.measure import cpu_usage
+from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy, grown
 from tests.harness.measure.test_step_clock import compute
 
 OURS = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
@@ -72,3 +75,15 @@ def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
     if busy() is not None:
         assert found.machine is not None
         assert found.machine["user"] + found.machine["system"] >= 0.8 * found.computed  # ticks are samples
+
+
+def test_a_thread_sleeps_while_it_neither_runs_nor_could(tmp_path: Path) -> None:
+    """A pause is slept, and no more than all is; without the kernel's count nothing is known."""
+    clock = ThreadClock()
+    time.sleep(0.05)
+    seconds, slept = clock.read()
+    if SCHEDULED.exists():
+        assert slept is not None
+        assert 0.04 < slept <= seconds
+    with mock.patch.object(cpu_usage, "SCHEDULED", tmp_path / "none"):
+        assert ThreadClock().read()[1] is None

@@ -29,8 +29,10 @@ from harness.strategies.strategy import Sharded
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from harness.workloads.data import Data
+from harness.workloads.sampling import Pair, Samples
 from impl import ops
 from impl.codecs.codec import parse
+from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
 from impl.engine.optimizer_step import Stepped
 from impl.plan.policy import Feedback, Policy, PolicyError
@@ -293,6 +295,68 @@ def yesterdays_batches(_: Rank) -> Patch:
     return mock.patch.object(Data, "step", lambda self, index: drawn(self, max(index - 1, 0)))
 
 
+def a_late_update(_: Rank) -> Patch:
+    """The optimizer steps by the gradients of the step before."""
+    before = dict[int, list[Tensor]]()
+
+    def change(optimizer: torch.optim.AdamW, _: int, __: Rank) -> bool:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        now = [gradient.clone() for gradient in gradients]
+        for gradient, old in zip(gradients, before.get(id(optimizer), now), strict=True):
+            gradient.copy_(old)
+        before[id(optimizer)] = now
+        return False
+
+    return _stepping(change)(_)
+
+
+def batches_without_a_step(_: Rank) -> Patch:
+    """Every step draws what the first one draws, on all ranks and in what is drawn to compare."""
+    drawn = Data._batch
+    return mock.patch.object(
+        Data, "_batch", lambda self, _, micro_batch, rank: drawn(self, 0, micro_batch, rank)
+    )
+
+
+def validation_on_training(_: Rank) -> Patch:
+    """Validation samples are taken from the training split."""
+    drawn = Samples.validation_batches
+
+    def batches(self: Samples, **of: int) -> list[Pair]:
+        with mock.patch.object(self, "validation", self.train):
+            return drawn(self, **of)
+
+    return mock.patch.object(Samples, "validation_batches", batches)
+
+
+@contextlib.contextmanager
+def little_waiting(_: Rank) -> Iterator[None]:
+    """Of waits that take 20 ms longer a tenth goes on record."""
+    waiting = Watchdog.waiting
+
+    @contextlib.contextmanager
+    def waited(self: Watchdog, *said: Any, **more: Any) -> Iterator[None]:
+        with waiting(self, *said, **more):
+            time.sleep(0.02)
+            yield
+
+    counted = property(lambda self: self._waited / 10)
+    with mock.patch.multiple(Watchdog, waiting=waited, exposed_seconds=counted):
+        yield
+
+
+def halved_steps(_: Rank) -> Patch:
+    """Every second step is on record with half its time, and the next one with that half."""
+    end = StepClock.end
+
+    def ended(self: StepClock, *, index: int, **said: Any) -> None:
+        end(self, index=index, **said)
+        total = self.steps[-1].total / 2 if index % 2 else self.steps[-1].total * 1.5
+        self.steps[-1] = self.steps[-1].model_copy(update={"total": total})
+
+    return mock.patch.object(StepClock, "end", ended)
+
+
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
     "half a batch": (half_a_batch, "read other batches in step 0"),
@@ -316,6 +380,14 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "moments forgotten": (_stepping(_forgets_moments), "after step 2 element"),
     "a weight nudged": (_stepping(_nudges_a_weight), "after step 2 element 0 of rank 2's master 0"),
     "batches of the step before": (yesterdays_batches, "read other batches in step 2"),
+    "a late update": (
+        a_late_update,
+        "in step . the optimizer of rank . had other gradients than a rehearsal",
+    ),
+    "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
+    "validation on training": (validation_on_training, "validates on other samples than those held out"),
+    "little waiting": (little_waiting, "is said to have waited .* s for messages in .* its thread slept for"),
+    "halved steps": (halved_steps, "the clock counts too much"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
 }
 REPRESENTATIVE: Final = "every second step skipped"
@@ -351,7 +423,8 @@ def outcomes(
     tests = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     wanted = {test.params.get("name") for test in tests if test is not None}
     ours = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
-    asked = [(name, _trial(text, "zeropp", {"clip": 0.1, "policy": ours})) for name in SABOTAGES]
+    more = {"validate_every": 3, "validation_batches": 1}
+    asked = [(name, _trial(text, "zeropp", {"clip": 0.1, "policy": ours, **more})) for name in SABOTAGES]
     asked += [(name, _trial(text, name, changes)) for name, changes in CLEAN.items()]
     asked = [(name, one) for name, one in asked if name in wanted]
     launch = local(asked[0][1].topology(), tmp_path_factory.mktemp("ranks") / "log", seconds=280)
@@ -374,8 +447,9 @@ def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[li
     record = assembled(*outcomes[name])
     assert [rank.steps for rank in record.ranks]
     for outcome in outcomes[name][0]:
-        assert outcome.checked.optimizer is None
+        assert outcome.checked.wrong is None
         assert outcome.checked.replayed >= 4 if name != "zero1" else True
+        assert outcome.checked.linked == (0 if name in ("qgz", "ddp", "ddp+qgz") else 2)
         assert set(outcome.checked.batches) == {0, 2, 4}
 
 
