@@ -50,7 +50,8 @@ class Setting:
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
     ``transport``: gloo, nccl, or a module that gives a backend.  ``hcas``: the InfiniBand adapters of NCCL,
-    how many or which.  The last node has the share ``slow`` of the rate.
+    how many or which.  The last node has the share ``slow`` of the rate; ranks of a node send to each other at
+    ``inner_mbit``, all together.
     """
 
     kind: Kind
@@ -60,6 +61,7 @@ class Setting:
     transport: str = "gloo"
     hcas: int | tuple[str, ...] | None = None
     slow: float = 1.0
+    inner_mbit: float | None = None
 
     @property
     def slowest_mbit(self) -> float | None:
@@ -268,6 +270,8 @@ def open_link(setting: Setting, run_id: str) -> Link:
             why = f"auto: no namespaces ({error})"
     if setting.slow < 1:
         raise LinkError(f"a node with {setting.slow:g} of the rate needs network namespaces ({why})")
+    if setting.inner_mbit is not None:
+        raise LinkError(f"{setting.inner_mbit:g} Mbit/s inside nodes need network namespaces ({why})")
     if rate is None and setting.latency_ms:
         raise LinkError(
             f"a latency of {setting.latency_ms:g} ms without a rate needs network namespaces ({why})"
@@ -283,7 +287,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
     form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
     slow = None if setting.slow == 1 or setting.slowest_mbit is None else shape(setting.slowest_mbit)
-    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms, slow)
+    inner = None if setting.inner_mbit is None else shape(setting.inner_mbit)
+    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms, slow, inner)
     process = start_keeper(_KEEPER, json.dumps(asdict(request)))
     try:
         answer = answer_of(process, "no network namespaces here", f"; {_advice()}")
@@ -308,6 +313,8 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
         details["untimed"] = "open"
     if slow is not None:
         details["slow"] = setting.slow
+    if inner is not None:
+        details["inner_mbit"] = setting.inner_mbit
     return Link(setting, "namespaces", why, ports, details, _keeper=process)
 
 

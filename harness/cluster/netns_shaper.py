@@ -38,6 +38,7 @@ CLONE_NEWNET: Final = 0x40000000
 CLONE_NEWUSER: Final = 0x10000000
 _PR_SET_PDEATHSIG: Final = 1
 
+LOOPBACK: Final = "lo"
 MTU: Final = 1500  # bytes
 _NAME_LENGTH: Final = 15  # of a Linux interface
 NETWORK: Final = "10.77.0.0"
@@ -81,7 +82,8 @@ class Shape:
 class Request:
     """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``.
 
-    Packets leave a node ``latency_ms`` milliseconds late.  ``slow`` is the last node's shape, if it differs.
+    Packets leave a node ``latency_ms`` milliseconds late.  ``slow`` is the last node's shape, if it differs,
+    ``inner`` that of a node's loopback, through which its ranks reach each other.
     """
 
     nodes: int
@@ -89,6 +91,7 @@ class Request:
     shape: Shape | None
     latency_ms: float = 0.0
     slow: Shape | None = None
+    inner: Shape | None = None
 
     def shape_of(self, node: int) -> Shape | None:
         """How the link of a node is shaped, both ways."""
@@ -216,7 +219,11 @@ def _drain(route: Any, index: int, name: str) -> None:
 
 def _configure_node(request: Request, node: int) -> None:
     with _netlink() as route:
-        route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+        inner = route.link_lookup(ifname=LOOPBACK)[0]
+        if request.inner is not None:  # packets as between nodes, which its queue does not cut
+            route.link("set", index=inner, mtu=MTU)
+            _shape(route, inner, request.inner)
+        route.link("set", index=inner, state="up")
         index = route.link_lookup(ifname=interface(request.prefix, node))[0]
         route.addr("add", index=index, address=address(node), prefixlen=PREFIX)
         _shape(route, index, request.shape_of(node), request.latency_ms)
@@ -273,6 +280,8 @@ def _hold(request: Request, node: int) -> _Holder:
             shape = request.shape_of(node)
             assert shape is not None  # noqa: S101  # nobody asks for another state else
             _reshape({interface(request.prefix, node): shape}, latency=bool(request.latency_ms), state=state)
+            if request.inner is not None:
+                _reshape({LOOPBACK: request.inner}, latency=False, state=state)
             os.write(answers_write, b"ok")
     except BaseException as error:  # the process boundary
         os.write(answers_write, f"node {node}: {error}"[:4000].encode())
@@ -372,8 +381,8 @@ def main() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
     asked = json.loads(sys.argv[1])
-    shape, slow = (Shape(**asked[name]) if asked.get(name) else None for name in ("shape", "slow"))
-    request = Request(**asked | {"shape": shape, "slow": slow})
+    shapes = {name: Shape(**asked[name]) if asked.get(name) else None for name in ("shape", "slow", "inner")}
+    shape, request = shapes["shape"], Request(**asked | shapes)
     try:
         mode, holders = keep(request)
     except Exception as error:  # reported to the parent, whatever netlink raised

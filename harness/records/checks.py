@@ -176,11 +176,11 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
                     f"gives it ({drawn.get(step, 'none')[:12]})"
                 )
         steps = ranks[rank].steps
-        for step, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
-            if step.total > by_another + _ROUNDED:
+        for taken, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
+            if taken.total > by_another + _ROUNDED:
                 return (
-                    f"step {step.index} of rank {rank} is said to take {step.total:.3f} s, by a clock around "
-                    f"it {by_another:.3f} s: the clock counts too much"
+                    f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s, by a clock "
+                    f"around it {by_another:.3f} s: the clock counts too much"
                 )
         timed = [step.total for step in steps if not step.warmup]
         total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)

@@ -199,7 +199,11 @@ def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machin
         return None
     if machine.overlap == "schedule":
         latency = machine.latency + (trial.cluster.latency or 0.0) / 1e3
-        return step_of(replace(machine, latency=latency), step)
+        inside = machine.inside
+        if (inner := trial.cluster.inner_rate) is not None:  # the ranks of a node share it
+            shared = inner * BYTES_PER_MBIT / trial.cluster.ranks_per_node
+            inside = min(inside or math.inf, shared)
+        return step_of(replace(machine, latency=latency, inside=inside), step)
     tokens = step.tokens * step.micro_batches
     work = Work(parameters=step.parameters, tokens=tokens, egress_bytes=egress, rate=step.rate)
     return step_time(machine, work)

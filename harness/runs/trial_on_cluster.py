@@ -74,7 +74,9 @@ def setting_of(trial: Trial) -> Setting:
     if nodes == 1 and (cluster.link != "real" or cluster.launcher != "local"):
         return Setting("none", 1, None)
     transport = "gloo" if cluster.transport == "shm" else cluster.transport  # which shm has between nodes
-    return Setting(cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas, cluster.slow)
+    return Setting(
+        cluster.link, nodes, cluster.rate, latency, transport, cluster.hcas, cluster.slow, cluster.inner_rate
+    )
 
 
 @dataclass(slots=True)

@@ -66,6 +66,14 @@ def _contradictions(trial: Trial) -> Iterator[str]:
             f"cluster.slow = {cluster.slow:g} of the rate for the last of {cluster.nodes} nodes: expected a "
             "cluster.rate, 3 nodes or more (of two, both are as slow as one), and cluster.link = 'namespaces'"
         )
+    shapeable = cluster.rate is not None and cluster.link in ("auto", "namespaces")
+    if cluster.inner_rate is not None and not (
+        shapeable and cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
+    ):
+        yield (
+            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 ranks "
+            "a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
+        )
     yield from _beyond_workload(trial)
     yield from _beside_control(trial)
     on_gpus = ("nccl", "staged")

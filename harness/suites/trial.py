@@ -98,6 +98,8 @@ class Cluster(_Frozen):
         latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
             adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
         slow: share of the rate that the last node's link has; on namespaces alone.
+        inner_rate: Mbit/s of what all ranks of a node send inside it; None is unshaped.  On namespaces
+            alone, with transport ``gloo``.
         hcas: InfiniBand adapters that NCCL may use on every node of a real link: how many, or their names.
         transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
             ``staged`` on GPUs that ranks share, by gloo through host memory;
@@ -115,6 +117,7 @@ class Cluster(_Frozen):
     rate: Annotated[float | None, written(parse_rate)] = None
     latency: Annotated[float | None, written(parse_latency)] = None
     slow: float = Field(1.0, gt=0, le=1)
+    inner_rate: Annotated[float | None, written(parse_rate)] = None
     hcas: (
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
     ) = None
@@ -346,7 +349,7 @@ class Trial(_Frozen):
         return None if value == "none" else value
 
     def canonical(self) -> dict[str, Any]:
-        """The trial as JSON-ready data; ``rate`` is in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
+        """The trial as JSON-ready data; rates are in Mbit/s, ``latency`` in ms, ``memory_limit`` in bytes.
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
@@ -360,7 +363,7 @@ class Trial(_Frozen):
             del data["optimizer"]["schedule"]
         if self.peer == PeerSettings():
             del data["peer"]
-        for name, unused in (("latency", None), ("hcas", None), ("slow", 1.0)):
+        for name, unused in (("latency", None), ("hcas", None), ("slow", 1.0), ("inner_rate", None)):
             if data["cluster"][name] == unused:
                 del data["cluster"][name]
         del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked

@@ -88,6 +88,22 @@ def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]
     return rates, sent.tx_bytes, sent.tx_packets
 
 
+def exchanged_inside(rank: Rank, nbytes: int) -> float:
+    """Mbit/s that the two ranks of a node send to each other, both together."""
+    other = rank.rank ^ 1
+    outgoing = torch.ones(nbytes, dtype=torch.uint8)
+    incoming = torch.zeros_like(outgoing)
+    for _ in range(2):  # the first opens the connection
+        receiving = dist.irecv(incoming, other)
+        dist.barrier()
+        begin = time.perf_counter()
+        for work in (dist.isend(outgoing, other), receiving):
+            assert work is not None
+            work.wait()
+        seconds = time.perf_counter() - begin
+    return 2 * nbytes * 8 / seconds / 1e6
+
+
 def _queue(rank: Rank) -> tuple[int, int]:
     """The rate of the queue of this rank's interface, bytes per second, and the bytes that wait in it."""
     from pyroute2 import IPRoute

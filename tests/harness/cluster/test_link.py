@@ -371,6 +371,23 @@ def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path)
 
 
 @pytest.mark.needs("namespaces")
+def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
+    """Both directions together run at it, also after the link was open; between nodes the rate is another."""
+    setting = Setting("namespaces", 2, 100.0, inner_mbit=40.0)
+    with open_link(setting, "abc123") as joined:
+        assert joined.details["inner_mbit"] == 40
+        with opened(joined.ports[0].control):
+            pass
+        inside = run_ranks(targets.exchanged_inside, 2_000_000, launch_of(joined, tmp_path, 2))
+        between = exchanged(joined, tmp_path, message_bytes(setting), 2, 2)
+    slower = [min(inside[:2]), min(inside[2:])]  # a rank may have its share of both directions first
+    assert slower == pytest.approx([40, 40], rel=0.15)
+    assert [statistics.median(rates) for rates, _, _ in between[::2]] == pytest.approx([100, 100], rel=0.15)
+    with pytest.raises(LinkError, match="40 Mbit/s inside nodes need network namespaces"):
+        open_link(replace(setting, kind="paced"), "abc123")
+
+
+@pytest.mark.needs("namespaces")
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *long((3, 1))])
 def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
