@@ -15,6 +15,7 @@ INTERFACES: Final = "*"  # beside bytes that the nodes' interfaces counted, for 
 INTERFACES_IN_WORDS: Final = (
     f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
 )
+_RATES: Final = ("cluster.rate", "cluster.inner_rate")
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
 
 
@@ -49,9 +50,9 @@ def at(trial: Mapping[str, Any], path: str) -> str:
     value = look_up(trial, path)
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
-    if path == "cluster.rate" and value is None:
+    if path in _RATES and value is None:
         return "unshaped"
-    if path == "cluster.rate":
+    if path in _RATES:
         return f"{value / 1000:g} Gbit/s" if value >= 1000 else f"{value:g} Mbit/s"
     return in_words(value)
 

@@ -250,10 +250,17 @@ def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
             rate_text(trial.cluster.rate),
             f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
-            *(f"{k.removesuffix('.name').rpartition('.')[2]} {plain(cells[name].get(k))}" for k in varying),
+            *(_named(k, cells[name].get(k)) for k in varying),
         ]
         found[name] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}
     return found
+
+
+def _named(key: str, value: Any) -> str:
+    """A field of a trial in which settings differ."""
+    if key == "cluster.inner_rate":
+        return f"{rate_text(value)} inside nodes"
+    return f"{key.removesuffix('.name').rpartition('.')[2]} {plain(value)}"
 
 
 def _told_as_modelled(record: Record, cell: dict[str, str]) -> dict[str, str]:
