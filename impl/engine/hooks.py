@@ -368,7 +368,8 @@ class BackwardHooks:
         """The gradient of a parameter is there."""
         if not self._passes.in_backward:
             self._begin_backward()
-        self._units[unit].collect_gradient(number)
+        if self._units[unit].reduction.collect(number):
+            self._units[unit].post_backward()
 
     def collect_outside(self, unit: int, number: int) -> None:
         """A gradient is there at the placeholder of a parameter."""

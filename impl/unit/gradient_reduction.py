@@ -42,13 +42,19 @@ class GradientReduction:
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
     """
 
-    def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
+    def __init__(
+        self,
+        geometry: UnitGeometry,
+        context: UnitContext,
+        master_shard: MasterShard,
+        leaves: Sequence[nn.Parameter],
+    ) -> None:
         policy, wire = context.policy, context.wire
         self._geometry, self._policy, self._wire, self._passes = geometry, policy, wire, context.passes
         self.phase = Phase.IDLE
         self.gradients = GradientBuffer(geometry, DTYPES[policy.compute], context.gradients, context.meter)
         self.missing: set[int] = set()
-        self._members = frozenset(range(len(geometry.slots)))
+        self._leaves = leaves
         self._average: Average | None = None  # while REDUCING
         self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
@@ -89,50 +95,62 @@ class GradientReduction:
         """Of its gradient, padding included."""
         return self._geometry.padded
 
-    @property
-    def started(self) -> bool:
-        """Whether this pass's gradient was handed over: no more can be added."""
-        return self.phase in _STARTED
-
-    @property
-    def begun(self) -> bool:
-        """Whether a gradient of this pass has arrived at a member."""
-        return self.phase in _BEGUN and len(self.missing) < len(self._members)
-
     # Collecting
 
     def begin_collecting(self) -> None:
         """A backward pass will bring gradients: all are missing."""
         if self.phase is Phase.IDLE:
             self.phase = Phase.COLLECTING
-            self.missing = set(self._members)
+            self.missing = set(range(len(self._leaves)))
 
-    def collect(self, number: int, leaf: nn.Parameter) -> bool:
-        """Take the gradient of member ``number`` from ``leaf``; True when none is missing.
+    def collect(self, number: int) -> bool:
+        """Take the gradient that has just arrived at member ``number``; True when none is missing.
 
-        If this unit is the next to be reduced its message is opened now and, where frames are the elements
-        themselves, collects them in place.
+        Raises:
+            ZeroError: if the unit was reduced in this pass already.
         """
-        if self.phase is Phase.IDLE:
+        missing = self.missing
+        if not missing:  # of a unit without a module's event
+            self._refuse_started()
             self.begin_collecting()
-        passes, gradients = self._passes, self.gradients
-        if not gradients.held and not passes.accumulating:
-            if not self.how.hops and self._in_place:  # one rank: the mean is the gradient
-                gradients.lie_at(self._master_shard.place())
-            elif self._collects and passes.reductions.is_next(self):
-                gradients.lie_in(self.how.open_message())
-        gradients.add(number, leaf, accumulating=passes.accumulating)
-        self.missing.discard(number)
-        if not self.missing:
-            self.end_collecting()
-        return not self.missing
+            missing = self.missing
+        if len(missing) == len(self._leaves):  # the first of its unit: all ranks' reductions are here
+            self._passes.reductions.post_next_hops()
+        if not self.gradients.held and not self._passes.accumulating:
+            self._open()
+        self.gradients.add(number, self._leaves[number], accumulating=self._passes.accumulating)
+        missing.discard(number)
+        if missing:
+            return False
+        self.end_collecting()
+        return True
+
+    def _refuse_started(self) -> None:
+        """Refuse a gradient of a unit that this pass has reduced already."""
+        if self.phase in _STARTED:
+            raise ZeroError(
+                f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
+                "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
+                "in parts, so use_reentrant=False there"
+            )
+
+    def _open(self) -> None:
+        """Collect in the message that is sent, if this unit is the next and frames are the elements."""
+        if not self.how.hops and self._in_place:  # one rank: the mean is the gradient
+            self.gradients.lie_at(self._master_shard.place())
+        elif self._collects and self._passes.reductions.is_next(self):
+            self.gradients.lie_in(self.how.open_message())
 
     def collect_outside(self, number: int, placeholder: nn.Parameter) -> None:
         """Take the gradient that arrived at a placeholder.
 
         An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
         yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+
+        Raises:
+            ZeroError: if the unit was reduced in this pass already.
         """
+        self._refuse_started()
         self.begin_collecting()
         self.gradients.add(number, placeholder, accumulating=self._passes.accumulating)
 
@@ -275,7 +293,6 @@ class GradientReduction:
         return {} if errors is None else errors.state()
 
 
-_BEGUN: Final = (Phase.COLLECTING, Phase.READY)
 _STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
 
 

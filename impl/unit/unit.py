@@ -97,8 +97,9 @@ class Unit:
         self.weight_gather = WeightGather(geometry, own, self.master_shard)
         self.used_outside: Callable[[str], None] = refuse_use
         self.flat = FlatBuffer(geometry, own, self, originals, holders)
-        self.reduction = GradientReduction(geometry, own, self.master_shard)
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
+        leaves = [member.parameter for member in self.members]
+        self.reduction = GradientReduction(geometry, own, self.master_shard, leaves)
         self.state = State.SHARDED
         self._version: Version | None = None  # of the weights that were last gathered
         self._stays = self.policy.stage < 3  # gathered until the weights change
@@ -322,20 +323,6 @@ class Unit:
 
     # Gradients
 
-    def collect_gradient(self, number: int) -> None:
-        """Take the gradient that has just arrived at member ``number``.
-
-        Raises:
-            ZeroError: if the unit was reduced in this pass already.
-        """
-        reduction = self.reduction
-        if reduction.started:
-            _refuse_more_gradients(self.geometry.name)
-        if not reduction.begun:  # the first of its unit: all ranks' reductions are here
-            self._passes.reductions.post_next_hops()
-        if reduction.collect(number, self.members[number].parameter):
-            self.post_backward()
-
     def collect_outside(self, number: int) -> None:
         """Take the gradient that arrived at the placeholder of member ``number``.
 
@@ -352,8 +339,6 @@ class Unit:
                 "GatheredParameters, which no optimizer would see: compute the loss in a pass of the model, "
                 "or use torch.no_grad()"
             )
-        if self.reduction.started:
-            _refuse_more_gradients(self.geometry.name)
         self.reduction.collect_outside(number, member.placeholder)
 
     def drop_gradients(self) -> None:
@@ -405,12 +390,3 @@ class Unit:
                     f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
                     "set requires_grad before"
                 )
-
-
-def _refuse_more_gradients(unit: str) -> None:
-    """Refuse a gradient of a unit that this pass has reduced already."""
-    raise ZeroError(
-        f"a gradient arrived for unit {unit!r}, which was already reduced in this backward pass: in "
-        "reentrant checkpoints a parameter that is used twice brings its gradient in parts, so "
-        "use_reentrant=False there"
-    )
