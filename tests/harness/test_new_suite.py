@@ -18,7 +18,8 @@ HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
 NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said for the whole suite
     "workload", "generate.prompt", "generate.tokens", "strategy", "peer.compute", "deepspeed_config",
     "control", "policy.gather", "policy.largest_unit",
-    "cluster.link", "cluster.slow", "cluster.hcas", "cluster.device", "cluster.launcher", "cluster.hosts",
+    "cluster.link", "cluster.slow", "cluster.inner_rate", "cluster.hcas", "cluster.device",
+    "cluster.launcher", "cluster.hosts",
     "cluster.slurm",
     "model.arguments", "corpus", "tokenizer", "optimizer.arguments", "optimizer.schedule.warmup",
     "optimizer.schedule.start", "optimizer.schedule.floor", "steps", "warmup", "validate_every",
