@@ -93,7 +93,7 @@ def examine() -> list[Finding]:
             "DeepSpeed",
             (missing := deepspeed.why_missing()) is None,
             deepspeed.version() if missing is None else "none",
-            "a peer of suites and bench engine: pip install 'zeropp-bench[deepspeed]'",
+            "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
         ),
     ]
 

@@ -1,6 +1,6 @@
-"""``zeropp bench``: the speed of codecs, collectives and training, each beside what it is compared with.
+"""``zeropp bench``: the speed of codecs and collectives, and what overlaps, beside what each is held to.
 
-A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives``, ``bench-engine`` or
+A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives`` or
 ``bench-overlap``, and returns its path; the command line prints its table and draws the page of its folder.
 Records of other machines or code are not joined.  torch is imported only once the command runs.
 """
@@ -26,11 +26,10 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
-from harness.suites.peers import DEEPSPEED, Compute
 from harness.suites.quantities import parse_rate
 
 app = typer.Typer(
-    help="Measure codecs beside a copy, collectives beside gloo's own, engines beside peers and compute.",
+    help="Measure codecs beside a copy, collectives beside gloo's own, and what hides communication.",
     rich_markup_mode=None,
 )
 
@@ -123,60 +122,6 @@ def collectives(
     for place, size in product(places, sizes):
         samples += run.at(place, partial(bench_collectives.measure, mebibytes=size, seconds=seconds))
     return run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
-
-
-@app.command()
-def engine(
-    *,
-    nodes: Nodes = None,
-    ranks: Ranks = None,
-    rate: Rate = None,
-    contender: Annotated[Several, typer.Option(help="Several times. Default: all found.")] = None,
-    compute: Annotated[Several, typer.Option(help="fp32 or bf16, several times. Default: both.")] = None,
-    model: Model = "gpt-small",
-    seconds: Annotated[float, typer.Option(help="For each topology and type, about.", min=0.0)] = 240.0,
-    results: Results = Path("results"),
-) -> Path:
-    """Tokens per second of training beside DDP, FSDP2 and DeepSpeed; status 1 if losses differ.
-
-    Peers, as shipped and tuned, are ddp, ddp-tuned, ddp-bf16, fsdp2, fsdp2-prefetch, fsdp2-kept,
-    fsdp2-kept-prefetch, deepspeed and deepspeed-hpz; all send over gloo.  Ours on the same transport are
-    exact-gloo, zero3-gloo and zeropp-gloo, and with shared memory inside nodes exact, zero3 and zeropp.
-    Compute alone, which sends nothing, is always there, as alone.
-    """
-    run = _Run("engine", results)
-    # The shaped one comes first: where there are no namespaces, nothing has been measured in vain.
-    places = _places(nodes, ranks, rate, [((2, 2), 1000.0), ((1, 4), None)])
-    _chosen([model], MODELS, "model")
-
-    from harness.bench import engine as bench_engine
-    from harness.strategies import deepspeed
-
-    asked = _chosen(contender or (), bench_engine.NAMES, "contender")
-    kinds = _chosen(compute or get_args(Compute), get_args(Compute), "type to compute in")
-    missing = {}
-    if (why := deepspeed.why_missing()) is not None:
-        if set(asked) & set(bench_engine.DEEPSPEED):
-            raise BenchError(why)
-        if not asked:
-            missing = {"deepspeed": why}
-    samples = []
-    ran: dict[str, None] = {}
-    for place, kind in product(places, kinds):
-        found = {bench_engine.ALONE, *(asked or bench_engine.usual(kind, place[0][0]))}
-        # In this order: DeepSpeed gives all engines that are made later the groups of hpZ.
-        here = [name for name in bench_engine.NAMES if name in found]
-        names = tuple(name for name in here if not (missing and name in bench_engine.DEEPSPEED))
-        ran |= dict.fromkeys(names)
-        samples += run.at(
-            place,
-            partial(bench_engine.measure, names=names, model=model, compute=kind, seconds=seconds),
-        )
-    if (words := bench_engine.unequal(samples)) is not None:
-        _fail(words)
-    versions = {} if why else {DEEPSPEED: deepspeed.version()}
-    setting = {"names": list(ran), "model": model, "compute": kinds, "seconds": seconds}
-    return run.finish(samples, {**setting, "places": places, "peers": versions}, missing)
 
 
 @app.command()

@@ -16,15 +16,17 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from harness.bench.engine import SEQUENCE, Batch, batches_of, model_of, optimizer_of
 from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
+from harness.suites.trial import Model
+from harness.workloads import corpus
+from harness.workloads.models import build
 from impl.codecs.codec import parse
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
@@ -37,6 +39,7 @@ from impl.zero import Zero, shard
 
 TOPOLOGY_OF_STEP: Final = (2, 1)
 TOPOLOGY_OF_HOPS: Final = (2, 2)
+SEQUENCE: Final = 128
 POLICIES: Final = ("zero3", "zeropp")
 CODEC: Final = "int4:256"  # of both hops
 ROUNDS: Final = (5, 200)
@@ -47,6 +50,7 @@ HOPS_APART: Final = 3.0
 """Seconds of the second hop over those of the first: what sets the link's rate."""
 _TAG: Final = Tag("backward", "gradients")
 
+Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
 Took = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
 Alone = tuple[list[Took], dict[str, list[int]]]
@@ -190,3 +194,27 @@ def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], 
 
     first, second = _rows(topology, mebibytes)
     return partial(hop, topology.local_axis, first), partial(hop, topology.node_axis, second)
+
+
+def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
+    """Batches of text by step, for this rank, of ``sequences`` sequences."""
+    found = corpus.load(corpus.STDLIB)
+    assert isinstance(found, corpus.Corpus)  # noqa: S101  # it is text
+    text = corpus.Text(found, SEQUENCE)
+
+    def batch(step: int) -> Batch:
+        read, answer = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
+        return torch.tensor(read), torch.tensor(answer)
+
+    return batch
+
+
+def model_of(name: str, **arguments: int) -> nn.Module:
+    """Build a preset's model, equal on every rank."""
+    torch.manual_seed(0)
+    return build(Model(name=name, arguments=arguments), SEQUENCE)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of the policy's step and of compute alone."""
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)

@@ -50,8 +50,8 @@ class Setting:
     Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
     takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
     ``transport``: gloo, nccl, or a module that gives a backend.  ``hcas``: the InfiniBand adapters of NCCL,
-    how many or which.  The last node has the share ``slow`` of the rate; ranks of a node send to each other at
-    ``inner_mbit``, all together.
+    how many or which.  The last node has the share ``slow`` of the rate; ranks of a node send to each other
+    at ``inner_mbit``, all together.
     """
 
     kind: Kind

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,10 +19,9 @@ from harness.records.record import RecordError, path_of, read_as, signed, write_
 # 1: a type of its own for every benchmark's samples.  2: one type for all.
 SCHEMA_VERSION: Final = 2
 
-Subject = Literal["codecs", "collectives", "engine", "overlap"]
-Kind = Literal["codec", "collective", "training", "step", "hops"]
+Subject = Literal["codecs", "collectives", "overlap"]
+Kind = Literal["codec", "collective", "step", "hops"]
 ElementType = Literal["fp32", "bf16", "fp16"]
-CPU: Final = "cpu"
 
 
 class BenchError(Exception):
@@ -33,8 +31,8 @@ class BenchError(Exception):
 class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
-    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, training
-    beside compute alone, a policy's step on a slow link beside the same, a reduction in chunks beside that in
+    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own,
+    a policy's step on a slow link beside the same, a reduction in chunks beside that in
     one.  Samples of several runs whose ``names`` are equal are put together.
     """
 
@@ -43,11 +41,8 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     sizes: dict[str, int] = {}  # bytes, elements and the like, of one call or step
     seconds: list[float]  # by round, of the slowest rank
     reference_seconds: list[float]  # likewise
-    parts: dict[str, list[float]] = {}  # further seconds likewise; of CPU all ranks', waiting awake included
+    parts: dict[str, list[float]] = {}  # further seconds likewise
     sent: dict[str, int] = {}  # bytes that all ranks sent in one call, by link, by the wire's ledger
-    losses: list[float] = []  # mean over ranks before each step, those before the first round included
-    equal_steps: int = 0  # of the first of them, those whose loss must be every other contender's
-    told: dict[str, Any] = {}  # how it was set up, in its own words
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
@@ -68,33 +63,21 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         """Nodes, ranks of each, and the rate of the link between nodes in Mbit/s; None is unshaped."""
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
-    @property
-    def setting(self) -> tuple[Any, ...]:
-        """The place, the model and the type computed in: what contenders have in common."""
-        return (*self.place, self.names.get("model"), self.names.get("compute", "fp32"))
-
 
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All ranks' samples as one: of every round the slowest rank's seconds, of every step the mean loss,
-    and everybody's bytes and CPU seconds.
-    """
+    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
     found = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]
         rounds = {
-            name: [
-                math.fsum(each) if name == CPU else max(each)
-                for each in zip(*(sample.timed[name] for sample in samples), strict=True)
-            ]
+            name: [max(each) for each in zip(*(sample.timed[name] for sample in samples), strict=True)]
             for name in first.timed
         }
-        losses = zip(*(sample.losses for sample in samples), strict=True)
         of_all = {
             "seconds": rounds.pop("seconds"),
             "reference_seconds": rounds.pop("reference_seconds"),
             "parts": rounds,
             "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
-            "losses": [math.fsum(each) / len(samples) for each in losses],
         }
         found.append(first.model_copy(update=of_all))
     return found

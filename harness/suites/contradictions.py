@@ -71,8 +71,8 @@ def _contradictions(trial: Trial) -> Iterator[str]:
         shapeable and cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
     ):
         yield (
-            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 ranks "
-            "a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
+            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 "
+            "ranks a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
         )
     yield from _beyond_workload(trial)
     yield from _beside_control(trial)

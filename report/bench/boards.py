@@ -5,8 +5,6 @@ A ratio is formed inside a round of one run; tables and figures show its median 
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -65,21 +63,6 @@ class Board:
         return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
 
 
-def _best_peers(sample: Sample, run: Sequence[Sample]) -> dict[str, list[float]]:
-    """Seconds of the best peer of each family, and of all, in the same setting: of the one over which the
-    median of the same rounds' ratios is lowest; NaN where there is none.
-    """
-
-    def over(seconds: list[float]) -> float:
-        return statistics.median(a / b for a, b in zip(seconds, sample.seconds, strict=True))
-
-    def best(names: Sequence[Any]) -> list[float]:
-        peers = [one for one in run if one.names["contender"] in names and one.setting == sample.setting]
-        return min((peer.seconds for peer in peers), key=over, default=[math.nan] * len(sample.seconds))
-
-    return {name: best(those) for name, those in _FAMILIES.items()}
-
-
 def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: bool = False) -> Shown:
     """A column of medians."""
     return Shown(name, title, number(digits), ends=False, measure=measure, wide=wide)
@@ -119,32 +102,8 @@ OPERATIONS: Final = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
 }
-CONTENDERS: Final = {
-    "alone": "compute alone",
-    "ddp": "DDP",
-    "ddp-tuned": "DDP, tuned",
-    "ddp-bf16": "DDP, bf16 hook",
-    "fsdp2": "FSDP2",
-    "fsdp2-prefetch": "FSDP2, prefetch",
-    "fsdp2-kept": "FSDP2, kept",
-    "fsdp2-kept-prefetch": "FSDP2, kept, prefetch",
-    "deepspeed": "DeepSpeed",
-    "deepspeed-hpz": "DeepSpeed, hpZ",
-    "exact": "ours, fp32",
-    "zero3": "ours, ZeRO-3",
-    "zeropp": "ours, ZeRO++",
-}
-_FAMILIES: Final = {
-    family: [name for name in CONTENDERS if name.startswith(starts)]
-    for family, starts in (
-        *((name, (name,)) for name in ("ddp", "fsdp2", "deepspeed")),
-        ("peer", ("ddp", "fsdp2", "deepspeed")),
-    )
-}
-"""Contenders of which the best counts."""
-TRANSPORTS: Final = {"shm": "shm", "backend": "gloo", "none": "nothing"}
-_CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00", "nothing": "#000000"})
-_FOOTING: Final = {"backend": "gloo alone", "shm": "shm, gloo", "none": "nothing"}  # of an engine's messages
+TRANSPORTS: Final = {"shm": "shm", "backend": "gloo"}
+_CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00"})
 
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
@@ -166,15 +125,6 @@ def _of_collective(sample: Sample) -> dict[str, Any]:
         "sent_mb": sum(sent.values()) / 1e6,
         "sent_inter_mb": sent["inter"] / 1e6,
         "reference_sent_mb": sample.sizes["reference_sent"] / 1e6,
-    }
-
-
-def _of_contender(sample: Sample) -> dict[str, Any]:
-    return {
-        "contender": CONTENDERS.get(name := str(sample.names["contender"]), name),
-        "place": f"{sample.names['model']} in {sample.names.get('compute', 'fp32')}, {_place(sample)}",
-        "carried": _FOOTING[str(sample.names["transport"])],
-        "last_loss": sample.losses[-1],
     }
 
 
@@ -246,48 +196,6 @@ BOARDS: Final[dict[Kind, Board]] = {
         panel="size",
         below="place",
         colours=_CARRIED,
-    ),
-    "training": Board(
-        name="engine",
-        title="Training steps beside peers",
-        caption=(
-            f"{_SLOWEST}Tokens of all ranks. gloo alone: the transport of all peers, so these rows are on "
-            "the same footing; shm, gloo: shared memory inside nodes, gloo between them. Of compute alone: "
-            "tokens per second over those of the same model that steps on every rank by itself and sends "
-            "nothing. Over the best peer, and the best DDP, FSDP2 and DeepSpeed: likewise, over the setting "
-            "of each over which we gain least. DDP, FSDP2, DeepSpeed: as shipped (FSDP2 keeps the root; "
-            "DeepSpeed overlaps, and gathers parameters below 100,000 elements once). Tuned: gradients are "
-            "views of buckets, the graph is static; bf16 hook: and gradients travel in bf16. Prefetch: "
-            "asynchronous all-gathers, two blocks ahead; kept: all weights until backward. hpZ: a copy in "
-            "each node. Ours keep the root and the last block. In bf16, masters are fp32: DDP by autocast, "
-            "the others with bf16 weights, which they also send. Nothing is clipped; AdamW, one thread a "
-            "rank. CPU ms: that all ranks' processes computed in a step, waiting awake included. The last "
-            "loss is the mean over ranks before the last step: all but ZeRO++ and compute alone agree in "
-            "every step."
-        ),
-        read="tok/s: of all ranks, the median over rounds.",
-        labels=_of_contender,
-        rounds=_best_peers,
-        columns=(
-            Shown("place", "where", place=True),
-            Shown("contender", "contender"),
-            Shown("carried", "carried by"),
-            _measured("speed", "tok/s", "tokens / seconds", 4),
-            _ratio("of_alone", "of compute alone", "reference_seconds / seconds"),
-            _ratio("over_peer", "over best peer", "peer / seconds"),
-            _ratio("over_ddp", "over best DDP", "ddp / seconds", wide=True),
-            _ratio("over_fsdp2", "over best FSDP2", "fsdp2 / seconds", wide=True),
-            _ratio("over_deepspeed", "over best DeepSpeed", "deepspeed / seconds", wide=True),
-            _measured("milliseconds", "ms a step", "1e3 * seconds / steps", wide=True),
-            _measured("cpu_milliseconds", "CPU ms", "1e3 * cpu / steps", wide=True),
-            Shown("last_loss", "last loss", number(5), wide=True),
-            _ROUNDS,
-        ),
-        ratio="seconds of compute alone over seconds",
-        line="At the dashed line communication would cost nothing. Colours: what carried messages.",
-        row="contender",
-        panel="place",
-        colours=("carried", {told: _CARRIED[1][TRANSPORTS[name]] for name, told in _FOOTING.items()}),
     ),
     "step": Board(
         name="steps",

@@ -555,7 +555,7 @@ def test_plan_waits_for_no_compiler(folder: Path) -> None:
 
 COMMANDS = [
     (), ("plan",), ("run",), ("show",), ("report",), ("train",), ("doctor",), ("checkpoints",), ("export",),
-    ("bench",), *(("bench", name) for name in ("codecs", "collectives", "engine", "overlap")),
+    ("bench",), *(("bench", name) for name in ("codecs", "collectives", "overlap")),
     ("check",), ("check", "codecs"),
 ]  # fmt: skip
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.bench import codecs as bench_codecs
-from harness.bench import engine as bench_engine
 from harness.bench import overlap
 from harness.bench.collectives import any_inside
 from harness.bench.rounds import interleaved
@@ -23,13 +20,11 @@ from harness.cluster.rank import Progress, Rank
 from harness.records import bench_record
 from harness.records.bench_record import Bench, Sample, together
 from harness.records.record import RecordError
-from harness.strategies import deepspeed
-from harness.suites.peers import PEERS, Compute
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Axis, Topology
 from tests.harness.test_cli import folder, refused
-from tests.report.bench.bench_records import OPERATIONS, codecs, collectives, engine
+from tests.report.bench.bench_records import OPERATIONS, codecs, collectives
 from tests.support.ranks import on_threads
 
 __all__ = ["folder"]  # a fixture
@@ -38,14 +33,6 @@ __all__ = ["folder"]  # a fixture
 def local() -> Rank:
     """A process of its own, as the benchmark of codecs sees it."""
     return Rank(0, None, None, None, lambda _: None, 1)  # type: ignore[arg-type]
-
-
-def test_help_names_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``--contender`` takes stands in the help of the command."""
-    assert cli.main(["bench", "engine", "--help"]) == cli.OK
-    whole = re.sub(r"-\s*\n\W*", "-", capsys.readouterr().out)  # lines may end behind a hyphen
-    said = set(re.findall(r"[\w-]+", whole))
-    assert set(bench_engine.NAMES) <= said
 
 
 BAD = {
@@ -58,15 +45,12 @@ BAD = {
     "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
-    "no benchmark": ((), "zeropp bench: say one of codecs, collectives, engine, overlap"),
-    "no type to compute in": (("engine", "--compute", "fp16"), "unknown type to compute in 'fp16'"),
-    "no contender": (("engine", "--contender", "megatron"), "unknown contender 'megatron'"),
-    "no model": (("engine", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
-    "one rank alone": (("engine", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
-    "a rate of no topology": (("engine", "--rate", "1 Gbit/s"), "say --nodes and --ranks with it"),
+    "no benchmark": ((), "zeropp bench: say one of codecs, collectives, overlap"),
+    "no model": (("overlap", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
+    "a rate of no topology": (("collectives", "--rate", "1 Gbit/s"), "say --nodes and --ranks with it"),
     "no model of overlap": (("overlap", "--model", "bert-small"), "unknown model 'bert-small'"),
     "one chunk": (("overlap", "--chunks", "1"), "--chunks"),
-    "a link of one node": (("engine", "--ranks", "2", "--rate", "1 Gbit/s"), "one node has no link"),
+    "a link of one node": (("collectives", "--ranks", "2", "--rate", "1 Gbit/s"), "one node has no link"),
 }
 
 
@@ -89,7 +73,7 @@ def test_a_backend_that_is_not_here(folder: Path, capsys: pytest.CaptureFixture[
 def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
     """A file where the results should go is noticed before anything is measured, not after."""
     (folder / "file").write_text("", encoding="utf-8")
-    error = refused(folder, capsys, "bench", "engine", "--results", str(Path("file", below)))
+    error = refused(folder, capsys, "bench", "collectives", "--results", str(Path("file", below)))
     assert "is no folder" in error
 
 
@@ -156,27 +140,25 @@ def test_rounds_are_spread(rounds: int, most: int) -> None:
 
 
 def test_together() -> None:
-    """A round lasts as long as the slowest rank's; a step's loss is the mean over ranks; all ranks' bytes and
-    CPU seconds add up.
-    """
+    """A round lasts as long as the slowest rank's; all ranks' bytes add up."""
     one = collectives().samples[0]
-    parts = {"first": [1.0, 9.0], "cpu": [0.5, 1.0]}
+    parts = {"first": [1.0, 9.0]}
     fast = one.model_copy(
         update={
-            "seconds": [1.0, 2.0], "reference_seconds": [3.0, 3.0], "losses": [3.0, 2.0], "parts": parts,
+            "seconds": [1.0, 2.0], "reference_seconds": [3.0, 3.0], "parts": parts,
             "sent": {"inter": 0, "intra": 5},
         }
     )  # fmt: skip
     slow = one.model_copy(
         update={
-            "seconds": [2.0, 1.0], "reference_seconds": [4.0, 1.0], "losses": [5.0, 1.0],
-            "parts": {"first": [2.0, 1.0], "cpu": [2.0, 1.0]}, "sent": {"inter": 0, "intra": 6},
+            "seconds": [2.0, 1.0], "reference_seconds": [4.0, 1.0], "parts": {"first": [2.0, 1.0]},
+            "sent": {"inter": 0, "intra": 6},
         }
     )  # fmt: skip
     (found,) = together([[fast], [slow]])
     assert (found.seconds, found.reference_seconds) == ([2.0, 2.0], [4.0, 3.0])
-    assert found.parts == {"first": [2.0, 9.0], "cpu": [2.5, 2.0]}
-    assert (found.losses, found.sent) == ([4.0, 1.5], {"inter": 0, "intra": 11})
+    assert found.parts == {"first": [2.0, 9.0]}
+    assert found.sent == {"inter": 0, "intra": 11}
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.0, 1.0))
@@ -287,71 +269,12 @@ def test_records_refuse(tmp_path: Path) -> None:
         bench_record.read_all(tmp_path)
 
 
-def test_deepspeed_is_optional(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """DeepSpeed that is asked for and missing is refused, with how to install it."""
-    monkeypatch.setattr(deepspeed, "why_missing", lambda: deepspeed.MISSING)
-    assert "pip install" in refused(folder, capsys, "bench", "engine", "--contender", "deepspeed")
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
-def test_engine(folder: Path, capsys: pytest.CaptureFixture[str], compute: Compute) -> None:
-    """Contenders train the same in the same processes, each in every round, peers as shipped and tuned; what
-    is printed says how each stands beside compute alone and the best peer.
-    """
-    arguments = ["--ranks", "2", "--model", "gpt-tiny", "--seconds", "0", "--compute", compute]
-    ours = bench_engine.LIKE[compute]
-    names = ["ddp-bf16", "fsdp2", "fsdp2-kept-prefetch", f"{ours}-gloo", ours]
-    if compute == "bf16":
-        names = ["ddp", "fsdp2", *names[3:]]
-    if deepspeed.why_missing() is None:
-        names.insert(-2, "deepspeed")
-    chosen = [word for name in names for word in ("--contender", name)]
-    assert cli.main(["bench", "engine", *arguments, *chosen]) == cli.OK
-    out = capsys.readouterr().out
-    assert "of compute alone" in out
-    assert "over best peer" in out
-    (found,) = bench_record.read_all(folder / "results" / "bench-engine")
-    pairs = [(sample.names["contender"], sample.names["transport"]) for sample in found.samples]
-    peers_of = [(name, "backend") for name in names[:-2]]
-    assert pairs == [("alone", "none"), *peers_of, (ours, "backend"), (ours, "shm")]
-    for sample in found.samples:
-        assert sample.names["compute"] == compute
-        assert len(sample.seconds) == bench_engine.ROUNDS[0]
-        assert len(sample.losses) == bench_engine.STEPS * (bench_engine.ROUNDS[0] + 1)
-        assert sample.reference_seconds == found.samples[0].seconds
-        assert sample.losses[-1] < sample.losses[0]
-        assert sample.equal_steps == (1 if sample.names["contender"] == "alone" else len(sample.losses))
-    first, second = (sample.losses[0] for sample in found.samples[:2])
-    assert first == pytest.approx(second, rel=1e-6 if compute == "fp32" else 2**-8)
-
-
-@given(st.sampled_from(["fp32", "bf16"]), st.integers(1, 8))
-def test_usual_contenders(compute: Compute, nodes: int) -> None:
-    """By default all peers run, and ours that send in the same type as they, over both transports; hpZ of
-    DeepSpeed where there are several nodes.
-    """
-    names = bench_engine.usual(compute, nodes)
-    peers_of = {name for name, peer in PEERS.items() if peer.family != "single"} - {"deepspeed-hpz"}
-    assert peers_of <= set(names)
-    ours = {bench_engine.OURS[name] for name in names if name in bench_engine.OURS}
-    assert {policy for policy, _ in ours} == {bench_engine.LIKE[compute], "zeropp"}
-    assert len(ours) == 4
-    assert ("deepspeed-hpz" in names) == (nodes > 1)
-
-
 def test_what_fails_is_not_bad_input(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks that end badly, and losses that differ, are one line with status 1 and leave no record; what
-    ranks refuse is bad input.
-    """
+    """Ranks that end badly are one line with status 1 and leave no record; what they refuse is bad input."""
     (folder / "results").mkdir(exist_ok=True)
     words = "rank 1 was killed by signal 9 (SIGKILL)"
-    samples = engine().samples
-    off = samples[2].model_copy(update={"losses": [5.5, 6.0]})
 
     def ends(error: rank_processes.LaunchError) -> Callable[..., list[list[Sample]]]:
         def run(*_: object) -> list[list[Sample]]:
@@ -361,46 +284,14 @@ def test_what_fails_is_not_bad_input(
 
     for found, status, said in (
         (ends(rank_processes.LaunchError("crashed", words, Path("bench.log"))), 1, f"{words}; log bench.log"),
-        (lambda *_: [[*samples[:2], off]], 1, "exact over backend has loss 6 in step 1"),
         (ends(rank_processes.LaunchError("refused", "no corpus here", None)), cli.REFUSED, "no corpus here"),
     ):
         monkeypatch.setattr(rank_processes, "run_ranks", found)
-        assert cli.main(["bench", "engine", "--ranks", "2", "--contender", "exact"]) == status
+        assert cli.main(["bench", "collectives", "--ranks", "2"]) == status
         _, error = capsys.readouterr()
         assert error.count("\n") == 1
         assert said in error
-    assert not list(folder.glob("results/bench-engine/*.json"))
-
-
-@given(st.sampled_from([2.0, -2.0, float("nan")]), st.integers(0, 1), st.sampled_from(["fp32", "bf16"]))
-def test_losses_must_be_equal(times: float, step: int, compute: Compute) -> None:
-    """A loss beyond the tolerance of the type computed in, or none, names contender, step and both numbers;
-    less is rounding.
-    """
-    off = times * bench_engine.LOSS_TOLERANCE[compute]
-    samples = [one.model_copy(update={"names": one.names | {"compute": compute}}) for one in engine().samples]
-    assert bench_engine.unequal(samples) is None
-    for scale, told in ((1.0, True), (1e-2, math.isnan(off))):
-        losses = list(samples[1].losses)
-        losses[step] *= 1 + scale * off
-        changed = [samples[0], samples[1].model_copy(update={"losses": losses}), *samples[2:]]
-        words = bench_engine.unequal(changed)
-        assert (words is not None) == told
-        assert words is None or f"in step {step} on 1x4 ranks" in words
-
-
-def test_compute_alone_begins_equal() -> None:
-    """Who trains on its own batches alone is held to the first loss, and to no other."""
-    first, *rest = engine().samples
-    assert first.losses[1] != rest[0].losses[1]
-    other = first.model_copy(update={"losses": [5.6, 5.0]})
-    assert "alone over none has loss 5.6 in step 0" in str(bench_engine.unequal([other, *rest]))
-
-
-def test_a_quantised_run_alone_is_held_to_nothing() -> None:
-    """Where no contender is held to all its losses, none differs from another's."""
-    alone, ours, *_ = engine().samples
-    assert bench_engine.unequal([alone, ours.model_copy(update={"equal_steps": 0})]) is None
+    assert not list(folder.glob("results/bench-collectives/*.json"))
 
 
 OVERLAP = ("overlap", "--layers", "2", "--sequences", "1", "--megabytes", "1")

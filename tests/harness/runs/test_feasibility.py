@@ -401,7 +401,7 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
     return int(found[1]), list(load(path).trials)
 
 
-NO_HEADER = ("inner_rate", "paper_scale", "peers", "signs", "slow_node", "tutorial_zeropp")
+NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node", "tutorial_zeropp")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.bench import engine as bench_engine
 from harness.bench import overlap as bench_overlap
 from harness.bench.codecs import CODECS
 from harness.records.bench_record import Bench, Sample, Subject
@@ -71,40 +70,6 @@ def collectives(*, ratio: float = 5.0) -> Bench:
     return _bench("collectives", samples)
 
 
-def engine(*, ours: float = 2.0, rounds: int = 2) -> Bench:
-    """A record of peers, of ours, ``ours`` times as fast, and of compute alone, 4 times as fast.
-
-    The odd of ``rounds`` rounds take 1.1 times as long as the even ones.
-    """
-    paces = [1.1 if i % 2 else 1.0 for i in range(rounds)]
-    contenders = [
-        (bench_engine.ALONE, "none", 0.25),
-        ("exact", "shm", 1 / ours),
-        ("exact", "backend", 1 / ours),
-    ]
-    peers = [name for name in bench_engine.NAMES if name.startswith(("ddp", "fsdp2", "deepspeed"))]
-    contenders += [(name, "backend", 1.0) for name in peers]
-    samples = [
-        Sample(
-            kind="training",
-            names={
-                "contender": contender, "transport": transport, "nodes": nodes, "ranks_per_node": 4 // nodes,
-                "rate_mbit": rate, "model": "gpt-small", "sequence": bench_engine.SEQUENCE,
-                "sequences": bench_engine.SEQUENCES, "compute": "fp32",
-            },
-            sizes={"parameters": 3_312_384, "tokens": 6144, "steps": 3},
-            seconds=[took * pace for pace in paces],
-            reference_seconds=[0.25 * pace for pace in paces],
-            parts={"cpu": [4 * took] * rounds},
-            losses=[5.5, 4.0 if transport == "none" else 5.0],
-            equal_steps=1 if transport == "none" else 2,
-        )
-        for nodes, rate in ((1, None), (2, 1000.0))
-        for contender, transport, took in contenders
-    ]  # fmt: skip
-    return _bench("engine", samples)
-
-
 def overlap(*, of_alone: float = 1.05, hidden: float = 0.9) -> Bench:
     """A record of two policies' steps, at the usual room, and of a reduction in chunks."""
     room = bench_overlap.ROOM
@@ -114,7 +79,7 @@ def overlap(*, of_alone: float = 1.05, hidden: float = 0.9) -> Bench:
             names={
                 "policy": policy, "nodes": 2, "ranks_per_node": 1, "rate_mbit": 80.0,
                 "model": "gpt-small", "layers": 16,
-                "sequence": bench_engine.SEQUENCE, "sequences": 96,
+                "sequence": bench_overlap.SEQUENCE, "sequences": 96,
             },
             sizes={"parameters": 9_630_976, "sent_forward": 1_000_000, "sent_backward": 2_000_000},
             seconds=[0.4 * of_alone, 0.5 * of_alone],

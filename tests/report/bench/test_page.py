@@ -11,19 +11,16 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
-from harness.bench import engine as bench_engine
 from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
-from report.bench.boards import BOARDS, CONTENDERS, TRANSPORTS, Board
+from report.bench.boards import BOARDS, Board
 from report.bench.page import boards_of, build, derived, scattering, show
 from report.data.frames import ReportError
-from tests.report.bench.bench_records import codecs, collectives, engine, overlap
+from tests.report.bench.bench_records import codecs, collectives, overlap
 from tests.support.params import long
 
 
@@ -63,84 +60,10 @@ def test_runs_of_one_machine_are_put_together() -> None:
     assert list(twice["speed"]) == list(once["speed"])
 
 
-def test_runs_that_end_with_other_losses_are_put_together() -> None:
-    """What a run found is not what a row is: the last of two runs' losses is told."""
-    first, last = engine(), engine()
-    changed = [sample.model_copy(update={"losses": [5.5, 3.0]}) for sample in last.samples]
-    found = rows(first, last.model_copy(update={"samples": changed}))
-    assert len(found) == len(first.samples)
-    assert set(found["last_loss"]) == {3.0}
-
-
 def test_times_gloo() -> None:
     """Times gloo is gloo's seconds over ours."""
     found = rows(collectives(ratio=5.0))
     assert found["times"].to_list() == pytest.approx([5.0] * len(found))
-
-
-def test_of_compute_alone() -> None:
-    """A contender's share of compute alone is alone's seconds over its own, of one round."""
-    found = rows(engine(ours=2.0)).set_index(["contender", "transport", "nodes"])
-    assert found["of_alone"]["compute alone", "none", 1] == pytest.approx(1.0)
-    assert found["of_alone"]["ours, fp32", "shm", 2] == pytest.approx(0.5)
-    assert found["of_alone"]["DDP", "backend", 1] == pytest.approx(0.25)
-    assert found["speed"]["DDP", "backend", 1] == pytest.approx(statistics.median([6144 / 1.0, 6144 / 1.1]))
-
-
-@given(
-    st.floats(0.2, 5.0),
-    st.floats(0.2, 5.0),
-    st.sampled_from(["ddp-bf16", "fsdp2-prefetch", "fsdp2-kept", "deepspeed-hpz"]),
-)
-def test_the_fastest_peer_counts(ours: float, tuned: float, name: str) -> None:
-    """A ratio over DDP, FSDP2, DeepSpeed or all is of seconds of one round, beside the fastest of its
-    settings in that place and type.
-    """
-    record = engine(ours=ours, rounds=6)
-    samples = [
-        sample.model_copy(update={"seconds": [took / tuned for took in sample.seconds]})
-        if (sample.names["contender"], sample.names["nodes"]) == (name, 1)
-        else sample
-        for sample in record.samples
-    ]
-    faster = [
-        sample.model_copy(update={"seconds": [1e-3] * 6, "names": sample.names | {"compute": "bf16"}})
-        for sample in samples
-    ]
-    found = rows(record.model_copy(update={"samples": [*samples, *faster]}))
-    found = found[found["compute"] == "fp32"].set_index(["contender", "transport", "nodes"])
-    family = name.partition("-")[0]
-    for over in ("ddp", "fsdp2", "deepspeed", "peer"):
-        best = max(tuned, 1.0) if over in (family, "peer") else 1.0
-        assert found[f"over_{over}"]["ours, fp32", "shm", 1] == pytest.approx(ours / best)
-        assert found[f"over_{over}"]["ours, fp32", "backend", 2] == pytest.approx(ours)
-        low, high = found[f"over_{over}_low"], found[f"over_{over}_high"]
-        compared = found[f"over_{over}"].notna()
-        assert compared.sum() > 2
-        assert (low.le(found[f"over_{over}"]) & high.ge(found[f"over_{over}"]))[compared].all()
-
-
-def test_ours_stand_on_the_peers_transport_first() -> None:
-    """Of our rows those over gloo alone, as all peers are, come before those with shared memory, and each
-    says which it is.
-    """
-    names = [(name, bench_engine.OURS[name][1]) for name in bench_engine.NAMES if name in bench_engine.OURS]
-    transports = [transport for _, transport in names]
-    assert transports == sorted(transports)  # backend, shm
-    carried = rows(engine()).set_index(["contender", "transport", "nodes"])["carried"]
-    assert carried["ours, fp32", "backend", 2] == carried["FSDP2, kept", "backend", 2] == "gloo alone"
-    assert carried["ours, fp32", "shm", 2] == "shm, gloo"
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_without_peers_there_is_no_ratio_to_them(tmp_path: Path) -> None:
-    """A run without DDP has no column that compares with it."""
-    record = engine()
-    samples = [one for one in record.samples if not str(one.names["contender"]).startswith("ddp")]
-    bench_record.write(tmp_path, record.model_copy(update={"samples": samples}))
-    text = build(tmp_path).read_text(encoding="utf-8")
-    assert ">over best DDP<" not in text
-    assert ">over best FSDP2<" in text
 
 
 def test_what_overlap_hides() -> None:
@@ -157,12 +80,11 @@ def test_what_overlap_hides() -> None:
 PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...], tuple[str, ...]]] = {
     "codecs": (codecs, ("codecs",), ("codecs-fp32-cpu",)),
     "collectives": (collectives, ("collectives",), ("collectives-all_gather", "collectives-reduce_scatter")),
-    "engine": (engine, ("engine",), ("engine",)),
     "overlap": (overlap, ("steps", "hops"), ("steps", "hops")),
 }
 
 
-@pytest.mark.parametrize("subject", ["overlap", *long("codecs", "collectives", "engine")])
+@pytest.mark.parametrize("subject", ["overlap", *long("codecs", "collectives")])
 def test_page(tmp_path: Path, subject: str) -> None:
     """The page holds every figure and its table, escapes what records hold, and comes out equal twice."""
     made, tables, names = PAGES[subject]
@@ -179,28 +101,18 @@ def test_page(tmp_path: Path, subject: str) -> None:
 
 @pytest.mark.parametrize("subject", PAGES)
 def test_tables_fit_a_terminal(subject: str) -> None:
-    """Tables need no more than 100 columns, with every name that can stand in them, and cut nothing."""
+    """Tables need no more than 100 columns."""
     record = PAGES[subject][0]()
-    if subject == "engine":
-        pairs = [(name, transport) for name in CONTENDERS for transport in TRANSPORTS]
-        samples = [
-            record.samples[0].model_copy(
-                update={"names": record.samples[0].names | {"contender": name, "transport": transport}}
-            )
-            for name, transport in pairs
-        ]
-        record = record.model_copy(update={"samples": samples})
     out = Console(width=200, file=io.StringIO(), color_system=None)
     show([record], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    assert subject != "engine" or all(name in text for name in CONTENDERS.values())
 
 
 def test_a_terminal_says_how_to_read_its_tables() -> None:
     """Below them stand what brackets and ratios are, and the words of a codec's table."""
     said = {}
-    for record in (codecs(), engine()):
+    for record in (codecs(), collectives()):
         out = Console(width=200, file=io.StringIO(), color_system=None)
         show([record], out)
         said[record.subject] = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
@@ -208,7 +120,7 @@ def test_a_terminal_says_how_to_read_its_tables() -> None:
         assert "each formed inside one round" in said[record.subject]
     assert "GB/s: every byte read or written, once" in said["codecs"]
     assert "'carried error' adds" in said["codecs"]
-    assert "GB/s:" not in said["engine"]
+    assert "GB/s:" not in said["collectives"]
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -217,11 +129,11 @@ def test_a_terminal_says_how_to_read_its_tables() -> None:
 )
 def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_path: Path) -> None:
     """A middle half beyond a fifth of the median is told, with its contender; less is not."""
-    record = engine()
+    record = collectives()
     samples = [
         sample.model_copy(
             update={
-                "seconds": seconds if sample.names["contender"] == "ddp" else [1.0] * 4,
+                "seconds": seconds if sample.names["algorithm"] == "one_hop" else [1.0] * 4,
                 "reference_seconds": [1.0] * 4,
                 "parts": {name: [1.0] * 4 for name in sample.parts},
             }
@@ -232,7 +144,7 @@ def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_
     ((board, data),) = boards_of([record])
     said = scattering(board, data)
     assert (said is not None) is scatters
-    assert said is None or "DDP" in said
+    assert said is None or "one_hop" in said
     bench_record.write(tmp_path, record)
     assert ("Rounds scatter" in build(tmp_path).read_text(encoding="utf-8")) is scatters
 
@@ -250,13 +162,13 @@ def test_a_lead_is_short(subject: str, tmp_path: Path) -> None:
 
 def test_every_kind_of_sample_has_its_board() -> None:
     """Columns, hidden columns and figures speak of what rows hold."""
-    for record in (codecs(), collectives(), engine(), overlap()):
+    for record in (codecs(), collectives(), overlap()):
         for board, data in boards_of([record]):
             found = derived(board, data)
             used = {column.key for column in board.columns} | {board.plotted.key, board.row, board.panel}
             assert used | set(board.split) <= set(found.columns)
     assert set(BOARDS) == {
-        sample.kind for made in (codecs, collectives, engine, overlap) for sample in made().samples
+        sample.kind for made in (codecs, collectives, overlap) for sample in made().samples
     }
 
 
