@@ -386,7 +386,7 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 }
 
 
-_FORMATS: Final = {  # by the name of their class in impl.codecs.formats
+FORMATS: Final = {  # by the name of their class in impl.codecs.formats, in the order of impl/cpu/formats.hpp
     name.lower(): f"impl.codecs.formats:{name}"
     for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1", "BF16SR")
 }
@@ -415,7 +415,7 @@ class OwnCodec(_Framed):
             CodecError: if it cannot be imported, or lacks what a codec has.
         """
         try:
-            return self.given or own_object.imported(_FORMATS.get(self.name, self.name))
+            return self.given or own_object.imported(FORMATS.get(self.name, self.name))
         except OwnObjectError as error:
             raise CodecError(str(error)) from error
 
@@ -527,7 +527,7 @@ _OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of t
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
-    f"{', '.join(_FORMATS)}; a codec of your own is named as module:object, such as mykernels:Int4"
+    f"{', '.join(FORMATS)}; a codec of your own is named as module:object, such as mykernels:Int4"
 )
 
 
@@ -561,7 +561,7 @@ def built_in(text: str) -> BuiltIn:
 
 def _parsed(text: str) -> Codec:
     head, *rest = text.strip().split(":")
-    if text.strip() in _FORMATS:
+    if text.strip() in FORMATS:
         return OwnCodec(text.strip())
     if not _OURS.fullmatch(head) and own_object.is_name(text.strip()):
         return OwnCodec(text.strip())

@@ -1,4 +1,4 @@
-"""Formats that others published, each as torch operations on rows: they have no kernels of their own.
+"""Formats that others published, each as torch operations on rows: the reference of their kernels on CPUs.
 
 =============  ====  =====  ==================================================================================
 text           bits  block  what it is
@@ -271,7 +271,7 @@ class _Spikes(_Format):
         empty = torch.isnan(rest).all(dim=1, keepdim=True)
         low = torch.where(rest.isnan(), math.inf, rest).amin(dim=1, keepdim=True).masked_fill_(empty, 0.0)
         high = torch.where(rest.isnan(), -math.inf, rest).amax(dim=1, keepdim=True).masked_fill_(empty, 0.0)
-        low = _bf16(low)
+        low, high = _bf16(low + 0.0), high + 0.0  # which zero an extreme is depends on the order
         step = _bf16((high / steps - low.float() / steps).clamp_(min=0.0))
         quotients = (rest / 2 - low.float() / 2) / (step.float() / 2).clamp(min=SMALLEST_NORMAL)
         codes = quotients.nan_to_num_(0.0).round_().clamp_(0, steps).to(torch.uint8)
@@ -309,7 +309,11 @@ class Sign1(_Format):
 
     def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`_Format`."""
-        mean = (values.double().abs().mean(dim=1, keepdim=True)).float()
+        sums = values.double().abs()
+        while sums.shape[1] > 1:  # in an order that kernels can keep
+            half = sums.shape[1] // 2
+            sums = sums[:, :half] + sums[:, half:]
+        mean = (sums / self.size).float()
         mean = mean.masked_fill(~torch.isfinite(mean), math.nan)
         return (values < 0).to(torch.uint8), _bytes(mean), values.new_empty(0)
 
@@ -343,8 +347,8 @@ class BF16SR:
         finite = torch.isfinite(x)
         bits = torch.where(finite, x.clamp(-largest, largest), x).view(torch.int32).to(torch.int64)
         added = (bits + random_bits(noise, x.shape[:-1], x.numel(), x.device)) >> 16
-        exact = x.to(torch.bfloat16).view(torch.int16)
-        frame.copy_(torch.where(finite, added.to(torch.int16), exact).view(torch.uint8))
+        broken = (bits >> 16).masked_fill(x.isnan(), 0x7FC0)  # casts of torch give several NaNs
+        frame.copy_(torch.where(finite, added, broken).to(torch.int16).view(torch.uint8))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Write the elements (S,) of a frame."""

@@ -71,7 +71,8 @@ class Operations:
     """What a backend does, and here the reference.
 
     Others override ``_encode``, ``_decode``, ``_decode_sum``, and ``_decode_sum_encode`` for what it
-    ``_fuses``.  These get tensors that were checked here and hold elements.
+    ``_fuses``; the first three with ``_own`` for formats.  These get tensors that were checked here and hold
+    elements.
 
     Attributes:
         name: of the backend, for the record.
@@ -110,7 +111,7 @@ class Operations:
         if x.numel() > 0:
             beside = Beside(noise if codec.stochastic else None, carried)
             if isinstance(codec, OwnCodec):
-                _encode_own(codec, x, frames, beside)
+                self._encode_own(codec, x, frames, beside)
             else:
                 self._encode(codec, x, frames, beside)
 
@@ -126,7 +127,7 @@ class Operations:
         _check_devices(codec, out, frames)
         if out.numel() > 0:
             if isinstance(codec, OwnCodec):
-                own_rows.decode(codec, frames, out)
+                self._decode_own(codec, frames, out)
             else:
                 self._decode(codec, frames, out)
 
@@ -144,7 +145,7 @@ class Operations:
         _check_devices(codec, out, frames)
         if out.numel() > 0:
             if isinstance(codec, OwnCodec):
-                own_rows.decode_sum(codec, frames, out)
+                self._decode_sum_own(codec, frames, out)
             else:
                 self._decode_sum(codec, frames, out)
 
@@ -225,17 +226,22 @@ class Operations:
     ) -> None:
         raise NotImplementedError
 
+    def _encode_own(self, codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        noise, carried = beside
+        if carried is None:
+            own_rows.encode(codec, x, frames, noise)
+            return
+        with_error = x.float() + carried.error.float()
+        self._encode_own(codec, with_error, frames, Beside(noise))
+        decoded = torch.empty_like(with_error)
+        self._decode_own(codec, frames, decoded)
+        carried.keep(with_error, decoded)
 
-def _encode_own(codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
-    """A user's own codec, which runs alike on every backend."""
-    if beside.carried is None:
-        own_rows.encode(codec, x, frames, beside.noise)
-        return
-    with_error = x.float() + beside.carried.error.float()
-    own_rows.encode(codec, with_error, frames, beside.noise)
-    decoded = torch.empty_like(with_error)
-    own_rows.decode(codec, frames, decoded)
-    beside.carried.keep(with_error, decoded)
+    def _decode_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        own_rows.decode(codec, frames, out)
+
+    def _decode_sum_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        own_rows.decode_sum(codec, frames, out)
 
 
 REFERENCE: Final = Operations()

@@ -9,6 +9,7 @@
 // What is encoded comes from one of two places.  Elements that need nothing but rounding stay where they lie
 // (`InPlace`): fp32, and bf16 of symmetric integers.  All others, sums, and what carries an error or is
 // rotated, are brought to a small buffer of fp32 first (`Brought`).
+#include "formats.hpp"
 #include "random.hpp"
 #include "raw.hpp"
 #include "rounding.hpp"
@@ -37,14 +38,6 @@ struct InPlace {
     const typename T::Word* next(i64 begin, i64) { return values + begin; }
     void carry(i64, i64, Stored, const u8*) {}
 };
-
-// Runs body(T{}) for the type of elements that `type` says.
-template <class Body>
-void with_type(i64 type, Body body) {
-    if (type == 0) body(Fp32{});
-    else if (type == 1) body(Bf16{});
-    else body(Fp16{});
-}
 
 // Memory for `count` words, or none.
 struct Memory {
@@ -102,14 +95,7 @@ struct Brought {
 
     void bring(i64 begin, i64 end) {
         offset = 0;
-        if (!sums) {
-            with_type(job.type, [&](auto type) {
-                using T = decltype(type);
-                const auto* values = reinterpret_cast<const typename T::Word*>(row) + begin;
-                widen<T>(values, held.data, end - begin);
-            });
-            return;
-        }
+        if (!sums) return ::bring(job.type, row, begin, end - begin, held.data);
         // Frames are read in whole octets and rotations, so a piece that begins inside one begins before it.
         const i64 grain = job.coding.hadamard > 8 ? job.coding.hadamard : 8;
         const i64 first = begin / grain * grain;
@@ -251,6 +237,25 @@ __attribute__((visibility("default"))) int decode_sum(const Job* job) {
 
 __attribute__((visibility("default"))) int decode_sum_encode(const Job* job) {
     return encode_brought(*job, job->second, job->frames, job->output, true) ? 0 : 1;
+}
+
+// Rows in a format that `coding.kind` names.
+__attribute__((visibility("default"))) int encode_formats(const Job* job) {
+    with_format(job->coding.kind, [&](auto format) {
+        each_row<3>(*job, {&job->values, &job->frames, &job->random}, [&](const i64* at) {
+            encode_format<decltype(format)>(*job, at[0], reinterpret_cast<u8*>(at[1]), at[2]);
+        });
+    });
+    return 0;
+}
+
+__attribute__((visibility("default"))) int decode_formats(const Job* job) {
+    with_format(job->coding.kind, [&](auto format) {
+        each_row<2>(*job, {&job->values, &job->frames}, [&](const i64* at) {
+            decode_format<decltype(format)>(*job, reinterpret_cast<const u8*>(at[1]), at[0]);
+        });
+    });
+    return 0;
 }
 
 // Rows of `numel` bytes from `values` to `output`.

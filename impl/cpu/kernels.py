@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Blocked, BuiltIn, Codec, FloatCodec, Raw
+from impl.codecs.codec import FORMATS, Blocked, BuiltIn, Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES, Beside, Carried, Operations, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
@@ -25,6 +25,10 @@ KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODING: Final = (
     *("kind", "bits", "mantissa", "powers", "hadamard", "stochastic", "clipped"),
     *("block", "blocks", "codes_end", "scales_at", "frame_bytes"),
+)
+_FUNCTIONS: Final = (
+    *("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "stream", "sum_raw"),
+    *("encode_formats", "decode_formats"),
 )
 _Dims: Final = ctypes.c_int64 * MOST_DIMS
 _Call = tuple[Hashable, tuple[Codec, ...], Tensor, Tensor]  # as Operations._repeats gets it
@@ -104,7 +108,7 @@ class Kernels(Operations):
             ctypes.CDLL(str(library)),
             hashlib.sha256(library.read_bytes()).hexdigest(),
         )
-        for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "stream", "sum_raw"):
+        for name in _FUNCTIONS:
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
         self._library.job_bytes.restype = ctypes.c_int64
@@ -129,10 +133,7 @@ class Kernels(Operations):
     def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
         call, numel = ("encode", (codec,), x, frames), x.shape[-1]
         if not isinstance(codec, Raw):
-            values = x if _has_whole_rows(x) else x.contiguous()
-            planes, coding = {"values": values, "frames": frames}, _coding(codec, numel)
-            again = call if values is x else None
-            self._run("encode", planes, again, beside, numel=numel, kind=KINDS[x.dtype], coding=coding)
+            self._run_from("encode", call, beside, _coding(codec, numel))
         elif beside.carried is None and _is_copy(codec, x):
             nbytes = codec.code_bytes(numel)
             whole = nbytes == frames.shape[-1]
@@ -175,6 +176,33 @@ class Kernels(Operations):
             second=_coding(hops[1], numel),
             **_sources(frames),
         )
+
+    def _encode_own(self, codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        if beside.carried is not None or (coding := _format(codec, x.shape[-1])) is None:
+            super()._encode_own(codec, x, frames, beside)
+        else:
+            self._run_from("encode_formats", ("encode", (codec,), x, frames), beside, coding)
+
+    def _decode_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        if (coding := _format(codec, out.shape[-1])) is None:
+            super()._decode_own(codec, frames, out)
+        else:
+            call = ("decode", (codec,), frames, out)
+            self._run_into(out, "decode_formats", frames, call, kind=KINDS[out.dtype], coding=coding)
+
+    def _decode_sum_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        if (coding := _format(codec, out.shape[-1])) is None:
+            super()._decode_sum_own(codec, frames, out)
+        else:
+            call = ("decode_sum", (codec,), frames, out)
+            self._run_into(out, "decode_formats", frames[0], call, coding=coding, **_sources(frames))
+
+    def _run_from(self, name: str, call: _Call, beside: Beside, coding: _Coding) -> None:
+        """Encode the elements of ``call``, by way of whole rows where they have none."""
+        _, _, x, frames = call
+        values = x if _has_whole_rows(x) else x.contiguous()
+        planes, again = {"values": values, "frames": frames}, call if values is x else None
+        self._run(name, planes, again, beside, numel=x.shape[-1], kind=KINDS[x.dtype], coding=coding)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, call: _Call, **fields: Any) -> None:
         """Decode ``frames`` to ``out``, by way of whole rows where it has none."""
@@ -246,6 +274,13 @@ def _is_copy(codec: Raw, x: Tensor) -> bool:
 
 def _sources(frames: Tensor) -> dict[str, int]:
     return {"sources": len(frames), "source_stride": frames.stride(0)}
+
+
+def _format(codec: OwnCodec, numel: int) -> _Coding | None:
+    """Which format a codec is, and the size of its frames; None for a user's own."""
+    if codec.given is not None or codec.name not in FORMATS:
+        return None
+    return _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
 
 
 def _coding(codec: Blocked, numel: int) -> _Coding:

@@ -224,6 +224,22 @@ void widen(const typename T::Word* __restrict from, u32* __restrict to, i64 coun
     for (; i < count; ++i) to[i] = bits_of(T::widen(from[i]));
 }
 
+// Runs body(T{}) for the type of elements that `type` says.
+template <class Body>
+void with_type(i64 type, Body body) {
+    if (type == 0) body(Fp32{});
+    else if (type == 1) body(Bf16{});
+    else body(Fp16{});
+}
+
+// Elements [begin, begin + count) of a row at an address, in fp32.
+inline void bring(i64 type, i64 row, i64 begin, i64 count, u32* to) {
+    with_type(type, [&](auto each) {
+        using T = decltype(each);
+        widen<T>(reinterpret_cast<const typename T::Word*>(row) + begin, to, count);
+    });
+}
+
 // fp32 to elements, saturated.
 template <class T>
 void narrow(const u32* __restrict from, typename T::Word* __restrict to, i64 count) {

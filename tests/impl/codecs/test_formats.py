@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.laws.adversarial_rows import outcome
 from harness.laws.subject import read
 from impl import ops
-from impl.codecs.codec import _FORMATS, OwnCodec, parse
+from impl.codecs.codec import FORMATS, OwnCodec, parse
 from impl.codecs.formats import _float_table, _Microscaled
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
@@ -48,7 +48,7 @@ def test_bits_are_those_of_codes_and_scales(text: str, bits: float) -> None:
 
 def test_all_formats_are_tried_here() -> None:
     """A format that is added is tried too."""
-    assert BITS.keys() == _FORMATS.keys()
+    assert BITS.keys() == FORMATS.keys()
 
 
 class MX4(_Microscaled):

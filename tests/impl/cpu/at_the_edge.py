@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import Codec, parse
+from impl.codecs.codec import FORMATS, Codec, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Noise
 from impl.cpu.kernels import Kernels
@@ -23,6 +23,7 @@ CODECS = (
     *[f"int{bits}:24" for bits in range(2, 9)],
     *["int5:7:asym", "int8:shard:stochastic", "int4:256:asym:stochastic", "int3:16:hadamard4"],
     *["fp8e4m3:40", "fp8e5m2:64:hadamard32:stochastic", "mxfp8", "mxfp8e5m2:stochastic", "mxfp4:hadamard16"],
+    *FORMATS,
 )
 LENGTHS = (1, 7, 16, 33, 255, 2049, 4100)
 KEPT: list[mmap.mmap] = []  # views do not keep their memory

@@ -184,6 +184,7 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
 LENGTHS = [
     *[("int3:8", 1), ("int5:8", 13), ("int7:8", 2049), ("int4:8", 4097), ("int8:8", 31), ("mxfp8", 33)],
     *[("mxfp4:stochastic", 4097), ("fp8e5m2:64:hadamard32", 77), ("int4:shard:hadamard2", 99)],
+    *[("nvfp4", 20), ("mxfp6e2m3", 20), ("nf4", 65), ("spike3", 129), ("sign1", 96), ("bf16sr", 9)],
 ]
 
 

@@ -1,0 +1,112 @@
+"""The C++ kernels of published formats equal their torch operations bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.laws.adversarial_rows import long_row, rows
+from impl.codecs import own_rows, reference
+from impl.codecs.codec import FORMATS, OwnCodec, parse
+from impl.codecs.formats import _NF4, _float_table
+from tests.impl.codecs.properties import (
+    BUDGET,
+    DTYPES,
+    FLOATS,
+    Backend,
+    check,
+    check_carried,
+    encoded,
+    same,
+    use_all,
+)
+from tests.support.strategies import blocks_of_values
+
+TEXTS = list(FORMATS)
+TABLES = {
+    "nvfp4": _float_table(2, 1, 0), "mxfp6e2m3": _float_table(2, 3, 0), "mxfp6e3m2": _float_table(3, 2, -2),
+    "nf4": _NF4, "spike2": tuple(range(4)), "spike3": tuple(range(8)),
+}  # fmt: skip
+
+
+def size_of(text: str) -> int:
+    """Elements of a block."""
+    return {"nvfp4": 16, "nf4": 64, "mxfp6e2m3": 32, "mxfp6e3m2": 32, "bf16sr": 8}.get(text, 128)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@BUDGET
+@given(data=st.data(), kind=DTYPES, out=DTYPES, skew=st.sampled_from([0, 3]))
+def test_hostile_rows_are_coded_as_by_torch(
+    backend: Backend, *, text: str, data: st.DataObject, kind: torch.dtype, out: torch.dtype, skew: int
+) -> None:
+    """Ties, denormals, extremes, NaN, infinities and short last blocks give the bytes of torch."""
+    for x in (data.draw(rows(size_of(text))), data.draw(blocks_of_values(most=300, finite=False))):
+        check(backend, parse(text), x.to(kind), out, skew=skew)
+
+
+@pytest.mark.parametrize(("text", "table"), TABLES.items())
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1.1754944e-38, 7e-42, 1.3e37])
+def test_numbers_beside_every_tie_are_coded_as_by_torch(
+    backend: Backend, text: str, table: tuple[float, ...], scale: float
+) -> None:
+    """Halfway between two entries, and up to 3 ulps to either side, the same one is chosen."""
+    entries = torch.tensor(table)
+    middles = torch.cat([(entries[1:] + entries[:-1]) / 2, entries])
+    near = (middles.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)).view(torch.float32)
+    near = near.flatten()[near.flatten().abs() <= max(table)]
+    near = torch.nn.functional.pad(near, (0, -near.numel() % 8)).view(-1, 8)
+    ends = torch.tensor([max(table), min(table), max(table)]).expand(len(near), 3)
+    x = torch.cat([near, ends, near.new_zeros(len(near), size_of(text) - 11)], dim=1) * scale
+    check(backend, parse(text), x, torch.float32)
+    check(backend, parse(text), x.flatten(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_lengths_around_blocks_and_pieces(backend: Backend, text: str) -> None:
+    """Rows one below, at and one above octets, blocks and pieces, of each type, and a long one."""
+    for index, numel in enumerate([1, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 129, 2047, 2048, 2049, 4097]):
+        check(backend, parse(text), torch.randn(2, numel).to(FLOATS[index % 3]), FLOATS[index // 2 % 3])
+    check(backend, parse(text), long_row(size_of(text), 70_001), torch.float32)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_zeros_of_both_signs_and_broken_blocks_among_whole_ones(backend: Backend, text: str) -> None:
+    """Which zero is the extreme, and what a NaN of either sign becomes, does not depend on its place."""
+    x = torch.zeros(3, 700)
+    x[:, ::2] = -0.0
+    x[1, 300], x[1, 650], x[2, 5] = torch.nan, -torch.inf, -torch.nan
+    x[2, 17], x[2, 690:] = torch.inf, 1.0
+    for kind in FLOATS:
+        check(backend, parse(text), x.to(kind), kind)
+    check(backend, parse(text), x[:, :0], torch.float32)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_sums_and_carried_errors_are_those_of_torch(backend: Backend, text: str) -> None:
+    """Strided rows of several sources are summed alike, overflowing too, and what is left over is carried."""
+    codec = parse(text)
+    for sources, power in ((1, 1.0), (2, 1e38), (5, 1e-40)):
+        values = torch.randn(3, sources, 2100).transpose(0, 1) * power
+        frames, wanted, got = encoded(codec, values), torch.empty(3, 2100), torch.empty(3, 4200)[:, ::2]
+        reference.decode_sum(codec, frames, wanted)
+        backend.kernels.decode_sum(codec, frames, got)
+        assert same(got, wanted)
+        check_carried(backend, codec, values[0], torch.randn(3, 2100).bfloat16(), 0.8)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """All operations but those of users' own codecs reach the kernels, whatever carries an error too."""
+    codec = parse(text)
+    for name in ("encode", "decode", "decode_sum"):
+        monkeypatch.setattr(own_rows, name, None)
+    use_all(backend, codec, carries=True)
+    assert isinstance(codec, OwnCodec)
+    given_by_a_user = replace(codec, given=codec.thing)
+    with pytest.raises(TypeError):
+        use_all(backend, given_by_a_user, carries=False)
