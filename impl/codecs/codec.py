@@ -394,8 +394,7 @@ FORMATS: Final = {  # by the name of their class in impl.codecs.formats, in the 
 
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A codec whose object is torch operations, a user's own or a published format; frames are those of its
-    object, padded with zeros to 16 bytes.
+    """A user's own codec or a published format; frames are its object's, padded with zeros to 16 bytes.
 
     ``name`` is ``module:object``, or a format's, imported when something of it is first asked, so that a
     record with it can be read where it is not; or the name of an object that was ``given``.

@@ -1,7 +1,7 @@
 // Formats that others published, equal to the torch operations of impl/codecs/formats.py bit for bit.
 //
-// A format is a type: `bits`, elements of a block, bytes `beside` a block and for the `whole` row, and what a
-// block becomes and is read from.  A short last block repeats its last element.
+// A format is a type with a layout, and with what a block becomes and is read from; a short last block repeats
+// its last element.  Codes are words until a piece of a row is packed: loops of one width vectorise best.
 #pragma once
 
 #include "random.hpp"
@@ -10,12 +10,25 @@
 
 namespace {
 
+// `bits` of a code, elements of a block, bytes `beside` its codes, and for a `whole` row, of which a number is
+// known before its first block.
+template <i64 BITS, i64 SIZE, i64 BESIDE, i64 WHOLE = 0>
+struct Layout {
+    static constexpr i64 bits = BITS, size = SIZE, beside = BESIDE, whole = WHOLE;
+    static float of_row(const Job&, i64) { return 0.0f; }
+};
+
 // Bits of the largest magnitude; from kInfinity on, an element is not finite.
 template <i64 SIZE>
 u32 most(const u32* values) {
     u32 top = 0;
     for (i64 i = 0; i < SIZE; ++i) top = (values[i] & kAbs) > top ? values[i] & kAbs : top;
     return top;
+}
+
+template <i64 SIZE>
+void fill(u32* codes, u32 code) {
+    for (i64 i = 0; i < SIZE; ++i) codes[i] = code;
 }
 
 inline float floored(float scale) { return scale < kSmallestNormal ? kSmallestNormal : scale; }
@@ -34,31 +47,28 @@ struct Small {
         const int size = int((exponent - least) << MANTISSA) + int(bits_of(steps + kRound) - bits_of(kRound));
         return size > TOP ? TOP : size;
     }
-    static u8 code(float quotient) {
+    static u32 code(float quotient) {
         const u32 word = bits_of(quotient);
         const int size = pattern(word & kAbs);
-        return u8(zero + (word >> 31 ? -size : size));
+        return u32(zero + (word >> 31 ? -size : size));
     }
     // Without denormal numbers, as Reader<kFloats>.
     static float magnitude(u32 pattern) {
         const float read = float_of((pattern << (23 - MANTISSA)) + bias);
         return pattern < 1u << MANTISSA ? read + read - float_of(least << 23) : read;
     }
-    static float entry(u8 code) {
+    static float entry(u32 code) {
         const int size = int(code) - zero;
         return float_of(bits_of(magnitude(u32(size < 0 ? -size : size))) | (u32(size) & 0x80000000u));
     }
 };
 
 template <class ELEMENT, int LARGEST>  // in eighths
-struct Microscaled {
-    static constexpr i64 bits = 6, size = 32, beside = 1, whole = 0;
-
-    static float of_row(const Job&, i64) { return 0.0f; }
-    static void encode(const u32* __restrict values, float, u8* __restrict codes, u8* next) {
+struct Microscaled : Layout<6, 32, 1> {
+    static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {
         const u32 top = most<size>(values);
         if (top >= kInfinity) {
-            std::memset(codes, ELEMENT::zero, size);
+            fill<size>(codes, ELEMENT::zero);
             *next = 255;
             return;
         }
@@ -67,7 +77,7 @@ struct Microscaled {
         for (i64 i = 0; i < size; ++i) codes[i] = ELEMENT::code(float_of(values[i]) * inverse);
         *next = u8(exponent);
     }
-    static void decode(const u8* __restrict codes, const u8* next, float, u32* __restrict values) {
+    static void decode(const u32* __restrict codes, const u8* next, float, u32* __restrict values) {
         const float power = power_of(*next);
         for (i64 i = 0; i < size; ++i) values[i] = bits_of(ELEMENT::entry(codes[i]) * power);
     }
@@ -76,8 +86,7 @@ struct Microscaled {
 using E2m3 = Microscaled<Small<3, 0, 31>, 60>;
 using E3m2 = Microscaled<Small<2, -2, 31>, 224>;
 
-struct Nvfp4 {
-    static constexpr i64 bits = 4, size = 16, beside = 1, whole = 4;
+struct Nvfp4 : Layout<4, 16, 1, 4> {
     using Element = Small<1, 0, 7>;
     using Scale = Small<3, -6, 126>;
 
@@ -89,24 +98,23 @@ struct Nvfp4 {
         });
         return top >= kInfinity ? float_of(kNaN) : floored(float_of(top) / 2688.0f);
     }
-    static void encode(const u32* __restrict values, float row, u8* __restrict codes, u8* next) {
+    static void encode(const u32* __restrict values, float row, u32* __restrict codes, u8* next) {
         const float ratio = float_of(most<size>(values)) / 6.0f / row;
         *next = u8(ratio == ratio ? Scale::pattern(bits_of(ratio)) : 0);
         if (*next == 0) {
-            std::memset(codes, Element::zero, size);
+            fill<size>(codes, Element::zero);
             return;
         }
         const float scale = Scale::magnitude(*next) * row;
         for (i64 i = 0; i < size; ++i) codes[i] = Element::code(float_of(values[i]) / scale);
     }
-    static void decode(const u8* __restrict codes, const u8* next, float row, u32* __restrict values) {
+    static void decode(const u32* __restrict codes, const u8* next, float row, u32* __restrict values) {
         const float scale = Scale::magnitude(*next) * row;
         for (i64 i = 0; i < size; ++i) values[i] = bits_of(Element::entry(codes[i]) * scale);
     }
 };
 
-struct Nf4 {
-    static constexpr i64 bits = 4, size = 64, beside = 4, whole = 0;
+struct Nf4 : Layout<4, 64, 4> {
     static constexpr float table[16] = {
         -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
         -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
@@ -118,13 +126,12 @@ struct Nf4 {
         -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,
         0x1.00da08p-1f,  0x1.491b60p-1f,  0x1.b913b4p-1f};
 
-    static float of_row(const Job&, i64) { return 0.0f; }
-    static void encode(const u32* __restrict values, float, u8* __restrict codes, u8* next) {
+    static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {
         const u32 top = most<size>(values);
         const float scale = top >= kInfinity ? float_of(kNaN) : floored(float_of(top));
         std::memcpy(next, &scale, 4);
         if (top >= kInfinity) {
-            std::memset(codes, 7, size);
+            fill<size>(codes, 7);
             return;
         }
         for (i64 i = 0; i < size; ++i) {
@@ -132,17 +139,16 @@ struct Nf4 {
             int code = 0;
 #pragma GCC unroll 15
             for (const float least : from) code += quotient >= least;
-            codes[i] = u8(code);
+            codes[i] = u32(code);
         }
     }
-    static void decode(const u8* __restrict codes, const u8* next, float, u32* __restrict values) {
+    static void decode(const u32* __restrict codes, const u8* next, float, u32* __restrict values) {
         float scale;
         std::memcpy(&scale, next, 4);
 #if WIDE
         const __m512 entries = _mm512_mul_ps(_mm512_loadu_ps(table), _mm512_set1_ps(scale));
         for (i64 i = 0; i < size; i += 16) {
-            const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-            _mm512_storeu_ps(values + i, _mm512_permutexvar_ps(index, entries));
+            _mm512_storeu_ps(values + i, _mm512_permutexvar_ps(_mm512_loadu_si512(codes + i), entries));
         }
 #else
         for (i64 i = 0; i < size; ++i) values[i] = bits_of(table[codes[i]] * scale);
@@ -151,23 +157,21 @@ struct Nf4 {
 };
 
 template <int BITS>
-struct Spikes {
-    static constexpr i64 bits = BITS, size = 128, beside = 10, whole = 0;
+struct Spikes : Layout<BITS, 128, 10> {
+    static constexpr i64 size = 128, beside = 10;
     static constexpr int steps = (1 << BITS) - 1;
 
-    static float of_row(const Job&, i64) { return 0.0f; }
     static u16 bf16(float value) { return Bf16::narrow_finite(saturated(value, Bf16::largest())); }
 
-    // Least and largest of the keys, those at two places left out.
-    static Extent ends(const u32* keys, int first, int second) {
-        u32 high = 0, low = 0;
-        for (int i = 0; i < size; ++i) {
-            const bool out = (i == first) | (i == second);
-            const u32 up = out ? 0 : keys[i], down = out ? 0 : ~keys[i];
-            high = up > high ? up : high;
-            low = down > low ? down : low;
-        }
-        return {high, ~low};
+    static u32 lowest(const u32* keys) {
+        u32 low = ~0u;
+        for (i64 i = 0; i < size; ++i) low = keys[i] < low ? keys[i] : low;
+        return low;
+    }
+    static u32 highest(const u32* keys) {
+        u32 high = 0;
+        for (i64 i = 0; i < size; ++i) high = keys[i] > high ? keys[i] : high;
+        return high;
     }
     static int place(const u32* keys, u32 key) {  // the first
         int found = size;
@@ -178,48 +182,46 @@ struct Spikes {
         return found;
     }
 
-    static void encode(const u32* __restrict values, float, u8* __restrict codes, u8* next) {
+    static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {
         if (most<size>(values) >= kInfinity) {
             const u16 broken[5] = {0, kNaN >> 16, kNaN >> 16, kNaN >> 16, kNaN >> 16};
-            std::memset(codes, 0, size);
+            fill<size>(codes, 0);
             std::memcpy(next, broken, beside);
             return;
         }
         u32 keys[size];
         for (i64 i = 0; i < size; ++i) keys[i] = ordered(bits_of(float_of(values[i]) + 0.0f));  // -0 and 0 alike
-        const Extent all = ends(keys, -1, -1);
-        const int least = place(keys, all.low), largest = place(keys, all.high);
-        const Extent rest = ends(keys, least, largest);
-        const u16 low = bf16(float_of(unordered(rest.low)));
-        const float begin = Bf16::widen(low), step = float_of(unordered(rest.high)) / steps - begin / steps;
+        const int least = place(keys, lowest(keys)), largest = place(keys, highest(keys));
+        keys[least] = keys[largest] = ~0u;
+        const u16 low = bf16(float_of(unordered(lowest(keys))));
+        keys[least] = keys[largest] = 0;
+        const float high = float_of(unordered(highest(keys))), begin = Bf16::widen(low);
+        const float step = high / steps - begin / steps;
         const u16 stored = bf16(step < 0.0f ? 0.0f : step);
         const float divisor = floored(Bf16::widen(stored) / 2.0f);
         for (i64 i = 0; i < size; ++i) {
             float quotient = (float_of(values[i]) / 2.0f - begin / 2.0f) / divisor;
             quotient = quotient > 0.0f ? quotient : 0.0f;
             quotient = quotient < float(steps) ? quotient : float(steps);
-            codes[i] = u8(bits_of(quotient + kRound));
+            codes[i] = bits_of(quotient + kRound) - bits_of(kRound);
         }
         codes[least] = codes[largest] = 0;
         const u16 beyond[5] = {u16(least | largest << 8), bf16(float_of(values[least])), bf16(float_of(values[largest])),
                                low, stored};
         std::memcpy(next, beyond, beside);
     }
-    static void decode(const u8* __restrict codes, const u8* next, float, u32* __restrict values) {
+    static void decode(const u32* __restrict codes, const u8* next, float, u32* __restrict values) {
         u16 stored[5];
         std::memcpy(stored, next, beside);
         const float low = Bf16::widen(stored[3]) / 2.0f, step = Bf16::widen(stored[4]) / 2.0f;
-        for (i64 i = 0; i < size; ++i) values[i] = bits_of((float(codes[i]) * step + low) * 2.0f);
+        for (i64 i = 0; i < size; ++i) values[i] = bits_of((float(int(codes[i])) * step + low) * 2.0f);
         values[next[0] % size] = bits_of(Bf16::widen(stored[1]));
         values[next[1] % size] = bits_of(Bf16::widen(stored[2]));
     }
 };
 
-struct Sign1 {
-    static constexpr i64 bits = 1, size = 128, beside = 4, whole = 0;
-
-    static float of_row(const Job&, i64) { return 0.0f; }
-    static void encode(const u32* __restrict values, float, u8* __restrict codes, u8* next) {
+struct Sign1 : Layout<1, 128, 4> {
+    static void encode(const u32* __restrict values, float, u32* __restrict codes, u8* next) {
         double sums[size];
         for (i64 i = 0; i < size; ++i) sums[i] = double(float_of(values[i] & kAbs));
         for (i64 half = size / 2; half > 0; half /= 2) {
@@ -229,10 +231,10 @@ struct Sign1 {
         std::memcpy(next, &stored, 4);
         for (i64 i = 0; i < size; ++i) codes[i] = float_of(values[i]) < 0.0f;
     }
-    static void decode(const u8* __restrict codes, const u8* next, float, u32* __restrict values) {
+    static void decode(const u32* __restrict codes, const u8* next, float, u32* __restrict values) {
         u32 mean;
         std::memcpy(&mean, next, 4);
-        for (i64 i = 0; i < size; ++i) values[i] = mean ^ u32(codes[i]) << 31;
+        for (i64 i = 0; i < size; ++i) values[i] = mean ^ codes[i] << 31;
     }
 };
 
@@ -240,8 +242,8 @@ struct Sign1 {
 
 template <class FORMAT>
 void encode_format(const Job& job, i64 row, u8* frame, i64) {
-    alignas(64) u32 values[kPiece];
-    alignas(64) u8 codes[kPiece];
+    alignas(64) u32 values[kPiece], codes[kPiece];
+    alignas(64) u8 bytes[kPiece];
     const float of_row = FORMAT::of_row(job, row);
     u8* next = frame + (job.numel * FORMAT::bits + 7) / 8;
     for (i64 at = 0; at < job.numel; at += kPiece) {
@@ -251,7 +253,8 @@ void encode_format(const Job& job, i64 row, u8* frame, i64) {
         for (i64 i = 0; i < count; i += FORMAT::size, next += FORMAT::beside) {
             FORMAT::encode(values + i, of_row, codes + i, next);
         }
-        pack<FORMAT::bits>(codes, frame + at / 8 * FORMAT::bits, count);
+        for (i64 i = 0; i < count; ++i) bytes[i] = u8(codes[i]);
+        pack<FORMAT::bits>(bytes, frame + at / 8 * FORMAT::bits, count);
     }
     std::memcpy(next, &of_row, FORMAT::whole);
     next += FORMAT::whole;
@@ -261,12 +264,14 @@ void encode_format(const Job& job, i64 row, u8* frame, i64) {
 // Elements [at, at + count) of a frame in fp32, saturated, and up to a whole block more.
 template <class FORMAT>
 void format_piece(const Job& job, const u8* frame, i64 at, i64 count, u32* values) {
-    alignas(64) u8 codes[kPiece] = {}, packed[kPiece + 8];
+    alignas(64) u32 codes[kPiece];
+    alignas(64) u8 bytes[kPiece] = {}, packed[kPiece + 8];
     const u8* next = frame + (job.numel * FORMAT::bits + 7) / 8;
     float of_row = 0.0f;
     std::memcpy(&of_row, next + (job.numel + FORMAT::size - 1) / FORMAT::size * FORMAT::beside, FORMAT::whole);
     std::memcpy(packed, frame + at / 8 * FORMAT::bits, std::size_t((count * FORMAT::bits + 7) / 8));
-    unpack<FORMAT::bits>(packed, codes, count);  // which reads beyond the codes
+    unpack<FORMAT::bits>(packed, bytes, count);  // which reads beyond the codes
+    for (i64 i = 0; i < kPiece; ++i) codes[i] = bytes[i];
     next += at / FORMAT::size * FORMAT::beside;
     for (i64 i = 0; i < count; i += FORMAT::size, next += FORMAT::beside) {
         FORMAT::decode(codes + i, next, of_row, values + i);
@@ -305,11 +310,14 @@ void format_piece<Bf16sr>(const Job&, const u8* frame, i64 at, i64 count, u32* v
 // fp32 to elements, saturated where `from` is finite.
 template <class T>
 void narrow_format(const u32* from, typename T::Word* to, i64 count) {
-    narrow<T>(from, to, count);
-    if (std::is_same_v<T, Fp32>) return std::memcpy(to, from, std::size_t(count) * 4), void();
-    for (i64 i = 0; i < count; ++i) {
-        if ((from[i] & kAbs) != kInfinity) continue;
-        to[i] = typename T::Word(from[i] >> 16 & 0x8000u) | (std::is_same_v<T, Fp16> ? 0x7c00u : 0x7f80u);
+    if constexpr (std::is_same_v<T, Fp32>) {
+        std::memcpy(to, from, std::size_t(count) * 4);
+    } else {
+        narrow<T>(from, to, count);
+        constexpr u32 infinity = std::is_same_v<T, Fp16> ? 0x7c00u : 0x7f80u;
+        for (i64 i = 0; i < count; ++i) {
+            if ((from[i] & kAbs) == kInfinity) to[i] = typename T::Word((from[i] >> 16 & 0x8000u) | infinity);
+        }
     }
 }
 

@@ -15,7 +15,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from impl import ops
-from impl.codecs.codec import parse
+from impl.codecs.codec import FORMATS, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key
 
@@ -27,6 +27,7 @@ CODECS = (
     *("bf16", "int8:2048", "int8:256", "int4:256", "int6:256", "int4:256:asym", "int8:shard"),
     *("fp8e4m3:128", "fp8e5m2:128", "mxfp8", "mxfp4"),
     *("int8:256:stochastic", "int4:256:stochastic", "fp8e4m3:128:stochastic", "mxfp4:stochastic"),
+    *FORMATS,
     *("int4:256:hadamard32", "int4:256:hadamard32:stochastic", "mxfp4:hadamard32"),
 )
 FED_BACK = ("int8:256", "int4:256", "int4:256:stochastic", "int4:256:hadamard32", "fp8e4m3:128", "mxfp4")
