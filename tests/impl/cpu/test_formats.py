@@ -87,6 +87,21 @@ def test_zeros_of_both_signs_and_broken_blocks_among_whole_ones(backend: Backend
 
 
 @pytest.mark.parametrize("text", TEXTS)
+def test_blocks_far_below_the_largest_of_their_row(backend: Backend, text: str) -> None:
+    """Blocks that fall to 2^-60 of the first, through scales that are coarse or vanish, are coded alike."""
+    x = torch.randn(180, 128) * torch.exp2(-torch.arange(180) / 3)[:, None]
+    check(backend, parse(text), x.flatten(), torch.float32)
+
+
+def test_a_mean_is_summed_in_one_order(backend: Backend) -> None:
+    """Small values that would tip the mean if they met before the large one do not: halves are added."""
+    x = torch.zeros(128)
+    x[0], x[1], x[[64, 96, 112]] = 1.0, 2.0**-24, 2.0**-54
+    check(backend, parse("sign1"), x, torch.float32)
+    assert float(encoded(parse("sign1"), x)[16:20].view(torch.float32)) == 1 / 128
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_sums_and_carried_errors_are_those_of_torch(backend: Backend, text: str) -> None:
     """Strided rows of several sources are summed alike, overflowing too, and what is left over is carried."""
     codec = parse(text)
