@@ -2,8 +2,8 @@
 //
 // impl/codecs/reference.py is the specification; every function here equals it bit for bit.  Rules that
 // make that possible: no fused multiply-add (--fmad=false, -ffp-contract=off), division by the
-// scale, denormals kept, nearest-even.  No header is included and no PTX is written: conversions
-// of bf16 and fp16 are integer arithmetic, so the host runs the very instructions' meaning.
+// scale, denormals kept, nearest-even.  No header is included.  Conversions of bf16 and fp16 are integer
+// arithmetic, so the host runs the very instructions' meaning; `narrowed_two` is the one that has PTX beside it.
 #pragma once
 
 #ifdef __CUDACC__
@@ -57,6 +57,17 @@ CODEC_FN float fused(float a, float b, float c) {
 #endif
 }
 
+// What the main path leaves aside.  tests/support/cubin.py defines MAIN_PATH to count its instructions: what
+// is rare is then a trap, and the question whether it happens is counted.
+CODEC_FN bool rare(bool happens) {
+#if defined(MAIN_PATH) && defined(__CUDA_ARCH__)
+    if (happens) __trap();
+    return false;
+#else
+    return happens;
+#endif
+}
+
 constexpr int kOctet = 8;  // elements, whose codes are whole bytes
 constexpr u32 kAbs = 0x7fffffffu, kInfinity = 0x7f800000u, kNaN = 0x7fc00000u;
 constexpr float kSmallestNormal = 1.17549435082228750797e-38f;  // 2^-126, the floor of scales
@@ -73,6 +84,7 @@ struct Fp32 {
 
 struct Bf16 {
     using Word = u16;
+    static constexpr bool kBrain = true;
     static CODEC_FN float largest() { return 3.38953138925153547590e+38f; }
     static CODEC_FN float widen(Word word) { return float_of(u32(word) << 16); }
     static CODEC_FN Word narrow(float value) {
@@ -88,6 +100,7 @@ struct Bf16 {
 
 struct Fp16 {
     using Word = u16;
+    static constexpr bool kBrain = false;
     static CODEC_FN float largest() { return 65504.0f; }
     static CODEC_FN float widen(Word word) {
         const u32 magnitude = u32(word) & 0x7fffu;
@@ -110,6 +123,23 @@ struct Fp16 {
     }
     static CODEC_FN Word narrow_finite(float value) { return narrow(value); }
 };
+
+// Two numbers in 16 bits each, the first in the lower half; for what `narrow` takes.  NaN is 0x7fff.
+template <class T>
+CODEC_FN u32 narrowed_two(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    u32 two;
+    if constexpr (T::kBrain) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    }
+    return two;
+#else
+    const auto one = [](float value) { return value != value ? 0x7fffu : u32(T::narrow(value)); };
+    return one(low) | one(high) << 16;
+#endif
+}
 
 // ---- the scheme: 2 to 8 bits, with or without an offset ----------------------------------------
 
@@ -204,7 +234,7 @@ CODEC_FN Stored stored_of(Scheme<BITS> scheme, Extent extent) {
                                           : extent.high >= kInfinity;
     if (broken) return {float_of(kNaN), 0.0f};
     Stored stored{0.0f, 0.0f};
-    if (scheme.asymmetric) {
+    if (rare(scheme.asymmetric)) {
         const float high = float_of(unordered(extent.high));
         stored.low = float_of(unordered(~extent.low)) + 0.0f;  // -0 and 0 are stored alike
         stored.scale = high / scheme.last() - stored.low / scheme.last();  // the difference may overflow
@@ -408,16 +438,18 @@ CODEC_FN Bracket bracket_of(Divider divider) {
 
 // ---- one code to its value ---------------------------------------------------------------------
 
-// A NaN scale gives NaN.
+// Of the integer that a code stands for.  A NaN scale gives NaN.
+template <int BITS>
+CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, float integer) {
+    if (!scheme.asymmetric) return integer * stored.scale;
+    return (integer * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;  // code * scale may exceed the largest fp32
+}
+
 template <int BITS>
 CODEC_FN float value_of(Scheme<BITS> scheme, Stored stored, u32 code) {
     constexpr float kInteger = 8388608.0f;  // 2^23: the low bits of its pattern count up in ones
-    if (scheme.asymmetric) {  // in halves: code * scale alone may exceed the largest fp32
-        const float number = float_of(0x4b000000u | code) - kInteger;
-        return (number * (stored.scale * 0.5f) + stored.low * 0.5f) * 2.0f;
-    }
-    const u32 half = 1u << (scheme.bits() - 1);
-    return (float_of((0x4b000000u | half) ^ code) - (kInteger + float(half))) * stored.scale;
+    const u32 half = scheme.asymmetric ? 0u : 1u << (scheme.bits() - 1);
+    return value_of(scheme, stored, float_of((0x4b000000u | half) ^ code) - (kInteger + float(half)));
 }
 
 template <int MANTISSA>
@@ -533,10 +565,10 @@ template <bool STOCHASTIC, int BITS, class Shift>
 CODEC_FN void round_octet(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {
     const bool sure =
-        scheme.asymmetric ? quick_octet<STOCHASTIC, true, false>(scheme, divider, values, shift, rounded)
-        : scheme.clipped  ? quick_octet<STOCHASTIC, false, true>(scheme, divider, values, shift, rounded)
+        rare(scheme.asymmetric) ? quick_octet<STOCHASTIC, true, false>(scheme, divider, values, shift, rounded)
+        : rare(scheme.clipped)  ? quick_octet<STOCHASTIC, false, true>(scheme, divider, values, shift, rounded)
                           : quick_octet<STOCHASTIC, false, false>(scheme, divider, values, shift, rounded);
-    if (!sure) {
+    if (rare(!sure)) {
 #pragma unroll
         for (int i = 0; i < kOctet; ++i)
             rounded[i] = divided(scheme, divider, values[i], STOCHASTIC ? shift(i) : 0.0f);

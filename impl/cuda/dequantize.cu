@@ -35,15 +35,17 @@ __global__ void __launch_bounds__(256) decode_sum_general(const Arguments a) {
     const u32 octet = blockIdx.x * 256 + slot();
     const int count = octet_count(octet, a.numel);
     float sums[kOctet];
-    sum_octet<Scheme, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, sums);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;
+    add_sources<Scheme, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, a.sources, sums);
     const bool together = octet_count(octet | 31, a.numel) == kOctet;
     store_octet<Fp32>(row_start(a, a.values), a.values, a.values.vectors != 0, octet, count, together, sums);
 }
 
 // The octets of a turn.  WHOLE: the main path.
-template <class T, int BITS, int OCTETS, bool WHOLE>
-__device__ __forceinline__ void decode_octets(const Arguments& a, const u8* frame, u8* row, u32 first) {
-    const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(a.coding);
+template <class T, bool WHOLE, int BITS, int OCTETS>
+__device__ __forceinline__ void decode_octets(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u8* row,
+                                              u32 first) {
     const bool vectors = WHOLE || a.frames.vectors != 0;
     Within in[OCTETS] = {};
     Fetched fetched[OCTETS] = {};
@@ -52,7 +54,7 @@ __device__ __forceinline__ void decode_octets(const Arguments& a, const u8* fram
         const u32 octet = first + 256 * u32(j);
         const int count = WHOLE ? kOctet : octet_count(octet, a.numel);
         if (WHOLE || count > 0) {
-            in[j] = within_blocks(a.coding, octet);
+            in[j] = WHOLE ? Within{block_of(a.coding, octet * kOctet), kOctet} : within_blocks(a.coding, octet);
             fetched[j] = fetch_octet(scheme, frame, vectors, a.coding, octet, count, in[j]);
         }
     }
@@ -62,7 +64,11 @@ __device__ __forceinline__ void decode_octets(const Arguments& a, const u8* fram
         const int count = WHOLE ? kOctet : octet_count(octet, a.numel);
         if (WHOLE || count > 0) {
             float values[kOctet];
-            expand_octet(scheme, frame, vectors, a.coding, count, T::largest(), in[j], fetched[j], values);
+            if (WHOLE && !rare(!within(scheme, fetched[j].stored, T::largest()))) {
+                expand_whole(scheme, fetched[j], values);
+            } else {
+                expand_octet(scheme, frame, vectors, a.coding, count, T::largest(), in[j], fetched[j], values);
+            }
             const bool together = WHOLE || octet_count(octet | 31, a.numel) == kOctet;
             store_octet<T>(row, a.values, WHOLE || a.values.vectors != 0, octet, count, together, values);
         }
@@ -73,14 +79,18 @@ template <class T, int BITS>
 __global__ void __launch_bounds__(256) decode(const Arguments a) {
     constexpr int kOctets = 2;
     constexpr u32 kTile = 256 * kOctets;
+    const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(a.coding);
     const u8* frame = row_start(a, a.frames);
     u8* row = row_start(a, a.values);
     u32 first = blockIdx.x * kTile;
+#pragma unroll 1
     for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * kTile) {
-        if (whole(a, first + kTile)) {
-            decode_octets<T, BITS, kOctets, true>(a, frame, row, first + slot());
+        if (!whole(a, first + kTile)) {
+            decode_octets<T, false, BITS, kOctets>(scheme, a, frame, row, first + slot());
+        } else if (rare(scheme.asymmetric)) {
+            decode_octets<T, true, BITS, kOctets>({scheme.stated, true}, a, frame, row, first + slot());
         } else {
-            decode_octets<T, BITS, kOctets, false>(a, frame, row, first + slot());
+            decode_octets<T, true, BITS, kOctets>({scheme.stated, false}, a, frame, row, first + slot());
         }
     }
 }
@@ -94,11 +104,11 @@ __global__ void __launch_bounds__(256, 2 * kHalf) decode_sum(const Arguments a) 
     for (u32 turn = 0; turn < a.loops; ++turn, first += gridDim.x * 256) {
         const u32 octet = first + slot();
         if (whole(a, first + 256)) {
-            sum_octet<Scheme<BITS>, AHEAD, false>(a, frame, true, octet, kOctet, sums);
+            sum_octet<BITS, AHEAD, true>(a, frame, octet, kOctet, sums);
             store_octet<Fp32>(row, a.values, true, octet, kOctet, true, sums);
         } else if (octet_count(octet, a.numel) > 0) {
             const int count = octet_count(octet, a.numel);
-            sum_octet<Scheme<BITS>, 1, false>(a, frame, a.frames.vectors != 0, octet, count, sums);
+            sum_octet<BITS, AHEAD, false>(a, frame, octet, count, sums);
             const bool together = octet_count(octet | 31, a.numel) == kOctet;
             store_octet<Fp32>(row, a.values, a.values.vectors != 0, octet, count, together, sums);
         }

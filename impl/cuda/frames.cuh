@@ -19,7 +19,7 @@ struct Place {
 };
 
 // `bits`: of mantissa, for floats.  `special`: an offset, or, for floats, scales that are powers of two.
-// `shift` is the logarithm of a block that is a power of two, else -1.  `rotation`: elements, or 0.
+// `shift` is the logarithm of a block that is a power of two, 31 where there is one block, else -1.  `rotation`: elements, or 0.
 struct Coding {
     i64 codes_end, scales_at, scales_end, frame_bytes;
     u32 bits, special, block, blocks, rotation;
@@ -182,7 +182,13 @@ __device__ __forceinline__ void store_octet(u8* row, const Place& place, bool ve
                                             bool together, const float (&values)[kOctet], u32 apart = 16) {
     Held<T> held{};
 #pragma unroll
-    for (int i = 0; i < kOctet; ++i) held.set(i, T::narrow(values[i]));
+    for (int i = 0; i < Held<T>::kWords; ++i) {
+        if constexpr (Held<T>::kWords == kOctet) {
+            held.words[i] = T::narrow(values[i]);
+        } else {
+            held.words[i] = narrowed_two<T>(values[2 * i], values[2 * i + 1]);
+        }
+    }
     uint4* to = reinterpret_cast<uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && vectors) {
@@ -333,8 +339,7 @@ __device__ __forceinline__ void store_padding(u8* frame, const Coding& c, int th
 
 // The block of an element; a shift where it can be.
 __device__ __forceinline__ u32 block_of(const Coding& c, u32 element) {
-    if (c.blocks == 1) return 0;
-    return c.shift >= 0 ? element >> c.shift : element / c.block;
+    return rare(c.shift < 0) ? element / c.block : element >> c.shift;
 }
 
 // Which blocks an octet lies in: the first one, and how many elements until the next, at most eight.

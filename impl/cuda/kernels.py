@@ -129,7 +129,7 @@ class _Call:
         if frames is not None:
             apart = frames.stride(0) if len(frames) > 1 else 0
             self.set(sources=len(frames), source_stride=frames.stride(0))
-        self.aligned = True  # all that was placed
+        self.aligned = True  # all that was placed, and octets to the blocks in which they lie
         for index, (name, tensor) in enumerate(placed.items()):
             strides, inner = [steps[index] for _, steps in merged], tensor.stride(-1) * tensor.element_size()
             starts = (tensor.data_ptr(), *strides, apart if name == "frames" else 0)
@@ -138,6 +138,8 @@ class _Call:
             self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
         for name, codec in codecs.items():
             self.arguments[name] = _coding(codec, numel)
+            inside = codec.block_size(numel) % OCTET == 0 or codec.blocks(numel) == 1
+            self.aligned = self.aligned and inside
         if noise is not None:
             octets = [steps[-1] // OCTET for _, steps in merged]
             self.arguments["noise"] = (noise.start // OCTET, octets, noise.words, 1, 0)
@@ -352,7 +354,7 @@ def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
         block,
         codec.blocks(numel),
         codec.hadamard,
-        block.bit_length() - 1 if block & (block - 1) == 0 else -1,
+        31 if codec.blocks(numel) == 1 else block.bit_length() - 1 if block & (block - 1) == 0 else -1,
     )
 
 

@@ -55,6 +55,33 @@ CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
     return BITS == 4 ? low : low | u64((words[1] + taken) ^ signs) << 32;
 }
 
+// The integers of eight codes.  A code that lies in the mantissa of a power of two of the right size is that
+// power plus the code: one LOP3 each, or one PRMT where it is a byte, and one difference.  Two's complement is
+// biased to be positive by its sign bit, which comes from the launch: of two constants ptxas makes two LOP3s.
+template <int BITS>
+CODEC_FN void integers_of(Scheme<BITS> scheme, u64 word, float (&integers)[kOctet]) {
+    static_assert(BITS == 4 || BITS == 8, "compiled for these");
+    const u32 sign = scheme.asymmetric ? 0u : 1u << (scheme.stated - 1);
+    const float low = scheme.asymmetric ? 0.0f : float(1 << (BITS - 1));
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) {
+        if constexpr (BITS == 8) {
+            const u32 bytes = u32(word >> (i / 4 * 32)) ^ sign * 0x01010101u;
+#ifdef __CUDA_ARCH__
+            const u32 bits = __byte_perm(bytes, 0x4b000000u, 0x7540u | u32(i % 4));
+#else
+            const u32 bits = 0x4b000000u | (bytes >> (i % 4 * 8) & 0xffu);
+#endif
+            integers[i] = float_of(bits) - (8388608.0f + low);
+        } else {
+            const int at = i < 5 ? 4 * i : 4 * i - 12;  // of 23 bits
+            const u32 bits = i < 5 ? u32(word) : u32(word) >> 12, one = u32(127 + 23 - at) << 23;
+            const float code = float_of((bits & (0xfu << at)) ^ (one | sign << at));
+            integers[i] = code - (float_of(one) + low);
+        }
+    }
+}
+
 template <int MANTISSA>
 CODEC_FN u64 pack(Floats<MANTISSA> scheme, const u32 (&codes)[kOctet]) {
     return scheme.bits() == 4 ? packed<4>(codes) : packed<8>(codes);

@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Ar
     const bool together = team.together(count);
     u8 *frame = row_start(a, a.output), *error = row_start(a, a.error);
     float values[kOctet];
-    sum_octet<First, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, values);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = -0.0f;
+    add_sources<First, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, a.sources, values);
     if (a.carried != 0) {
         float errors[kOctet];
         load_any(error, a.error, octet, count, together, team.apart, errors);
@@ -54,9 +56,8 @@ struct Sums {
     const u8* from;
     template <bool WHOLE>
     __device__ __forceinline__ Held<Fp32> bring(const Team&, u32 octet, int count) const {
-        const bool vectors = WHOLE || a.frames.vectors != 0;
         float sums[kOctet];
-        sum_octet<Scheme<BITS>, WHOLE ? AHEAD : 1, false>(a, from, vectors, octet, count, sums);
+        sum_octet<BITS, AHEAD, WHOLE>(a, from, octet, count, sums);
         fill_absent(count, sums);
         Held<Fp32> held;
 #pragma unroll

@@ -8,21 +8,17 @@
 
 namespace frames {
 
-// Thread blocks of 512 that make half of a multiprocessor's warps: it has 32 before sm_80, 64 from there on.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+// Thread blocks of 512 that make half of a multiprocessor's warps: 64, but 32 on sm_75.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 constexpr int kHalf = 1;
 #else
 constexpr int kHalf = 2;
 #endif
 
-// The main path: all octets before `end` exist, and all starts are aligned, so that nothing is asked about either.
-// tests/support/cubin.py defines MAIN_PATH to compile it alone, and counts what it loads and stores.
+// The main path: all octets before `end` exist and lie in one block each, and all starts are aligned, so that
+// nothing is asked about either.
 __device__ __forceinline__ bool whole(const Arguments& a, u32 end) {
-#ifdef MAIN_PATH
-    return true;
-#else
-    return a.exact != 0 && end <= a.numel / kOctet;
-#endif
+    return !rare(a.exact == 0 || end > a.numel / kOctet);
 }
 
 // ---- rotation ----------------------------------------------------------------------------------
@@ -114,6 +110,14 @@ __device__ __forceinline__ void expand_octet(Scheme scheme, const u8* frame, boo
     }
 }
 
+// An octet in one block of which no value saturates.
+template <int BITS>
+__device__ __forceinline__ void expand_whole(Scheme<BITS> scheme, Fetched fetched, float (&values)[kOctet]) {
+    integers_of(scheme, fetched.codes, values);
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, fetched.stored, values[i]);
+}
+
 // From the values of codes to elements: rotated back, where the codec rotates, and saturated.
 __device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 numel, float largest,
                                             float (&values)[kOctet]) {
@@ -122,26 +126,25 @@ __device__ __forceinline__ void rotate_back(const Coding& c, u32 octet, u32 nume
     for (int i = 0; i < kOctet; ++i) values[i] = saturated(values[i], largest);
 }
 
-// The sum over sources in ascending order, in fp32; each term saturates.  Codes and scales of AHEAD
-// sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
+// Add the terms of `sources` sources to sums, in ascending order, in fp32; each saturates.  Codes and scales
+// of AHEAD sources are under way at a time.  ROTATED: the launch may ask for a rotation; then all lanes come.
 template <class Scheme, int AHEAD, bool ROTATED>
-__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, bool vectors, u32 octet, int count,
-                                          float (&sums)[kOctet]) {
+__device__ __forceinline__ void add_sources(const Arguments& a, const u8* frame, bool vectors, u32 octet, int count,
+                                            u32 sources, float (&sums)[kOctet]) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
     const Within in = count > 0 ? within_blocks(c, octet) : Within{0, kOctet};
     const float largest = Fp32::largest();
-#pragma unroll
-    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
-    for (u32 source = 0; source < a.sources; source += AHEAD) {
+#pragma unroll 1
+    for (u32 source = 0; source < sources; source += AHEAD) {
         Fetched fetched[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k)
-            if (source + k < a.sources && count > 0)
+            if (source + k < sources && count > 0)
                 fetched[k] = fetch_octet(scheme, frame + k * a.source_stride, vectors, c, octet, count, in);
 #pragma unroll
         for (int k = 0; k < AHEAD; ++k) {
-            if (source + k < a.sources) {
+            if (source + k < sources) {
                 float term[kOctet] = {};
                 if (count > 0)
                     expand_octet(scheme, frame + k * a.source_stride, vectors, c, count, largest, in, fetched[k], term);
@@ -153,6 +156,66 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, b
             }
         }
         frame += AHEAD * a.source_stride;
+    }
+}
+
+// The same on the main path, for sources from the one at `frame` on.  `scheme` says whether there are offsets
+// where the compiler knows it.
+template <int AHEAD, int BITS>
+__device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
+                                          u32 sources, float (&sums)[kOctet]) {
+    const Coding& c = a.coding;
+    const u32 block = block_of(c, octet * kOctet);
+    const u8 *codes = frame + octet * u32(BITS), *scales = frame + c.scales_at + 4 * block;
+#pragma unroll 1
+    for (u32 source = 0; source < sources; source += AHEAD) {
+        Fetched fetched[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            fetched[k].codes = load_codes(codes, true, BITS, 0, kOctet);
+            fetched[k].stored = {load_float(scales, true), 0.0f};
+            if (scheme.asymmetric) fetched[k].stored.low = load_float(scales + 4 * i64(c.blocks), true);
+            codes += a.source_stride;
+            scales += a.source_stride;
+        }
+        bool safe = true;
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) safe = safe & within(scheme, fetched[k].stored, Fp32::largest());
+        const bool saturate = rare(!safe);
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k) {
+            float term[kOctet];
+            expand_whole(scheme, fetched[k], term);
+#pragma unroll
+            for (int i = 0; i < kOctet; ++i) {
+                if (saturate) term[i] = saturated(term[i], Fp32::largest());
+                sums[i] = sums[i] + term[i];
+            }
+        }
+    }
+}
+
+// As many as fill AHEAD, then the others, one by one.
+template <int AHEAD, int BITS>
+__device__ __forceinline__ void add_all(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
+                                        float (&sums)[kOctet]) {
+    const u32 rest = a.sources % AHEAD, full = a.sources - rest;
+    add_whole<AHEAD>(scheme, a, frame, octet, full, sums);
+    if (rare(rest != 0)) add_whole<1>(scheme, a, frame + full * a.source_stride, octet, rest, sums);
+}
+
+// The sum over all sources.  WHOLE: the main path.
+template <int BITS, int AHEAD, bool WHOLE>
+__device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u32 octet, int count,
+                                          float (&sums)[kOctet]) {
+#pragma unroll
+    for (int i = 0; i < kOctet; ++i) sums[i] = -0.0f;  // changes no first term, zeros' signs included
+    if constexpr (!WHOLE) {
+        add_sources<Scheme<BITS>, 1, false>(a, frame, a.frames.vectors != 0, octet, count, a.sources, sums);
+    } else if (rare(scheme_of<Scheme<BITS>>(a.coding).asymmetric)) {
+        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), true}, a, frame, octet, sums);
+    } else {
+        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), false}, a, frame, octet, sums);
     }
 }
 
@@ -168,7 +231,7 @@ __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u
         const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
         mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
     }
-    if (team > 32) {
+    if (rare(team > 32)) {
         const u32 thread = threadIdx.x;
         u32(&high)[32] = highs[turn % 2], (&low)[32] = lows[turn % 2];
         if (thread % 32 == 0) {
@@ -267,7 +330,7 @@ struct Encoder {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
             const int count = WHOLE ? kOctet : team.count(a, c, j);
-            if (scheme.asymmetric) {
+            if (rare(scheme.asymmetric)) {
                 float values[kOctet];
                 widen_octet(held[j], values);
                 if (WHOLE || count > 0) include_octet(scheme, values, extent);
