@@ -195,13 +195,15 @@ __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& 
     }
 }
 
-// As many as fill AHEAD, then the others, one by one.
+// As many as fill AHEAD, then half as many at a time.
 template <int AHEAD, int BITS>
 __device__ __forceinline__ void add_all(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
-                                        float (&sums)[kOctet]) {
-    const u32 rest = a.sources % AHEAD, full = a.sources - rest;
+                                        u32 sources, float (&sums)[kOctet]) {
+    const u32 rest = sources % AHEAD, full = sources - rest;
     add_whole<AHEAD>(scheme, a, frame, octet, full, sums);
-    if (rare(rest != 0)) add_whole<1>(scheme, a, frame + full * a.source_stride, octet, rest, sums);
+    if constexpr (AHEAD > 1) {
+        if (rare(rest != 0)) add_all<AHEAD / 2>(scheme, a, frame + full * a.source_stride, octet, rest, sums);
+    }
 }
 
 // The sum over all sources.  WHOLE: the main path.
@@ -213,24 +215,36 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
     if constexpr (!WHOLE) {
         add_sources<Scheme<BITS>, 1, false>(a, frame, a.frames.vectors != 0, octet, count, a.sources, sums);
     } else if (rare(scheme_of<Scheme<BITS>>(a.coding).asymmetric)) {
-        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), true}, a, frame, octet, sums);
+        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), true}, a, frame, octet, a.sources, sums);
     } else {
-        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), false}, a, frame, octet, sums);
+        add_all<AHEAD>(Scheme<BITS>{int(a.coding.bits), false}, a, frame, octet, a.sources, sums);
     }
 }
 
 // ---- encoding ----------------------------------------------------------------------------------
 
-// All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
-// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
-__device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
-    __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
+// The largest of a team's lanes of a warp.  WARPS: teams are rarely less.
+template <bool WARPS>
+__device__ __forceinline__ u32 largest_of_lanes(u32 mine, u32 team) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    if (WARPS ? !rare(team < 32) : rare(team >= 32)) return __reduce_max_sync(kWarp, mine);
+#endif
 #pragma unroll
     for (u32 offset = 16; offset > 0; offset /= 2) {
         if (offset >= team) continue;
-        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
-        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+        const u32 other = __shfl_xor_sync(kWarp, mine, lanes_apart(int(offset)));
+        mine = other > mine ? other : mine;
     }
+    return mine;
+}
+
+// All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
+// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
+template <bool WARPS = true>
+__device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
+    __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
+    mine.high = largest_of_lanes<WARPS>(mine.high, team);
+    if (two) mine.low = largest_of_lanes<WARPS>(mine.low, team);
     if (rare(team > 32)) {
         const u32 thread = threadIdx.x;
         u32(&high)[32] = highs[turn % 2], (&low)[32] = lows[turn % 2];
@@ -318,13 +332,16 @@ struct Encoder {
     i64 noise_row;
 
     template <bool WHOLE>
-    __device__ __forceinline__ void encode(const Team& team, u32 turn) const {
-        const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(c);
-        const bool vectors = WHOLE || place.vectors != 0;
-        Held<T> held[OCTETS];
+    __device__ __forceinline__ void bring(const Team& team, Held<T> (&held)[OCTETS]) const {
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j)
             held[j] = source.template bring<WHOLE>(team, team.octet(j), WHOLE ? kOctet : team.count(a, c, j));
+    }
+
+    template <bool WHOLE>
+    __device__ __forceinline__ void encode(Scheme<BITS> scheme, const Team& team, u32 turn,
+                                           const Held<T> (&held)[OCTETS]) const {
+        const bool vectors = WHOLE || place.vectors != 0;
         Extent extent{0, 0};
         u32 largest = 0;
 #pragma unroll
@@ -340,7 +357,7 @@ struct Encoder {
         }
         if (!scheme.asymmetric)
             extent.high = bits_of(T::widen(typename T::Word(sizeof(typename T::Word) == 4 ? largest : largest >> 16)));
-        const Stored stored = stored_of(scheme, team_extent(extent, team.size, scheme.asymmetric, turn));
+        const Stored stored = stored_of(scheme, team_extent<OCTETS == 1>(extent, team.size, scheme.asymmetric, turn));
         const Divider divider = divider_of(scheme, stored);
 #pragma unroll
         for (int j = 0; j < OCTETS; ++j) {
@@ -366,12 +383,17 @@ struct Encoder {
 
     __device__ __forceinline__ void run() const {
         if (blockIdx.x == 0) store_padding(frame, c, int(threadIdx.x));
+        const Scheme<BITS> scheme = scheme_of<Scheme<BITS>>(c);
+#pragma unroll 1
         for (u32 turn = 0; turn < a.loops; ++turn) {
             const Team team(a, c, turn);
-            if (whole(a, (turn * gridDim.x + blockIdx.x + 1) * blockDim.x * u32(OCTETS))) {
-                encode<true>(team, turn);
+            Held<T> held[OCTETS];
+            if (!whole(a, (turn * gridDim.x + blockIdx.x + 1) * blockDim.x * u32(OCTETS))) {
+                bring<false>(team, held);
+                encode<false>(scheme, team, turn, held);
             } else {
-                encode<false>(team, turn);
+                bring<true>(team, held);
+                encode<true>(scheme, team, turn, held);
             }
         }
     }

@@ -239,6 +239,11 @@ inline int __all_sync(unsigned mask, bool holds) {
     return int(cuda_on_cpu::collective(mask, holds, 0, cuda_on_cpu::Source::every));
 }
 
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    for (unsigned lanes = 1; lanes < 32; lanes *= 2) value = std::max(value, __shfl_xor_sync(mask, value, lanes));
+    return value;
+}
+
 template <class T>
 T atomicMax(T* where, T value) {
     const T old = *where;
