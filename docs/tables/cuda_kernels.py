@@ -8,13 +8,14 @@ from typing import Final
 
 from docs.tables.markdown import table
 from impl.cuda.kernels import VARIANTS
-from tests.support.cubin import Cubin, Prediction, predictions
+from tests.support.cubin import DEVICES, Cubin, Prediction, predictions, works
 
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (
     *("kernels", "threads", "registers", "occupancy"),
     *("elements loaded", "stored", "codes loaded", "stored"),
 )
+_PIPES: Final = ("issue", "FMA", "IMAD", "ALU", "LSU")
 
 
 def render() -> str:
@@ -22,10 +23,20 @@ def render() -> str:
     every = [each for file in VARIANTS for each in predictions(file, ARCHITECTURE)]
     plain = [(each.kernel, (*_resources(each), *_accesses(each.main))) for each in every if each.main]
     general = [(each.kernel, (*_resources(each), str(each.cubin.shared))) for each in every if not each.main]
+    shares = ("kernels", *_PIPES, *(f"sm_{architecture}" for architecture in DEVICES))
     return (
         f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
+        f"Instructions for eight elements, and shares of a copy:\n\n{table(shares, _equal(_shares()))}\n"
         f"General kernels:\n\n{table((*_PLAIN[:4], 'shared, B'), _equal(general))}"
     )
+
+
+def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Plain kernels with their instructions for :data:`ARCHITECTURE`, and predicted shares for each."""
+    for kernel, work in works(ARCHITECTURE).items():
+        counts = (f"{work.instructions[pipe]:.0f}" for pipe in _PIPES)
+        found = (works(architecture)[kernel].share(device) for architecture, device in DEVICES.items())
+        yield kernel, (*counts, *(f"{share:.0%} {limit}" for share, limit in found))
 
 
 def _resources(each: Prediction) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ which changes no instruction, whose source each came from: :data:`PURPOSES` know
 An access of *elements* goes through ``load_octet`` and ``store_octet``.  What they leave to ``load_singly``
 and ``store_singly`` goes one by one: the end of a row, rows that are strided or begin off 16 bytes.
 The *main path* of a plain kernel serves thread blocks whose octets are all whole and aligned: ``whole`` of
-``teams.cuh``.  Compiled once more with nothing else, it shows what it loads and stores.  General kernels have
-none: each octet asks.
+``teams.cuh``.  Compiled once more with traps for all that is rare there, it shows what it loads and stores, and
+which instructions a turn has: :func:`works`.  General kernels have none: each octet asks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib.metadata
+import itertools
 import re
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from impl.codecs.rounding_noise import OCTET
 from impl.cuda.compilation import SOURCES, compile_kernels
 from impl.cuda.kernels import VARIANTS
 
@@ -67,6 +70,42 @@ MULTIPROCESSORS: Final = {  # by architecture
     80: Multiprocessor(64, 32, 164 << 10),
     90: Multiprocessor(64, 32, 228 << 10),
     100: Multiprocessor(64, 32, 228 << 10),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the fastest GPU of an architecture does in a second.
+
+    Attributes:
+        multiprocessors: of four quarters, each of which issues an instruction of a warp a cycle.
+        hertz: of its clock under load.
+        copied: bytes that a copy within its memory reads and writes.
+        cycles: of a quarter for an instruction, by pipe (CUDA C++ Programming Guide, "Throughput of Native
+            Arithmetic Instructions").
+    """
+
+    multiprocessors: int
+    hertz: float
+    copied: float
+    cycles: dict[str, float]
+
+
+_CYCLES: Final = {"issue": 1.0, "FMA": 1.0, "IMAD": 2.0, "ALU": 2.0, "XU": 8.0, "LSU": 4.0, "uniform": 2.0}
+DEVICES: Final = {  # A100, H100 and B200 with SXM: peak bandwidths are 2.0, 3.35 and 8 TB/s
+    80: Device(108, 1.41e9, 1.75e12, _CYCLES | {"FMA": 2.0}),
+    90: Device(132, 1.755e9, 3.0e12, _CYCLES),
+    100: Device(148, 1.85e9, 7.0e12, _CYCLES),
+}
+BUSY: Final = 0.86  # of its cycles, in which the busiest pipe has an instruction at hand
+BLOCK: Final = 256  # elements
+ADDED: Final = 8  # sources
+PIPES: Final = {  # by an instruction's first name; others with U or R2UR are uniform, all else is ALU
+    **dict.fromkeys(("FADD", "FMUL", "FFMA"), "FMA"),
+    **dict.fromkeys(("IMAD", "HFMA2", "HADD2", "HMUL2"), "IMAD"),
+    **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO", "REDUX", "I2FP"), "XU"),
+    **dict.fromkeys(("LDG", "STG", "LDS", "STS", "LDC", "SHFL", "S2R"), "LSU"),
+    **dict.fromkeys(("BRA", "EXIT", "BSSY", "BSYNC", "BAR", "WARPSYNC", "NOP"), "control"),
 }
 
 
@@ -120,6 +159,20 @@ class Cubin:
             FileNotFoundError: without ``nvdisasm``.
         """
         return tuple(_accesses(_sections(self.image)[self.lowered], self.sources))
+
+    @functools.cached_property
+    def turns(self) -> tuple[Counter[str], Counter[str]]:
+        """Instructions of a turn, and of a turn over sources inside it, by name; of the main path alone.
+
+        Blocks that end in a trap or call a slow division are left out.
+        """
+        names, jumps, targets = _instructions(_sections(self.image)[self.lowered])
+        loops = sorted((to, at) for at, to in jumps.items() if to < at)
+        ends = [-1, *(i for i, name in enumerate(names) if name in _ENDS or i + 1 in targets)]
+        blocks = [range(a + 1, b + 1) for a, b in itertools.pairwise(ends)]
+        slow = {i for block in blocks if names[block[-1]].startswith(("CALL", "BPT")) for i in block}
+        counted = [Counter(names[i] for i in range(a, b + 1) if i not in slow) for a, b in loops]
+        return counted[0] - sum(counted[1:], Counter()), sum(counted[1:], Counter())
 
     def limits(self, threads: int) -> dict[str, int]:
         """Thread blocks of ``threads`` that a multiprocessor holds, by what limits them.
@@ -213,6 +266,23 @@ def _sections(image: bytes) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+_ENDS: Final = {"BRA", "EXIT", "CALL", "BPT", "RET"}  # of a basic block
+
+
+def _instructions(section: str) -> tuple[list[str], dict[int, int], set[int]]:
+    """First names of all instructions; targets by the numbers of branches on a condition; all targets."""
+    names: list[str] = []
+    labels, branches = dict[str, int](), dict[int, str]()
+    for text in section.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", text):
+            labels[label[1]] = len(names)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?(\w+)([\w.]*.*)", text):
+            if found[2] == "BRA" and (found[1] or "UP" in found[3]):
+                branches[len(names)] = found[3].split("`(")[1].split(")")[0]
+            names.append(found[2])
+    return names, {at: labels[to] for at, to in branches.items()}, set(labels.values())
+
+
 _LINE: Final = re.compile(r'//## File "([^"]*)", line (\d+)( inlined at)?')
 _HELD: Final = {"set", "word", "quad", "set_quad"}  # of struct Held, on behalf of who calls
 _GLOBAL: Final = re.compile(
@@ -284,6 +354,54 @@ class Prediction:
         return min(limits, key=limits.__getitem__)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources where it sums.
+
+    Attributes:
+        instructions: of a warp, by pipe; ``issue`` are all.
+        moved: bytes that are read and written once.
+    """
+
+    instructions: dict[str, float]
+    moved: float
+
+    def share(self, device: Device) -> tuple[float, str]:
+        """Of a copy's bytes per second, at most, and what limits it: memory, or a pipe that is :data:`BUSY`."""
+        memory = 4 * WARP * self.moved / device.copied * device.multiprocessors * device.hertz
+        cycles = {pipe: count * device.cycles[pipe] for pipe, count in self.instructions.items() if pipe in device.cycles}
+        cycles["FMA"] += self.instructions["IMAD"] * device.cycles["FMA"]  # on halves of the same pipe
+        pipe = max(cycles, key=cycles.__getitem__)
+        share = memory * BUSY / cycles[pipe]
+        return (1.0, "memory") if share >= 1.0 else (share, pipe)
+
+
+def _work(kernel: str, main: Cubin) -> Work:
+    """Of a plain ``kernel`` whose main path is ``main``."""
+    name, _, values = kernel.removesuffix(">").partition("<")
+    said = values.split(", ")
+    loads = name == "decode"
+    octets = sum(each.purpose == "codes" and each.loads is loads for each in main.accesses) or 1
+    turns, moved = 0.0, 0.0
+    if name.startswith("decode_sum"):
+        turns, moved = ADDED / int(said[1]), ADDED * _coded(said[0])
+        moved += _coded(said[2]) if name == "decode_sum_encode" else 4 * OCTET
+    else:
+        moved = (4 if said[0] == "Fp32" else 2) * OCTET + _coded(said[1])
+    issued = dict.fromkeys(_CYCLES | {"control": 0.0}, 0.0)
+    for counted, times in zip(main.turns, (1.0, turns), strict=True):
+        for instruction, count in counted.items():
+            other = "uniform" if instruction.startswith(("U", "R2UR", "S2UR")) else "ALU"
+            for pipe in ("issue", PIPES.get(instruction, other)):
+                issued[pipe] += count * times / octets
+    return Work(issued, moved)
+
+
+def _coded(bits: str) -> float:
+    """Bytes of eight codes, with their part of a scale."""
+    return int(bits) + OCTET * 4 / BLOCK
+
+
 def threads_of(kernel: str) -> tuple[int, ...]:
     """The sizes of the thread blocks that :mod:`impl.cuda.kernels` launches ``kernel`` with, ascending."""
     name, _, values = kernel.partition("<")
@@ -298,7 +416,18 @@ def threads_of(kernel: str) -> tuple[int, ...]:
 def predictions(file: str, architecture: int) -> tuple[Prediction, ...]:
     """Every kernel of a file that can be asked for."""
     kernels = VARIANTS[file]
-    plain = [kernel for kernel in kernels if PLAIN.fullmatch(kernel)]
-    cubins = compiled(file, kernels, architecture)
-    alone = compiled(file, plain, architecture, main=True)
+    cubins, alone = compiled(file, kernels, architecture), _main_paths(file, architecture)
     return tuple(Prediction(each, threads_of(each), cubins[each], alone.get(each)) for each in kernels)
+
+
+@functools.cache
+def _main_paths(file: str, architecture: int) -> dict[str, Cubin]:
+    plain = [kernel for kernel in VARIANTS[file] if PLAIN.fullmatch(kernel)]
+    return compiled(file, plain, architecture, main=True)
+
+
+@functools.cache
+def works(architecture: int) -> dict[str, Work]:
+    """Of every plain kernel."""
+    paths = [each for file in VARIANTS for each in _main_paths(file, architecture).items()]
+    return {kernel: _work(kernel, main) for kernel, main in paths}
