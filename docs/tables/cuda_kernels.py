@@ -13,30 +13,26 @@ from tests.support.cubin import DEVICES, Cubin, Prediction, predictions, works
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (
     *("kernels", "threads", "registers", "occupancy"),
-    *("elements loaded", "stored", "codes loaded", "stored"),
+    *("elements loaded", "stored"),
 )
-_PIPES: Final = ("issue", "FMA", "IMAD", "ALU", "LSU")
 
 
 def render() -> str:
     """The tables, in Markdown; compiles every kernel, for which nothing may be ``missing``."""
     every = [each for file in VARIANTS for each in predictions(file, ARCHITECTURE)]
     plain = [(each.kernel, (*_resources(each), *_accesses(each.main))) for each in every if each.main]
-    general = [(each.kernel, (*_resources(each), str(each.cubin.shared))) for each in every if not each.main]
-    shares = ("kernels", *_PIPES, *(f"sm_{architecture}" for architecture in DEVICES))
+    shares = ("kernels", *(f"`sm_{architecture}`" for architecture in DEVICES))
     return (
         f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
-        f"Instructions for eight elements, and shares of a copy:\n\n{table(shares, _equal(_shares()))}\n"
-        f"General kernels:\n\n{table((*_PLAIN[:4], 'shared, B'), _equal(general))}"
+        f"Shares of a copy at most, and what limits them:\n\n{table(shares, _equal(_shares()))}"
     )
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Plain kernels with their instructions for :data:`ARCHITECTURE`, and predicted shares for each."""
-    for kernel, work in works(ARCHITECTURE).items():
-        counts = (f"{work.instructions[pipe]:.0f}" for pipe in _PIPES)
+    """Plain kernels with the shares that each device is predicted to reach."""
+    for kernel in works(ARCHITECTURE):
         found = (works(architecture)[kernel].share(device) for architecture, device in DEVICES.items())
-        yield kernel, (*counts, *(f"{share:.0%} {limit}" for share, limit in found))
+        yield kernel, tuple(f"{share:.0%} {limit}" for share, limit in found)
 
 
 def _resources(each: Prediction) -> tuple[str, ...]:
@@ -44,15 +40,14 @@ def _resources(each: Prediction) -> tuple[str, ...]:
 
 
 def _accesses(main: Cubin) -> Iterator[str]:
-    """Numbers and widths of the loads and stores, of elements and of codes: ``4 of 16 B``."""
-    for purpose in ("elements", "codes"):
-        for loads in (True, False):
-            counts = Counter(
-                access.width
-                for access in main.accesses
-                if access.loads is loads and access.purpose.startswith(purpose)
-            )
-            yield ", ".join(f"{count} of {width} B" for width, count in sorted(counts.items(), reverse=True))
+    """Numbers and widths of the loads and stores of elements: ``4 of 16 B``."""
+    for loads in (True, False):
+        counts = Counter(
+            access.width
+            for access in main.accesses
+            if access.loads is loads and access.purpose.startswith("elements")
+        )
+        yield ", ".join(f"{count} of {width} B" for width, count in sorted(counts.items(), reverse=True))
 
 
 def _equal(rows: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[tuple[str, ...]]:

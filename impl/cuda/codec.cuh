@@ -2,8 +2,8 @@
 //
 // impl/codecs/reference.py is the specification; every function here equals it bit for bit.  Rules that
 // make that possible: no fused multiply-add (--fmad=false, -ffp-contract=off), division by the
-// scale, denormals kept, nearest-even.  No header is included.  Where devices have an instruction that converts bf16 or
-// fp16, the host does the same in integers.
+// scale, denormals kept, nearest-even.  No header is included.  Conversions of bf16 and fp16 are integer arithmetic, so
+// the host runs the very instructions' meaning, but for `narrowed_two`.
 #pragma once
 
 #ifdef __CUDACC__
@@ -103,16 +103,10 @@ struct Fp16 {
     static constexpr bool kBrain = false;
     static CODEC_FN float largest() { return 65504.0f; }
     static CODEC_FN float widen(Word word) {
-#ifdef __CUDA_ARCH__
-        float value;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(word));
-        return value;
-#else
         const u32 magnitude = u32(word) & 0x7fffu;
         u32 bits = bits_of(float_of(magnitude << 13) * 5.19229685853482762853e+33f);  // 2^(127-15)
         if (magnitude >= 0x7c00u) bits |= kInfinity;
         return float_of(bits | (u32(word) & 0x8000u) << 16);
-#endif
     }
     // For NaN and for |value| <= 65504: decoding has saturated before.
     static CODEC_FN Word narrow(float value) {

@@ -11,7 +11,7 @@
 using namespace frames;
 
 template <class Scheme>
-__global__ void __launch_bounds__(256) decode_general(const Arguments a) {
+__global__ void __launch_bounds__(256, 4) decode_general(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
     const u32 octet = blockIdx.x * 256 + slot();

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(256) encode_extents(const Arguments a) {
 
 // Version 1, second launch: thread blocks of 256, an octet a thread.
 template <class Scheme>
-__global__ void __launch_bounds__(256) encode_given(const Arguments a) {
+__global__ void __launch_bounds__(256, 4) encode_given(const Arguments a) {
     const Coding& c = a.coding;
     const Scheme scheme = scheme_of<Scheme>(c);
     const u32 octet = blockIdx.x * 256 + slot();

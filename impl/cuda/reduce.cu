@@ -13,6 +13,12 @@
 
 using namespace frames;
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kAhead = 1;  // two spill
+#else
+constexpr int kAhead = 2;
+#endif
+
 template <class First, class Second>
 __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Arguments a) {
     const Coding& c = a.second;
@@ -25,7 +31,7 @@ __global__ void __launch_bounds__(512, kHalf) decode_sum_encode_general(const Ar
     float values[kOctet];
 #pragma unroll
     for (int i = 0; i < kOctet; ++i) values[i] = -0.0f;
-    add_sources<First, 2, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, a.sources, values);
+    add_sources<First, kAhead, true>(a, row_start(a, a.frames), a.frames.vectors != 0, octet, count, a.sources, values);
     if (a.carried != 0) {
         float errors[kOctet];
         load_any(error, a.error, octet, count, together, team.apart, errors);

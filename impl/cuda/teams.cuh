@@ -37,10 +37,9 @@ __device__ __forceinline__ void rotate_octet(const Coding& c, u32 octet, u32 num
         if (i < limit) values[i] = values[i] * part;
 #pragma unroll
     for (int distance = 1; distance < kOctet; distance *= 2) {
-        if (distance >= inside) break;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
-            if ((i & distance) == 0 && i < limit) {
+            if ((i & distance) == 0 && i < limit && distance < inside) {
                 const float first = values[i], second = values[i + distance];
                 values[i] = butterfly(first, second, false);
                 values[i + distance] = butterfly(second, first, true);
@@ -223,28 +222,25 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 
 // ---- encoding ----------------------------------------------------------------------------------
 
-// The largest of a team's lanes of a warp.  WARPS: teams are rarely less.
-template <bool WARPS>
-__device__ __forceinline__ u32 largest_of_lanes(u32 mine, u32 team) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    if (WARPS ? !rare(team < 32) : rare(team >= 32)) return __reduce_max_sync(kWarp, mine);
-#endif
-#pragma unroll
-    for (u32 offset = 16; offset > 0; offset /= 2) {
-        if (offset >= team) continue;
-        const u32 other = __shfl_xor_sync(kWarp, mine, lanes_apart(int(offset)));
-        mine = other > mine ? other : mine;
-    }
-    return mine;
-}
-
 // All threads of the thread block call it, `turn` 0, 1, 2, ...; blockDim is a multiple of the team and of
-// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.
+// 32, and a team's threads are those of consecutive slots.  `two`: the extent has two ends.  WARPS: teams are
+// rarely less than a warp; else they rarely are one.
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
     __shared__ u32 highs[2][32], lows[2][32];  // by turns: who is a turn ahead disturbs nobody who still reads
-    mine.high = largest_of_lanes<WARPS>(mine.high, team);
-    if (two) mine.low = largest_of_lanes<WARPS>(mine.low, team);
+    u32 shuffled = team;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    if (WARPS && !rare(team < 32)) {
+        mine = {__reduce_max_sync(kWarp, mine.high), two ? __reduce_max_sync(kWarp, mine.low) : 0};
+        shuffled = 1;
+    }
+#endif
+#pragma unroll
+    for (u32 offset = 16; offset > 0; offset /= 2) {
+        if (offset >= shuffled) continue;
+        const u32 apart = lanes_apart(int(offset)), high = __shfl_xor_sync(kWarp, mine.high, apart);
+        mine.include({high, two ? __shfl_xor_sync(kWarp, mine.low, apart) : 0u});
+    }
     if (rare(team > 32)) {
         const u32 thread = threadIdx.x;
         u32(&high)[32] = highs[turn % 2], (&low)[32] = lows[turn % 2];

@@ -270,16 +270,21 @@ _ENDS: Final = {"BRA", "EXIT", "CALL", "BPT", "RET"}  # of a basic block
 
 
 def _instructions(section: str) -> tuple[list[str], dict[int, int], set[int]]:
-    """First names of all instructions; targets by the numbers of branches on a condition; all targets."""
+    """First names of all instructions; targets by the numbers of branches; all targets."""
     names: list[str] = []
-    labels, branches = dict[str, int](), dict[int, str]()
+    labels, branches, always = dict[str, int](), dict[int, str](), dict[int, str]()
     for text in section.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", text):
             labels[label[1]] = len(names)
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?(\w+)([\w.]*.*)", text):
-            if found[2] == "BRA" and (found[1] or "UP" in found[3]):
-                branches[len(names)] = found[3].split("`(")[1].split(")")[0]
-            names.append(found[2])
+            to = re.search(r"\.L_x_\d+", found[3])  # functions have other names
+            if found[2] == "BRA" and to and (found[1] or "UP" in found[3]):
+                branches[len(names)] = to[0]
+            elif found[2] == "BRA" and to:
+                always[len(names)] = to[0]
+            names.append("BRA" if found[2] == "CALL" and to else found[2])
+    last = max(at for at, name in enumerate(names) if name == "EXIT")  # what is out of line jumps back
+    branches |= {at: to for at, to in always.items() if at < last}
     return names, {at: labels[to] for at, to in branches.items()}, set(labels.values())
 
 
@@ -369,7 +374,11 @@ class Work:
     def share(self, device: Device) -> tuple[float, str]:
         """Of a copy's bytes per second, at most, and what limits it: memory, or a pipe that is :data:`BUSY`."""
         memory = 4 * WARP * self.moved / device.copied * device.multiprocessors * device.hertz
-        cycles = {pipe: count * device.cycles[pipe] for pipe, count in self.instructions.items() if pipe in device.cycles}
+        cycles = {
+            pipe: count * device.cycles[pipe]
+            for pipe, count in self.instructions.items()
+            if pipe in device.cycles
+        }
         cycles["FMA"] += self.instructions["IMAD"] * device.cycles["FMA"]  # on halves of the same pipe
         pipe = max(cycles, key=cycles.__getitem__)
         share = memory * BUSY / cycles[pipe]

@@ -26,8 +26,6 @@ CEILINGS = {
     "decode_sum_encode": 64,
     "decode_sum_encode_general": 64,
 }
-# Local memory that is no spill: NVRTC for sm_100 keeps an array there, with 64 registers as with 128.
-STACKS = {(100, "decode_sum_encode_general<Scheme<0>, Floats<0>>"): 96}
 FEW_THREADS = 128  # two octets of encode_general, and all before sm_80: a multiprocessor holds 512 threads
 
 
@@ -56,10 +54,7 @@ def check(found: dict[str, Cubin]) -> None:
     """Assert ceilings, and print what was found."""
     for variant, cubin in found.items():
         print(f"{variant}: {cubin.registers} registers, {cubin.local} bytes of local memory")
-    held = {variant: cubin.local for variant, cubin in found.items() if cubin.local}
-    assert held == {
-        v: size for (where, v), size in STACKS.items() if v in found and found[v].architecture == where
-    }
+    assert not {variant: cubin.local for variant, cubin in found.items() if cubin.local}
     assert not {
         v: cubin.registers for v, cubin in found.items() if cubin.registers > ceiling(v, cubin.architecture)
     }
