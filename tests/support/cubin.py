@@ -7,8 +7,8 @@ which changes no instruction, whose source each came from: :data:`PURPOSES` know
 An access of *elements* goes through ``load_octet`` and ``store_octet``.  What they leave to ``load_singly``
 and ``store_singly`` goes one by one: the end of a row, rows that are strided or begin off 16 bytes.
 The *main path* of a plain kernel serves thread blocks whose octets are all whole and aligned: ``whole`` of
-``teams.cuh``.  Compiled once more with traps for all that is rare there, it shows what it loads and stores, and
-which instructions a turn has: :func:`works`.  General kernels have none: each octet asks.
+``teams.cuh``.  Compiled once more with traps for all that is rare there, it shows what it loads and stores,
+and which instructions a turn has: :func:`works`.  General kernels have none: each octet asks.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources where it sums.
+    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if it sums.
 
     Attributes:
         instructions: of a warp, by pipe; ``issue`` are all.
@@ -372,7 +372,7 @@ class Work:
     moved: float
 
     def share(self, device: Device) -> tuple[float, str]:
-        """Of a copy's bytes per second, at most, and what limits it: memory, or a pipe that is :data:`BUSY`."""
+        """Of a copy's bytes per second, at most, and what limits it: memory, or a :data:`BUSY` pipe."""
         memory = 4 * WARP * self.moved / device.copied * device.multiprocessors * device.hertz
         cycles = {
             pipe: count * device.cycles[pipe]
