@@ -238,7 +238,8 @@ class Kernels(Operations):
         if seen is None:
             return False
         last = seen.launch
-        arguments = last.arguments.copy()  # others may launch the same at once
+        # Others may launch the same at once.  Of words, since a structure copies field by field, in 27 us.
+        arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
         for place, tensor in zip(seen.places, (first, second), strict=True):
             arguments[place]["address"] = tensor.data_ptr()
         self._run(Launch(last.file, last.kernel, last.grid, last.threads, arguments), first.device)

@@ -361,7 +361,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if it sums.
+    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if any.
 
     Attributes:
         instructions: of a warp, by pipe; ``issue`` are all.
