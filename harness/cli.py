@@ -45,7 +45,6 @@ from harness.measure import machine as machine_facts
 from harness.measure import machine_file, provenance
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
-from harness.records.run_record import SuiteText
 from harness.runs import launchers, slurm
 from harness.runs.feasibility import (
     Host,
@@ -56,7 +55,6 @@ from harness.runs.feasibility import (
     forecast,
     this_host,
 )
-from harness.runs.predict import PlanError
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
@@ -71,7 +69,6 @@ OK: Final = 0
 SOME_FAILED: Final = 1
 REFUSED: Final = 2
 _FOLLOW_SECONDS: Final = 1.0
-_MOST_NAMED: Final = 12  # trials in a message
 
 app = typer.Typer(
     name="zeropp",
@@ -249,7 +246,7 @@ def run(
     own = check_laws(asked)
 
     from harness.runs.further_repeats import batches, seconds_in
-    from harness.runs.sweep import Asked, run_sweep
+    from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
     progress = fitted_table.console(stderr=True)
@@ -276,16 +273,7 @@ def run(
     static = only is not None or (sweeps == 1 and suite.repeats.within is None)
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
-            Asked(
-                suite.name,
-                suite.question,
-                suite.role_of,
-                suite.on_failure,
-                SuiteText(name=file.name, text=suite.text, configurations=dict(suite.configurations)),
-                suite.answer,
-                suite.margin,
-                made,
-            ),
+            suite,
             first,
             folder,
             progress,
@@ -293,6 +281,7 @@ def run(
             retry_failed=retry_failed,
             more=None if static else partial(next, rest, None),
             total=len(asked),
+            on=made,
         )
         status = INTERRUPTED
         if not outcome.interrupted:
@@ -315,14 +304,7 @@ def trace(
     They are written beside the records of the suite, whose report shows the first rank's step.
     """
     suite = load(file)
-    found = {trial.id: trial for trial in suite.trials if trial.id.startswith(identity)}
-    if len(found) != 1:
-        known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in suite.trials[:_MOST_NAMED])
-        raise Refusal(
-            f"{file}: {len(found) or 'no'} trials begin with {identity!r}; it has {known}"
-            f"{', ...' if len(suite.trials) > _MOST_NAMED else ''}"
-        )
-    trial = next(iter(found.values()))
+    trial = suite.beginning(identity)
     check_feasible(file, forecast([trial], this_host()))
 
     from harness.bench.trace import told, write_trace
@@ -585,12 +567,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         return _complain("interrupted", INTERRUPTED)
     except (
         SuiteError,
-        PlanError,
         RecordError,
         Refusal,
         bench_record.BenchError,
-        check.CheckError,
-        train_command.TrainError,
         CheckpointError,
     ) as error:
         return _complain(str(error), REFUSED)

@@ -347,10 +347,5 @@ def compared(found: Sequence[Compared], out: Console) -> None:
 
 def _size(size: float | None) -> str:
     """Bytes with a decimal unit, four digits."""
-    if size is None:
-        return NONE
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:,.4g} TB"
+    column = sizes("", [size])
+    return NONE if size is None else f"{column.cells[0]} {column.unit}"

@@ -63,9 +63,7 @@ def path_of_a_trial() -> list[str]:
         suite = load(path)
         sys.setprofile(note)
         try:
-            outcome = sweep.run_sweep(
-                sweep.Asked(suite.name), suite.trials, Path(folder, "path"), Console(stderr=True)
-            )
+            outcome = sweep.run_sweep(suite, suite.trials, Path(folder, "path"), Console(stderr=True))
         finally:
             sys.setprofile(None)
         if outcome.ok != 1:

@@ -30,7 +30,8 @@ from harness.measure import machine as host
 from harness.records.bench_record import Sample
 from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.runs.predict import step_asked, units_of
-from harness.runs.sweep import Asked, run_sweep
+from harness.runs.sweep import run_sweep
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
@@ -103,7 +104,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
         Refusal: if a trial failed.
     """
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    outcome = run_sweep(Asked(SUITE, "What does this machine achieve?"), asked, folder, console)
+    outcome = run_sweep(Suite(SUITE, "What does this machine achieve?"), asked, folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")
     records = [read(path_of(folder, trial.id)) for trial in asked]

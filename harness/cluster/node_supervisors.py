@@ -58,15 +58,20 @@ class Node:
 
 @dataclass(slots=True)
 class Nodes:
-    """All nodes of a run, for the supervisor that leads."""
+    """All nodes of a run, for the supervisor that leads.
+
+    Attributes:
+        works: what ranks can be told to do, by name.
+        stuck: why no further link between these nodes would be what it is called.
+    """
 
     channel: Channel
     works: Mapping[str, Work]
     nodes: list[Node]
+    stuck: str | None = None
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _number: int = 0
     _over: bool = False
-    _stuck: str | None = None
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -149,8 +154,8 @@ class Nodes:
             LinkError: for the first node that refuses; then none is held.  After one that could not let go
                 everything is refused.
         """
-        if self._stuck is not None:
-            raise LinkError(self._stuck)
+        if self.stuck is not None:
+            raise LinkError(self.stuck)
         number = self._number
         self._number += 1
         addresses = [port.address for port in self.ports[:count]]
@@ -164,7 +169,7 @@ class Nodes:
             if "kind" in one and not (rate_mbit is None and one["kind"] == "lost")
         ]
         if refused and rate_mbit is None:
-            self._stuck = refused[0]
+            self.stuck = refused[0]
         elif refused:
             with contextlib.suppress(LinkError):  # which every later link meets
                 self.unshape(count)
@@ -180,11 +185,6 @@ class Nodes:
         """
         with contextlib.suppress(ChannelError):
             self.shape(None, count)
-
-    @property
-    def stuck(self) -> str | None:
-        """Why no further link between these nodes would be what it is called."""
-        return self._stuck
 
     def end(self, status: int) -> None:
         """Let the other supervisors end with ``status``, and wait until they know."""
@@ -294,7 +294,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         with Channel(place) as channel, contextlib.ExitStack() as last:
             last.callback(_let_go, held := contextlib.ExitStack())
             if place.waits:
-                return _idle(channel)
+                return int(channel.wait("over"))  # a process of the launcher that is no supervisor
             me = _me(channel, facts)
             channel.post(
                 f"node/{place.node}",
@@ -316,11 +316,6 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         raise Refusal(
             f"node {place.node}: the supervisor of node 0 has ended, or is lost ({error})"
         ) from error
-
-
-def _idle(channel: Channel) -> int:
-    """Wait, as a process of the launcher that is no supervisor, until the run is over."""
-    return int(channel.wait("over"))
 
 
 def _lost(node: int) -> dict[str, Any]:

@@ -222,43 +222,26 @@ def run_ranks(
 
 
 def run_in_place(
-    target: Callable[[Rank, Argument], Result],
+    target: Callable[[Rank, Argument], object],
     argument: Argument,
     launch: Launch,
     on_progress: Callable[[Progress], None] = lambda _: None,
-) -> list[Result]:
-    """Run ``target`` in this process, as one rank of the group that ``torchrun`` started.
+) -> None:
+    """Run ``target`` in this process, as one rank of as many as ``launch`` has, which ``torchrun`` started.
 
-    All ranks must call it, each with its own argument; only rank 0 gets what each rank returned.  A failure
-    on one rank ends the job, as torchrun does.
-
-    Raises:
-        Refusal: without torchrun, or with another number of ranks.
+    All ranks must call it, each with its own argument.  A failure on one rank ends the job, as torchrun does.
     """
     import torch
     import torch.distributed as dist
 
     from impl.comm.mesh import default_group
 
-    if not dist.is_torchelastic_launched():
-        topology = launch.topology
-        raise Refusal(
-            "cluster.launcher = 'torchrun' needs to be started by it: torchrun "
-            f"--nnodes={topology.nodes} --nproc-per-node={topology.ranks_per_node} --no-python zeropp run ..."
-        )
-    if not dist.is_initialized():  # a sweep joins once, for all its trials
-        with default_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds)):
-            return run_in_place(target, argument, launch, on_progress)
-    world, number = dist.get_world_size(), dist.get_rank()
-    if world != launch.topology.world:
-        raise Refusal(f"torchrun started {world} ranks, the trial has {launch.topology}")
-    torch.set_num_threads(launch.threads)
-    port = launch.ports[launch.topology.node_of(number)]
-    report = on_progress if number == 0 else lambda _: None
-    result = target(Rank(number, launch.topology, port, None, report, launch.threads), argument)
-    results: list[Any] = [None] * world if number == 0 else []
-    dist.gather_object(result, results or None)
-    return results
+    with default_group(launch.backend, timeout=timedelta(seconds=launch.timeout_seconds)):
+        number = dist.get_rank()
+        torch.set_num_threads(launch.threads)
+        port = launch.ports[launch.topology.node_of(number)]
+        report = on_progress if number == 0 else lambda _: None
+        target(Rank(number, launch.topology, port, None, report, launch.threads), argument)
 
 
 def end_if_in_group(status: int) -> None:

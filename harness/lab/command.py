@@ -23,9 +23,9 @@ def snapshot(
     steps: Annotated[str, typer.Option(help="Of the optimizer, from 0, by commas.")] = "0,20,50",
 ) -> None:
     """Keep a trial's weights and every rank's gradients before chosen steps, for bench formats."""
-    from harness.lab.snapshot import of_suite, take
+    from harness.lab.snapshot import take
 
-    trial = of_suite(load(file).trials, identity)
+    trial = load(file).beginning(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no folder {path.absolute().parent}")

@@ -13,22 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from harness.errors import Refusal
 from harness.strategies.optimizers import built, set_rates
-from harness.suites.peers import PEERS
+from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.data import Data
 from impl.plan.policy import MemoryLimits, Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.zero import plan_units
-
-KINDS: Final = ("weights", "changes", "gradients")
 
 
 def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], None]) -> None:
@@ -41,13 +38,15 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         told: is given a line for each step that is kept.
 
     Raises:
-        Refusal: for steps that the trial has not, or a file that cannot be written.
+        Refusal: for steps that the trial has not, a peer of DeepSpeed's, or a file that cannot be written.
     """
     count = trial.warmup + trial.steps
     if not steps or min(steps) < 0 or max(steps) >= count:
         raise Refusal(f"--steps {', '.join(map(str, steps))}: expected some of 0 to {count - 1}")
     if trial.workload != "train":
         raise Refusal(f"workload = {trial.workload!r}: a snapshot is of training")
+    if family_of(trial.strategy) == DEEPSPEED:
+        raise Refusal(f"strategy = {trial.strategy!r}: its optimizer is DeepSpeed's; name another trial")
     from safetensors.torch import save_file
 
     torch.set_num_threads(trial.threads or 1)
@@ -124,19 +123,3 @@ def _average(model: nn.Module, count: int) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= count
-
-
-def of_suite(trials: Sequence[Trial], identity: str) -> Trial:
-    """The trial whose id begins so.
-
-    Raises:
-        Refusal: if none or several do, or it is a peer of DeepSpeed's, whose optimizer is its own.
-    """
-    found = {trial.id: trial for trial in trials if trial.id.startswith(identity)}
-    if len(found) != 1:
-        known = ", ".join(trial.id for trial in trials[:6])
-        raise Refusal(f"{len(found) or 'no'} trials begin with {identity!r}; the suite has {known}")
-    trial = next(iter(found.values()))
-    if trial.strategy in PEERS and PEERS[trial.strategy].family == "deepspeed":
-        raise Refusal(f"strategy = {trial.strategy!r}: its optimizer is DeepSpeed's; name another trial")
-    return trial

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from harness import fitted_table
 from harness.cluster import interrupts
+from harness.errors import Refusal
 from harness.suites.labels import NONE
 from impl.codecs.codec import BuiltIn, Law
 
@@ -33,10 +34,6 @@ ELEMENTS: Final = 70_001  # as adversarial_rows.ELEMENTS, which needs torch
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation
 
 app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)
-
-
-class CheckError(ValueError):
-    """What cannot be tried; one line."""
 
 
 @app.callback()
@@ -148,18 +145,15 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
     from harness.laws.laws import Subject
 
     interrupts.take_over()  # a codec of one's own may begin what it cleans up
-    try:
-        named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
-    except subject.SubjectError as error:
-        raise CheckError(str(error)) from error
+    named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
     own = [each for each in named if isinstance(each, Subject)]
     ours: list[BuiltIn] = [each for each in named if not isinstance(each, Subject)]
     if backends and not ours:
-        raise CheckError(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
+        raise Refusal(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
     for name in backends:
         reason = subject.missing(name)
         if reason is not None:
-            raise CheckError(reason)
+            raise Refusal(reason)
     here, left_out = backends, []
     if ours and not backends:
         reasons = {name: subject.missing(name) for name in subject.BACKENDS}

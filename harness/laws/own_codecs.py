@@ -27,13 +27,10 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
         return []
     from harness.laws.adversarial_rows import outcome
     from harness.laws.command import in_lines
-    from harness.laws.subject import SubjectError, of_own
+    from harness.laws.subject import of_own
 
     for codec in sorted(codecs, key=str):
-        try:
-            subject = of_own(codec)
-        except SubjectError as error:
-            raise Refusal(str(error)) from None
+        subject = of_own(codec)
         for claim in subject.claims:
             found = outcome(subject, claim, examples=EXAMPLES, seed=0, elements=5000)
             if found.violation is not None:

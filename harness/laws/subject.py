@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from harness.errors import Refusal
 from harness.laws.laws import Promises, Subject
 from impl import ops
 from impl.codecs.codec import Block, BuiltIn, OwnCodec, Raw, parse
@@ -25,10 +26,6 @@ REPRESENTATIVE: Final = (
     "int8:64:stochastic", "int4:32:stochastic", "int4:32:asym:stochastic",
     "fp8e4m3:32:stochastic", "mxfp4:stochastic", "int4:32:hadamard8:stochastic",
 )  # fmt: skip
-
-
-class SubjectError(ValueError):
-    """A named subject cannot be checked here; one line says why."""
 
 
 def missing(backend: str) -> str | None:
@@ -75,26 +72,26 @@ def read(text: str) -> BuiltIn | Subject:
     """Resolve a codec of ours by its text form, or a user's ``module:object``.
 
     Raises:
-        SubjectError: if it is neither, naming what is wrong.
+        Refusal: if it is neither, naming what is wrong.
     """
     try:
         codec = parse(text)
         return of_own(codec) if isinstance(codec, OwnCodec) else codec
     except ValueError as error:  # CodecError, or a number of thousands of digits
-        raise SubjectError(str(error)) from error
+        raise Refusal(str(error)) from error
 
 
 def of_own(codec: OwnCodec) -> Subject:
     """A user's own codec, of which frames are tried as it writes them, without our padding.
 
     Raises:
-        SubjectError: if its device is not here.
+        Refusal: if its device is not here.
         CodecError: naming what it lacks.
     """
     thing, claimed = codec.thing, codec.claimed
     device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SubjectError(f"{codec}: its device is {device}, and torch finds no CUDA device")
+        raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
     promises = claimed or Promises(codec.laws, codec.stochastic, codec.own_bytes, codec.error_bound)
     stochastic = codec.stochastic
     return Subject(

@@ -22,7 +22,6 @@ from harness.records.memory_parts import on_device, on_host, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
 from harness.runs.predict import (
     Models,
-    PlanError,
     build_model,
     copied_bytes,
     hosted_bytes,
@@ -147,7 +146,7 @@ def findings(trial: Trial, models: Models) -> tuple[Finding, ...]:
 
     found = replace(trial.recipe(), policy=policy)
     model = build_model(trial.model, trial.sequence, models)
-    if isinstance(model, PlanError):
+    if isinstance(model, Refusal):
         return found.findings
     try:
         return laid_out(found, plan_units(model, trial.topology(), policy)).findings
@@ -166,10 +165,10 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         optimizer if isinstance(optimizer, str) else None,
     ]
     model = build_model(trial.model, trial.sequence, models)
-    if trial.activation_checkpointing and not isinstance(model, PlanError):
+    if trial.activation_checkpointing and not isinstance(model, Refusal):
         complaints.append(_check_blocks(model))
     problems = tuple(complaint for complaint in complaints if complaint)
-    if isinstance(model, PlanError):
+    if isinstance(model, Refusal):
         return Forecast(trial, problems=(*problems, str(model)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     topology, policy = trial.topology(), trial.resolved_policy()
@@ -284,13 +283,18 @@ def check_folder(folder: Path) -> list[Record]:
             f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
             f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
         )
+    check_writable(folder, f"{folder}: results folder")
+    return there
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Refuse a folder, ``name`` in the message, that nothing can be written into; it need not exist yet."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise Refusal(f"{folder}: results folder not writable: {place}: {error.strerror}") from None
-    return there
+        raise Refusal(f"{name} not writable: {place}: {error.strerror}") from None
 
 
 def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
@@ -454,14 +458,13 @@ def _check_blocks(model: nn.Module) -> str | None:
 
     try:
         workload.check_blocks(model)
-    except workload.WorkloadError as error:
+    except Refusal as error:
         return str(error)
     return None
 
 
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
-    from harness.errors import Refusal
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
     from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
 

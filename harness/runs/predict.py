@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from harness.cluster.interrupts import cleaning_up
+from harness.errors import Refusal
 from harness.records.record import Foreseen, Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
@@ -30,16 +31,12 @@ if TYPE_CHECKING:
 
 FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
-Models = dict[str, "nn.Module | PlanError"]
+Models = dict[str, "nn.Module | Refusal"]
 """Models that were built, by their text."""
 
 
-class PlanError(ValueError):
-    """A trial cannot run; the message says why, with its numbers."""
-
-
-def build_model(model: Model, sequence: int, models: Models) -> nn.Module | PlanError:
-    """Build the model on the meta device, once; returns a PlanError if it cannot be built."""
+def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
+    """Build the model on the meta device, once; returns a Refusal if it cannot be built."""
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
@@ -48,11 +45,11 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Plan
             # A user's own function may begin what it cleans up.
             with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
                 models[key] = workload.build(model, sequence)
-        except workload.WorkloadError as error:
-            models[key] = PlanError(str(error))
+        except Refusal as error:
+            models[key] = error
         except (Exception, SystemExit) as error:  # a user's own function may raise anything
             words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            models[key] = PlanError(f"model {model.name!r} cannot be built: {words}")
+            models[key] = Refusal(f"model {model.name!r} cannot be built: {words}")
     return models[key]
 
 

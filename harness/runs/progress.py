@@ -57,7 +57,11 @@ class Display:
         self._live: Live | None = None
         self._said: set[str] = set()
         if self._done:
-            console.print(f"{self._done} of {len(trials)} trials are done, and skipped", markup=False)
+            self._say(f"{self._done} of {len(trials)} trials are done, and skipped")
+
+    def _say(self, line: str) -> None:
+        """Print a line as it is, however long."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def further(self, trials: Sequence[Trial], missing: Sequence[Trial], why: str) -> None:
         """More trials follow, of which those ``missing`` have to run; says why they do, if any has."""
@@ -66,20 +70,17 @@ class Display:
         self._trials = max(self._trials, len(self._asked))
         self._done += len(trials) - len(missing)
         if missing:
-            self._console.print(why, markup=False)
+            self._say(why)
 
     def failed_before(self, failures: Sequence[Record]) -> None:
         """Say how many trials failed in earlier runs, and why."""
         if not failures:
             return
-        self._console.print(
-            f"{len(failures)} of {self._trials} trials failed before; --retry-failed runs them again:",
-            markup=False,
-        )
+        self._say(f"{len(failures)} of {self._trials} trials failed before; --retry-failed runs them again:")
         for record in failures:
             assert record.failure is not None  # noqa: S101  # it does not answer
             words = one_line(f"  {record.id} {record.failure.kind}: {record.failure.message}")
-            self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+            self._say(words)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -105,7 +106,7 @@ class Display:
         self._progress, self._reported = progress, now
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
-            self._console.print(progress.text, markup=False, highlight=False, soft_wrap=True)
+            self._say(progress.text)
 
     def finished(self, record: Record) -> None:
         """Print the outcome of the current trial from its record."""
@@ -133,11 +134,9 @@ class Display:
         name = self._name()
         eta = self._eta()
         left = "" if self._done == self._trials or not eta else f", {eta} left"
-        self._console.print(
-            f"{place} {name}: {end} ({seconds:.1f} s{left})", markup=False, highlight=False, soft_wrap=True
-        )
+        self._say(f"{place} {name}: {end} ({seconds:.1f} s{left})")
         if self._trial is not None and (found := self._found(self._trial)):
-            self._console.print(found, markup=False, highlight=False, soft_wrap=True)
+            self._say(found)
         self._trial = None
 
     def _found(self, trial: Trial) -> str:
@@ -165,23 +164,11 @@ class Display:
         assert record.failure is not None  # noqa: S101  # it does not answer
         words = one_line(f"{record.failure.kind}: {record.failure.message}")
         said = f"{self._name()}: {words}; tried again ({number} of {most})"
-        self._console.print(said, markup=False, highlight=False, soft_wrap=True)
+        self._say(said)
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before its last trial."""
-        self._console.print(
-            f"{why}; {self._done} of {self._trials} trials are done, the same command goes on",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-
-    def interrupted(self) -> None:
-        """Print that the sweep was interrupted, and what is left."""
-        self._console.print(
-            f"interrupted; {self._done} of {self._trials} trials are done, the same command goes on",
-            markup=False,
-        )
+        self._say(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
 
     def _name(self) -> str:
         if self._trial is None:

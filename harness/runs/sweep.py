@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,7 +41,7 @@ from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, SCRATCH, Cluster, failure_of
 from harness.suites.labels import counted
 from harness.suites.on_failure import SKIP, Answer
-from harness.suites.question import Said
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.deepspeed.recipe import Finding
@@ -65,43 +65,12 @@ class SweepOutcome:
     interrupted: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a suite says of all its trials together.
-
-    Attributes:
-        role_of: what the question compares a trial as; written also to records that are there.
-        on_failure: what follows a failure, by its kind; the next trial for others.
-        text: of the suite's file.
-        said: the quantity that the suite names as its answer.
-        margin: steps of training that losses may differ by; 0 leaves it to the report.
-        machine: on which steps are predicted before they run; None predicts nothing.
-    """
-
-    suite: str
-    question: str = ""
-    role_of: Callable[[Trial], str] = lambda _: ""
-    on_failure: Mapping[str, Answer] = field(default_factory=dict)
-    text: SuiteText | None = None
-    said: Said = ""
-    margin: int = 0
-    machine: Machine | None = None
-
-    def answer(self, record: Record) -> Answer:
-        """What follows the outcome of a trial."""
-        return (
-            SKIP
-            if record.answers or record.failure is None
-            else self.on_failure.get(record.failure.kind, SKIP)
-        )
-
-
 class _Stopped(Exception):  # noqa: N818 - no error of the program
     """A failure after which the suite wants no further trial."""
 
 
 def run_sweep(
-    asked: Asked,
+    suite: Suite,
     trials: Sequence[Trial],
     results: Path,
     console: Console,
@@ -110,11 +79,12 @@ def run_sweep(
     retry_failed: bool = False,
     more: Callable[[], Batch | None] | None = None,
     total: int = 0,
+    on: Machine | None = None,
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
     Args:
-        asked: of all of them.
+        suite: whose trials they are; what it says of all of them is written to records that are there, too.
         trials: of the first sweep.
         results: folder of the records.
         console: where progress is printed.
@@ -123,6 +93,7 @@ def run_sweep(
         more: the batch that follows, once all before have records, or None; a further sweep opens its links
             anew.
         total: trials that are known to come in all.
+        on: machine on which steps are predicted before they run; None predicts nothing.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
@@ -131,7 +102,7 @@ def run_sweep(
     interrupted = False
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(alone(results))
-        sweep = _Sweep(asked, results, Cluster(results, nodes), retry_failed, lease)
+        sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, lease, on)
         if (other := stack.enter_context(sharing_machine())) is not None:
             console.print(
                 f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
@@ -142,7 +113,7 @@ def run_sweep(
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
         display = stack.enter_context(
-            Display(console, trials, missing, results, total=total, role_of=asked.role_of)
+            Display(console, trials, missing, results, total=total, role_of=suite.role_of)
         )
         display.failed_before(failures)
         stack.enter_context(sweep.cluster)
@@ -159,7 +130,7 @@ def run_sweep(
             display.stopped(str(stopped))
         except KeyboardInterrupt:
             interrupted = True
-            display.interrupted()
+            display.stopped("interrupted")
     return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted)
 
 
@@ -170,7 +141,7 @@ def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[T
     for trial in batch.trials:
         record = there[trial.id]
         asked = {
-            "role": sweep.asked.role_of(trial), "answer": sweep.asked.said, "margin": sweep.asked.margin
+            "role": sweep.suite.role_of(trial), "answer": sweep.suite.answer, "margin": sweep.suite.margin
         }  # fmt: skip
         if record is not None and asked != record.model_dump(include=set(asked)):
             write(sweep.results, record.model_copy(update=asked))  # the question has changed, not the trial
@@ -199,13 +170,13 @@ def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int
     """Run one trial, and write its record."""
     display.began(trial)
     record, earlier = sweep.run(trial, display), list[Failed]()
-    answer = sweep.asked.answer(record)
+    answer = _answer(sweep.suite, record)
     while record.failure is not None and len(earlier) < answer.retries:
         earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
         display.again(record, len(earlier), answer.retries)
         display.began(trial)
         record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
-        answer = sweep.asked.answer(record)
+        answer = _answer(sweep.suite, record)
     sweep.lease.check()
     journal.append(sweep.results, record)
     if record.failure is None or record.failure.log is None:  # what an earlier run left
@@ -214,6 +185,12 @@ def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int
     display.finished(record)
     if answer.stop and record.failure is not None:
         raise _Stopped(f"on_failure.{record.failure.kind} stops the run")
+
+
+def _answer(suite: Suite, record: Record) -> Answer:
+    """What follows the outcome of a trial."""
+    failure = None if record.answers else record.failure
+    return SKIP if failure is None else suite.on_failure.get(failure.kind, SKIP)
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
@@ -287,11 +264,12 @@ class _Known:
 class _Sweep:
     """State of a sweep between trials: what is known of them, and facts about the machine."""
 
-    asked: Asked
+    suite: Suite
     results: Path
     cluster: Cluster
     retry_failed: bool
     lease: Lease
+    on: Machine | None
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)
     _known: dict[str, _Known] = field(default_factory=dict)
@@ -318,20 +296,27 @@ class _Sweep:
         if self._run is None:
             nodes = self.cluster.nodes
             facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
-            self._run = run_record.write(self.results, provenance.run_of(self.asked.text, facts))
+            self._run = run_record.write(self.results, provenance.run_of(self._text(), facts))
         failures, models = failures_before(missing, this_host()), Models()
         steps = self._foreseen(missing)
         for trial in missing:
             failure, parameters = failures.get(trial.id, (None, 0))
-            order, role = self._orders[trial.id], self.asked.role_of(trial)
+            order, role = self._orders[trial.id], self.suite.role_of(trial)
             found = list(findings(trial, models))
             self._known[trial.id] = _Known(
                 order, role, digests(trial), found, failure, parameters, steps.get(trial.id)
             )
 
+    def _text(self) -> SuiteText | None:
+        """The suite's file, for the file of the run; None if it has none."""
+        suite = self.suite
+        if not suite.text:
+            return None
+        return SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
+
     def _foreseen(self, trials: Sequence[Trial]) -> dict[str, Foreseen]:
         """The predicted steps of trials by id, where a machine is known."""
-        if (on := self.asked.machine) is None:
+        if (on := self.on) is None:
             return {}
         planned = forecast(trials, any_host())
         steps = ((one.trial.id, predict(one.trial, one.step, one.egress, on)) for one in planned)
@@ -364,11 +349,11 @@ class _Sweep:
         now, known = _now(), self._known[trial.id]
         return Record(
             id=trial.id,
-            suite=self.asked.suite,
-            question=self.asked.question,
+            suite=self.suite.name,
+            question=self.suite.question,
             role=known.role,
-            answer=self.asked.said,
-            margin=self.asked.margin,
+            answer=self.suite.answer,
+            margin=self.suite.margin,
             trial=trial.canonical(),
             started=now,
             finished=now,

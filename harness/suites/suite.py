@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from harness.errors import Refusal
 from harness.suites.on_failure import Answer
 from harness.suites.question import Said
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
+
+_MOST_NAMED: Final = 12  # trials in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +28,22 @@ class Suite:
         kept: fields that are left out of strategies, and why, one line each.
         roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
         on_failure: what a run does after a failed trial, by kind; :data:`SKIP` for others.
-        text: of its file.
+        file, text: its file's name, and what it holds; empty if it is of none.
         configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
         answer: the quantity that answers the question; empty leaves it to the axes.
         margin: steps of training that losses may differ by; 0 leaves it to the report.
     """
 
     name: str
-    question: str
-    time: str
-    cells: tuple[Trial, ...]
-    repeats: Repeats
-    merged: tuple[str, ...]
+    question: str = ""
+    time: str = "not stated"
+    cells: tuple[Trial, ...] = ()
+    repeats: Repeats = field(default_factory=Repeats)
+    merged: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     roles: Mapping[str, str] = field(default_factory=dict)
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
+    file: str = ""
     text: str = ""
     configurations: Mapping[str, str] = field(default_factory=dict)
     answer: Said = ""
@@ -68,6 +72,19 @@ class Suite:
         """The ids of all trials for which so many sweeps may ask."""
         repeats = range(sweeps * self.repeats.most)
         return {one.model_copy(update={"repeat": repeat}).id for one in self.cells for repeat in repeats}
+
+    def beginning(self, identity: str) -> Trial:
+        """The trial of the first sweep whose id begins so.
+
+        Raises:
+            Refusal: if none or several do.
+        """
+        found = {trial.id: trial for trial in self.trials if trial.id.startswith(identity)}
+        if len(found) != 1:
+            known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
+            count = f"{len(found) or 'no'} trials begin with {identity!r}"
+            raise Refusal(f"suite {self.name!r}: {count}; it has {known}")
+        return next(iter(found.values()))
 
     def trial(self, identity: str, sweeps: int) -> Trial:
         """The trial of an id among those for which so many sweeps may ask.

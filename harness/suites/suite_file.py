@@ -103,7 +103,7 @@ def load(path: Path) -> Suite:
     text, tables = _parse(path)
     folder.find_from(path.parent)
     expansion = _Expansion(path, tables)
-    return replace(expansion.suite(), text=text, configurations=expansion.configurations)
+    return replace(expansion.suite(), file=path.name, text=text, configurations=expansion.configurations)
 
 
 def name_of(path: Path) -> str:

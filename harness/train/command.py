@@ -17,7 +17,7 @@ from typer import Option
 from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.measure import machine
-from harness.runs.feasibility import this_host
+from harness.runs.feasibility import check_writable, this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from impl.checkpoint.commit import resolve
@@ -37,10 +37,6 @@ MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
 LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
 MOST_PARAMETERS: Final = 1e15
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
-
-
-class TrainError(Exception):
-    """What ``zeropp train`` is asked cannot be done; one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +101,21 @@ class Settings:
         """Refuse flags that contradict each other, and files that cannot be read or written.
 
         Raises:
-            TrainError, CheckpointError: naming the flag.
+            Refusal, CheckpointError: naming the flag.
         """
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
-                raise TrainError(
+                raise Refusal(
                     f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here"
                 )
         if self.save is None and (self.save_every or self.keep):
             flag = "--save-every" if self.save_every else "--keep"
-            raise TrainError(f"{flag}: where to? give --save FOLDER")
+            raise Refusal(f"{flag}: where to? give --save FOLDER")
         if self.fp16 and self.bf16:
-            raise TrainError("--fp16 and --bf16: expected at most one of them")
+            raise Refusal("--fp16 and --bf16: expected at most one of them")
         if self.save is not None:
-            _check_writable(self.save)
+            check_writable(self.save, f"--save {self.save}:")
         if self.resume is not None:
             read_manifest(resolve(self.resume))
 
@@ -135,18 +131,18 @@ def train(**flags: Any) -> None:
     try:
         config = {} if settings.deepspeed_config is None else load(settings.deepspeed_config)
     except DeepSpeedError as error:  # names the file
-        raise TrainError(str(error)) from None
+        raise Refusal(str(error)) from None
     try:
         trial, found = _trial(settings, config, shape, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
-        raise TrainError(f"{settings.deepspeed_config or 'flags'}: {error}") from None
+        raise Refusal(f"{settings.deepspeed_config or 'flags'}: {error}") from None
     job = Job(
         trial, shape, load=settings.resume, save=settings.save, every=settings.save_every, keep=settings.keep
     )
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
     problem = _refused(job, found, speaks=speaks)
     if problem and not settings.plan:
-        raise TrainError(f"too big for memory: {problem}; the table says what other stages need")
+        raise Refusal(f"too big for memory: {problem}; the table says what other stages need")
     if not settings.plan:
         _run(job)
 
@@ -252,7 +248,7 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
     each = ranks_per_node or (max(1, world // nodes) if nodes else _torchrun("LOCAL_WORLD_SIZE"))
     topology = Topology(nodes or max(1, world // each), each)
     if topology.world != world:
-        raise TrainError(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
+        raise Refusal(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
     return topology, True
 
 
@@ -260,18 +256,8 @@ def _torchrun(name: str) -> int:
     """A count that torchrun leaves in the environment."""
     said = os.environ.get(name, "")
     if not said.isdecimal() or not int(said):
-        raise TrainError(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
+        raise Refusal(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
     return int(said)
-
-
-def _check_writable(folder: Path) -> None:
-    """Refuse a folder that checkpoints cannot be written into, before any time is spent on training."""
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise TrainError(f"--save {folder}: not writable: {place}: {error.strerror}") from None
 
 
 def _shape(settings: Settings) -> GPTShape:
@@ -286,9 +272,9 @@ def _shape(settings: Settings) -> GPTShape:
     }
     shape = replace(base, **{name: size for name, size in given.items() if size is not None})
     if shape.width % shape.heads:
-        raise TrainError(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
+        raise Refusal(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
     if (numel := 12 * shape.layers * shape.width**2 + shape.vocab * shape.width) > MOST_PARAMETERS:
-        raise TrainError(f"{shape}: some {numel:.1e} parameters, expected at most {MOST_PARAMETERS:.0e}")
+        raise Refusal(f"{shape}: some {numel:.1e} parameters, expected at most {MOST_PARAMETERS:.0e}")
     return shape
 
 
@@ -313,7 +299,7 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
         found = needs(model, policy, trial, activations=held)
     except (ValueError, ZeroError) as error:
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
-        raise TrainError(f"{error}{option}") from None
+        raise Refusal(f"{error}{option}") from None
     finally:
         for finding in recipe.findings if speaks else ():
             print(finding)
@@ -357,6 +343,6 @@ def _run(job: Job) -> None:
         try:
             start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))
         except LaunchError as error:
-            raise TrainError(f"{error} (log: {error.log})") from None
+            raise Refusal(f"{error} (log: {error.log})") from None
         except (*REFUSALS, CheckpointError, LossScaleError, ZeroError) as error:
-            raise TrainError(str(error)) from None
+            raise Refusal(str(error)) from None

@@ -9,13 +9,11 @@ almost no padding.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -37,15 +35,11 @@ from harness.suites.model_sizes import (
 )
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
-from impl.codecs.own_object import see
+from impl.codecs.own_object import OwnObjectError, import_object
 from impl.zero import find_blocks
 
 _INIT_STD: Final = 0.02
 _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
-
-
-class WorkloadError(Refusal):
-    """A model cannot be built as asked; the message names it and what is allowed."""
 
 
 @dataclass(slots=True)
@@ -218,19 +212,19 @@ def build(model: Model, sequence: int) -> nn.Module:
         sequence: tokens of a sequence.
 
     Raises:
-        WorkloadError: unknown argument, sizes that do not fit, or a function that
+        Refusal: unknown argument, sizes that do not fit, or a function that
             does not take what it is called with, or returns something else than a module.
     """
     if ":" in model.name:
         built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
         if not isinstance(built, nn.Module):
-            raise WorkloadError(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
+            raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built
     shape = shape_of(model)
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
     if sequence not in PATCHES:
-        raise WorkloadError(
+        raise Refusal(
             f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
             f"{IMAGE_SIDE} pixels; expected one of {', '.join(map(str, PATCHES))}"
         )
@@ -240,7 +234,7 @@ def build(model: Model, sequence: int) -> nn.Module:
 def shape_of(model: Model) -> Shape:
     """Sizes of a preset with the model's changes; raises as :func:`build`."""
     if model.name not in PRESETS:  # of a record: suites are checked where they are read
-        raise WorkloadError(
+        raise Refusal(
             f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
             f"{suggestion(model.name, PRESETS)}"
         )
@@ -248,19 +242,17 @@ def shape_of(model: Model) -> Shape:
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
         if name not in known:
-            raise WorkloadError(
+            raise Refusal(
                 f"model {model.name!r}: unknown argument {name!r}, expected one of {', '.join(known)}"
                 f"{suggestion(name, known)}"
             )
         if type(value).__name__ != known[name] or (type(value) is int and value < 1):
             wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
-            raise WorkloadError(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
+            raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
     changed: dict[str, Any] = dict(model.arguments)
     shape = replace(preset, **changed)
     if shape.width % shape.heads:
-        raise WorkloadError(
-            f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}"
-        )
+        raise Refusal(f"model {model.name!r}: {shape.heads} heads do not divide a width of {shape.width}")
     return shape
 
 
@@ -279,7 +271,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     an attribute, so that copies of the model run their own blocks.
 
     Raises:
-        WorkloadError: for a model without blocks.
+        Refusal: for a model without blocks.
     """
     check_blocks(model)
     for block in find_blocks(model):
@@ -290,10 +282,10 @@ def check_blocks(model: nn.Module) -> None:
     """Refuse a model whose activations cannot be checkpointed.
 
     Raises:
-        WorkloadError: if it has no blocks.
+        Refusal: if it has no blocks.
     """
     if not find_blocks(model):
-        raise WorkloadError(
+        raise Refusal(
             "activation_checkpointing: the model has no blocks; expected some in a ModuleList or Sequential"
         )
 
@@ -311,18 +303,15 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     """Import the function of ``module:function``, also from the working folder."""
-    name = model.name
-    module_name, _, function_name = name.partition(":")
-    see(Path.cwd())
+    name, function_name = model.name, model.name.partition(":")[2]
     try:
-        module = importlib.import_module(module_name)
-        function: Callable[..., object] | None = getattr(module, function_name, None)  # may import, too
-    except ImportError as error:
-        raise WorkloadError(f"model {name!r}: cannot import {module_name!r}: {error}") from error
+        function: Callable[..., object] = import_object(name)
+    except OwnObjectError as error:
+        raise Refusal(f"model {error}") from error
     if not callable(function):
-        raise WorkloadError(f"model {name!r}: {module_name} has no function {function_name!r}")
+        raise Refusal(f"model {name!r}: {function_name!r} is no function")
     if "sequence" in model.arguments:
-        raise WorkloadError(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
+        raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     try:
         signature = inspect.signature(function)
     except ValueError:  # of what is not written in Python: calling it says what it takes
@@ -332,7 +321,7 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
         signature.bind(**given)
     except TypeError as error:
         call = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise WorkloadError(
+        raise Refusal(
             f"model {name!r}: called as {function_name}({call}), with model.arguments beside the suite's "
             f"sequence, but it is {function_name}{signature}: {error}"
         ) from None

@@ -30,7 +30,7 @@ from harness.records.record import (
     Step,
     write,
 )
-from harness.runs.sweep import Asked
+from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
 
@@ -420,8 +420,8 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A sweep and a report that only note how they were called."""
     calls: list[tuple[Any, ...]] = []
 
-    def run_sweep(asked: Asked, trials: list[Trial], results: Path, console: object, **_: object) -> object:
-        name = asked.suite
+    def run_sweep(suite: Suite, trials: list[Trial], results: Path, console: object, **_: object) -> object:
+        name = suite.name
         calls.append(("sweep", name, len(trials), results))
         return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
 
@@ -437,7 +437,6 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build), lead):
         fake = types.ModuleType(module)
         setattr(fake, function.__name__, function)
-        fake.Asked = Asked  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module, fake)
     return calls
 

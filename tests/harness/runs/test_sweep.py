@@ -29,9 +29,10 @@ from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan
 from harness.runs import lease
 from harness.runs.further_repeats import Batch
-from harness.runs.sweep import LOCK, Asked, SweepOutcome, alone, finished, run_sweep
+from harness.runs.sweep import LOCK, SweepOutcome, alone, finished, run_sweep
 from harness.runs.trial_on_cluster import SCRATCH
 from harness.suites.on_failure import answers
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_rank_processes import until
@@ -70,7 +71,7 @@ def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **change
 
 def sweep(trials: list[Trial], results: Path) -> tuple[SweepOutcome, str]:
     shown = io.StringIO()
-    outcome = run_sweep(Asked("test"), trials, results, Console(file=shown, width=60))
+    outcome = run_sweep(Suite("test"), trials, results, Console(file=shown, width=60))
     return outcome, shown.getvalue()
 
 
@@ -154,7 +155,7 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
     for ok, skipped in ((6, 0), (0, 6)):
         asking = ask()
         shown = Console(file=io.StringIO(), width=60)
-        outcome = run_sweep(Asked("test"), first, tmp_path, shown, more=partial(next, asking, None), total=4)
+        outcome = run_sweep(Suite("test"), first, tmp_path, shown, more=partial(next, asking, None), total=4)
         assert outcome == SweepOutcome(ok=ok, failed=0, skipped=skipped)
     records = read_all(tmp_path)
     assert [record.id for record in records] == [one.id for one in (*first, *later, *last)]
@@ -167,7 +168,7 @@ def test_progress_counts_batches_as_they_come(tmp_path: Path) -> None:
     asking = iter([Batch(0, (trial("single", repeat=1),)), Batch(1, (trial("single", repeat=2),))])
     shown = io.StringIO()
     console = Console(file=shown, width=80)
-    run_sweep(Asked("test"), [trial("single")], tmp_path, console, more=partial(next, asking, None), total=2)
+    run_sweep(Suite("test"), [trial("single")], tmp_path, console, more=partial(next, asking, None), total=2)
     lines = shown.getvalue().splitlines()
     assert [line.split()[0] for line in lines if line.startswith("[")] == ["[1/2]", "[2/2]", "[3/3]"]
     assert "some intervals are not narrow enough: 1 trial" in lines
@@ -315,7 +316,7 @@ def test_what_follows_a_failure_is_the_suites_to_say(
     left.write_text("xx", encoding="utf-8")
     model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
     trials = [trial("single", model=model), trial("single")]
-    asked, shown = Asked("test", on_failure=answers({"killed": answer})), io.StringIO()
+    asked, shown = Suite("test", on_failure=answers({"killed": answer})), io.StringIO()
     outcome = run_sweep(asked, trials, tmp_path / "r", Console(file=shown))
     assert outcome == SweepOutcome(ok=ok, failed=2 - ok - (answer == "stop"), skipped=0)
     record = read(tmp_path / "r" / f"{trials[0].id}.json")
@@ -376,7 +377,7 @@ def test_nodes_that_cannot_be_throttled_so_are_refused(
         {**TINY, "strategy": "zero3", "cluster": {"launcher": "torchrun", **cluster}}
     )
     silent = Nodes(None, {}, nodes)  # type: ignore[arg-type]  # nothing is said to them
-    run_sweep(Asked("test"), [asked], tmp_path, Console(file=io.StringIO()), nodes=silent)
+    run_sweep(Suite("test"), [asked], tmp_path, Console(file=io.StringIO()), nodes=silent)
     failure = read(tmp_path / f"{asked.id}.json").failure
     assert failure is not None
     assert failure.kind == "link"
@@ -420,7 +421,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Link, "check", check)
     one = trial("zero3", kind="paced", rate="200 Mbit/s")
-    asked = Asked("test", on_failure=answers({"link": "retry 2"}))
+    asked = Suite("test", on_failure=answers({"link": "retry 2"}))
     outcome = run_sweep(asked, [one], tmp_path, Console(file=io.StringIO()))
     assert outcome == SweepOutcome(ok=1, failed=0, skipped=0)
     assert len(calibrated) == 2
@@ -464,10 +465,11 @@ from pathlib import Path
 from rich.console import Console
 from harness.suites.on_failure import answers
 from harness.suites.trial import Trial
-from harness.runs.sweep import Asked, run_sweep
+from harness.runs.sweep import run_sweep
+from harness.suites.suite import Suite
 if __name__ == "__main__":
     trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
-    print(run_sweep(Asked("test"), [trial], Path({str(tmp_path)!r}) / "results", Console()))
+    print(run_sweep(Suite("test"), [trial], Path({str(tmp_path)!r}) / "results", Console()))
 """
     )
     shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from harness.errors import Refusal
 from harness.suites.model_sizes import (
     IMAGE_SIDE,
     PATCHES,
@@ -26,7 +27,7 @@ from harness.suites.model_sizes import (
 from harness.suites.trial import Model, Trial
 from harness.workloads.data import Data
 from harness.workloads.generation import decode
-from harness.workloads.models import GPT, WorkloadError, build, shape_of
+from harness.workloads.models import GPT, build, shape_of
 
 LOG = Path(__file__).resolve().parents[3] / "report" / "published" / "zeropp_tutorial_log.csv"
 
@@ -209,7 +210,7 @@ def test_a_users_function_builds_the_model() -> None:
 def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[str, int], words: str) -> None:
     """In one line: how it is called, and what it takes."""
     words = words.replace("(sequence", "\\(sequence", 1).replace("), .*", "\\), .*")
-    with pytest.raises(WorkloadError, match=words) as caught:
+    with pytest.raises(Refusal, match=words) as caught:
         build(Model(name=f"{__name__}:{name}", arguments=arguments), 16)
     assert "\n" not in str(caught.value)
 
@@ -223,7 +224,7 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
         (Model(arguments={"tied": 1}), "true or false"),
         (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
-        (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
+        (Model(name=f"{__name__}:nothing"), "has no 'nothing'"),
         (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
         (Model(name="os.path:join"), "called as join.sequence=16.*unexpected|missing"),
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
@@ -231,7 +232,7 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
 )
 def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None:
     """Bad names and sizes raise one line that says what is wrong."""
-    with pytest.raises(WorkloadError, match=words) as caught:
+    with pytest.raises(Refusal, match=words) as caught:
         build(model, 16)
     assert "\n" not in str(caught.value)
 
@@ -241,7 +242,7 @@ def test_a_preset_of_an_old_record_is_named_where_it_is_built() -> None:
     fields = Trial().canonical()
     old = Trial.from_canonical(fields | {"model": fields["model"] | {"name": "gpt-old"}}).model
     assert old.name == "gpt-old"
-    with pytest.raises(WorkloadError, match="'gpt-old': expected one of gpt-tiny"):
+    with pytest.raises(Refusal, match="'gpt-old': expected one of gpt-tiny"):
         build(old, 16)
 
 
@@ -250,7 +251,7 @@ def test_a_module_that_imports_late_is_named(tmp_path: Path, monkeypatch: pytest
     lines = 'def __getattr__(name):\n    raise ImportError("no such extra")\n'
     (tmp_path / "imports_late.py").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WorkloadError, match="cannot import 'imports_late': no such extra"):
+    with pytest.raises(Refusal, match="imports_late has no 'make': ImportError: no such extra"):
         build(Model(name="imports_late:make"), 16)
 
 
@@ -284,7 +285,5 @@ def test_recomputation_repeats_the_blocks() -> None:
 
 def test_patches_that_make_no_image_are_refused() -> None:
     """A vision model whose sequence is no square of equal patches is refused, naming those that are."""
-    with pytest.raises(
-        WorkloadError, match=r"sequence = 128 patches do not .* one of 1, 4, 16, 64, 256, 1024"
-    ):
+    with pytest.raises(Refusal, match=r"sequence = 128 patches do not .* one of 1, 4, 16, 64, 256, 1024"):
         build(Model(name="vit-tiny"), 128)
