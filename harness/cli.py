@@ -250,23 +250,19 @@ def run(
 
     interrupts.take_over()
     progress = fitted_table.console(stderr=True)
-    progress.print(f"{suite.name}: {suite.question}", markup=False)
+    fitted_table.say(f"{suite.name}: {suite.question}", progress)
     count = counted(len(suite.trials), "trial")
     times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
     each = " (each)" if sweeps > 1 else ""
-    progress.print(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", markup=False)
+    fitted_table.say(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", progress)
     if only is not None:
-        progress.print(f"Of them {only} alone.", markup=False)
+        fitted_table.say(f"Of them {only} alone.", progress)
     if own:
-        progress.print(f"The declared laws of {', '.join(own)} hold.", markup=False)
+        fitted_table.say(f"The declared laws of {', '.join(own)} hold.", progress)
     known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
     if others := len({record.id for record in there} - known):
-        progress.print(
-            f"This folder also holds {counted(others, 'record')} that this suite does not ask for; the "
-            "report draws them too.",
-            markup=False,
-            soft_wrap=True,
-        )
+        what = f"{counted(others, 'record')} that this suite does not ask for"
+        fitted_table.say(f"This folder also holds {what}; the report draws them too.", progress)
 
     rest = batches(suite, sweeps, seconds_in(folder))
     first = next(rest).trials if only is None else asked

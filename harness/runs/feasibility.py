@@ -11,12 +11,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from harness.cluster.interrupts import cleaning_up
-from harness.errors import CorpusError, Refusal
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
@@ -42,9 +42,6 @@ from impl.plan import memory as held
 from impl.plan.policy import PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
@@ -155,23 +152,31 @@ def findings(trial: Trial, models: Models) -> tuple[Finding, ...]:
 
 
 def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
-    optimizer = _check_optimizer(trial)
+    import torch
+
+    from harness.workloads.models import check_blocks
+    from impl.ops import check_devices
+
+    optimizer, policy, cluster = _check_optimizer(trial), trial.resolved_policy(), trial.cluster
+    codecs = () if policy is None else policy.own_codecs
     complaints = [
         _check_ranks(trial, host),
-        _check_corpus(trial),
+        _refused(lambda: samples.check(trial)),
         _check_link(trial, host),
-        _check_launcher(trial),
-        _check_codecs(trial),
+        _refused(lambda: check_devices(torch.device(cluster.device), codecs)),
         optimizer if isinstance(optimizer, str) else None,
     ]
+    if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
+        count = len(cluster.hosts)
+        complaints.append(f"cluster.hosts has {count} names; expected one for each of {cluster.nodes} nodes")
     model = build_model(trial.model, trial.sequence, models)
     if trial.activation_checkpointing and not isinstance(model, Refusal):
-        complaints.append(_check_blocks(model))
+        complaints.append(_refused(partial(check_blocks, model)))
     problems = tuple(complaint for complaint in complaints if complaint)
     if isinstance(model, Refusal):
         return Forecast(trial, problems=(*problems, str(model)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    topology, policy = trial.topology(), trial.resolved_policy()
+    topology = trial.topology()
     found = Forecast(trial, parameters)
     state = optimizer if isinstance(optimizer, int) else 0
     memory: dict[str, int] | None = peer_memory(trial, parameters, topology, state)
@@ -393,14 +398,6 @@ def _check_ranks(trial: Trial, host: Host) -> str | None:
     return None
 
 
-def _check_corpus(trial: Trial) -> str | None:
-    try:
-        samples.check(trial)
-    except CorpusError as error:
-        return str(error)
-    return None
-
-
 def _check_link(trial: Trial, host: Host) -> str | None:
     """Why the link cannot be opened here, or cannot limit a peer's rate; None if it can."""
     cluster, peer = trial.cluster, trial.strategy in PEERS and trial.strategy != "single"
@@ -430,35 +427,11 @@ def _check_link(trial: Trial, host: Host) -> str | None:
     return None
 
 
-def _check_launcher(trial: Trial) -> str | None:
-    cluster = trial.cluster
-    if cluster.launcher == "local":
-        return None
-    if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
-        return f"cluster.hosts has {len(cluster.hosts)} names; expected one for each of {cluster.nodes} nodes"
-    return None
-
-
-def _check_codecs(trial: Trial) -> str | None:
-    """Why its codecs cannot run on its device: what ranks would refuse."""
-    import torch
-
-    from impl.ops import check_devices
-
-    policy = trial.resolved_policy()
+def _refused(check: Callable[[], None]) -> str | None:
+    """What a check refuses; None for nothing."""
     try:
-        check_devices(torch.device(trial.cluster.device), policy.own_codecs if policy else ())
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _check_blocks(model: nn.Module) -> str | None:
-    from harness.workloads import models as workload
-
-    try:
-        workload.check_blocks(model)
-    except Refusal as error:
+        check()
+    except (Refusal, ValueError) as error:
         return str(error)
     return None
 

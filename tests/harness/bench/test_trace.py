@@ -85,7 +85,7 @@ def test_a_step_of_every_rank_is_in_the_file(
 
 @pytest.mark.parametrize(
     ("identity", "words"),
-    [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials of suite .* begin with ''")],
+    [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")],
 )
 def test_an_unknown_trial_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, words: str
