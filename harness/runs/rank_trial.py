@@ -110,7 +110,7 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
     """Run a trial on this rank; the default process group is initialised.
 
     Raises:
-        Refusal, PolicyError, GeometryError, CorpusError, WorkloadError: it cannot be run as asked.
+        Refusal, PolicyError, GeometryError, CorpusError: it cannot be run as asked.
         TrialError: a check of its results failed.
     """
     folder.find_from(assignment.folder)
