@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(256, 4) encode_given(const Arguments a) {
 // Version 2: thread blocks of 256 with a tile each; a.tile is a multiple of the block and of 8.  A rotation
 // of such blocks has groups of 2 or 4, inside octets.
 template <class Scheme>
-__global__ void __launch_bounds__(256) encode_staged(const Arguments a) {
+__global__ void __launch_bounds__(256, 4) encode_staged(const Arguments a) {
     __shared__ float staged[kStaged];
     __shared__ float scales[kStagedBlocks], offsets[kStagedBlocks];
     const Coding& c = a.coding;
