@@ -66,10 +66,15 @@ def table(derived: Derived, suite: str) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns of one value, but for the contender's, stand in the line above it; a place stands
-    in the first of the rows that share it.
+    """A table whose columns of one value, but for the contender's, and what all places share stand in the
+    line above it; a place stands in the first of the rows that share it.
     """
     columns = list(zip(head, zip(*rows, strict=True), strict=True))
+    if head[0] == "where" and len(set(columns[0][1])) > 1:
+        places = [place.split(", ") for place in columns[0][1]]
+        shared = [part for part in places[0] if all(part in place for place in places)]
+        title = ", ".join((title, *shared))
+        columns[0] = head[0], tuple(", ".join(p for p in place if p not in shared) for place in places)
     common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
     shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
     said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))

@@ -43,7 +43,8 @@ _LOSSES: Final = "convergence_long"  # whose answer README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
-_MOST_ROWS: Final = 6  # of a suite's table
+_MOST_ROWS: Final = 7  # of a suite's table; of a longer one only _FIRST
+_FIRST: Final = 3
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {
     "loss": "losses", "memory": "memory", "tokens": "generation"
@@ -203,7 +204,13 @@ def _table(derived: Derived) -> Table:
         for one in shown.columns
         if one.title not in _ON_THE_PAGE and one.key not in ("bytes_ratio", "_gain")
     )
-    return replace(shown, columns=tuple(kept), data=shown.data[:_MOST_ROWS])
+    rows = len(shown.data) - _left(shown)
+    return replace(shown, columns=tuple(kept), data=shown.data[:rows])
+
+
+def _left(whole: Table) -> int:
+    """How many of its rows are left to the page."""
+    return len(whole.data) - _FIRST if len(whole.data) > _MOST_ROWS else 0
 
 
 def _whole(derived: Derived) -> Table:
@@ -218,8 +225,8 @@ def _whole(derived: Derived) -> Table:
 
 def _rest(derived: Derived) -> str:
     """How many rows of a long table are on the suite's page alone."""
-    more = len(_whole(derived).data) - _MOST_ROWS
-    return f"\n{counted(more, 'more row')} on the page.\n" if more > 0 else ""
+    more = _left(_whole(derived))
+    return f"\n{counted(more, 'more row')} on the page.\n" if more else ""
 
 
 def _claims(found: Mapping[str, Derived]) -> str:

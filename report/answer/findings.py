@@ -246,6 +246,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
     15: ("frontier", differing_by("DeepSpeed's", "LoCo", base=NAMES["zeropp"])),
     16: ("convergence_long", verdicts), 17: ("equal_memory", memory),
+    18: ("inner_rate", lead), 19: ("slow_node", lead),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
 

@@ -108,8 +108,10 @@ def trials(frames: Frames) -> pd.DataFrame:
         for row in table[["id", "step_seconds", "processes"]].to_dict("records")
     ]
     table["first"] = table.groupby("contender")["order"].transform("min")
-    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "where"]
-    return table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+    table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
+    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
+    ordered = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+    return ordered.drop(columns="_where")
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:

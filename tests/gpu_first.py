@@ -1,0 +1,312 @@
+"""``python -m tests.gpu_first``: what a GPU is asked first, in one process, each answer written as it comes.
+
+For a device that is lent for minutes.  Every answer is a line of JSON, printed and appended to ``--out``,
+so who is killed leaves what was found.  In order: the device, every kernel beside the reference, GB/s beside
+a copy, what a launch costs the host, and a step of 1 B parameters beside the plain module and FSDP2.  What
+fails is a line, and the next is tried.  ``--device cpu`` rehearses it in tiny sizes.  It needs torch, NumPy
+and CuPy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from impl import ops
+from impl.codecs.codec import Codec, parse
+from impl.codecs.reference import DTYPES, REFERENCE
+from impl.codecs.rounding_noise import Noise
+from impl.comm.mesh import Mesh
+from impl.plan.policy import preset
+from impl.plan.topology import Topology
+from impl.zero import shard
+
+TRIED: Final = (
+    *(
+        "int8:2048",
+        "int4:256",
+        "int4:256:clip",
+        "int4:128:hadamard32",
+        "int8:256:stochastic",
+        "int4:256:asym",
+    ),
+    *("int4:256:stochastic", "int6:256", "int3:64", "int8:shard", "fp8e4m3:128", "mxfp8", "mxfp4"),
+)
+TIMED: Final = (
+    *("int8:2048", "int8:256", "int4:256", "int8:256:stochastic", "int4:256:stochastic"),
+    *("fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32"),
+)
+HOPS: Final = (("int8:256", "int4:256"), ("int4:256", "int4:256"), ("int4:256", "int4:256:stochastic"))
+SOURCES: Final = 8
+ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
+Found = dict[str, Any]
+Question = tuple[Found, Callable[[], Found]]  # what is asked, and who answers
+
+
+def noise_of(codec: Codec) -> Noise | None:
+    """Random bits of one row, where the codec takes some."""
+    return Noise((1, 2, 3, 4)) if codec.stochastic else None
+
+
+def seconds_of(device: torch.device, operation: Callable[[], object], rounds: int) -> float:
+    """Median seconds of an operation, by events on a GPU, where launches queue ahead."""
+    for _ in range(3):
+        operation()
+    if device.type == "cpu":
+        clock = [time.perf_counter()]
+        for _ in range(rounds):
+            operation()
+            clock.append(time.perf_counter())
+        return statistics.median(b - a for a, b in itertools.pairwise(clock))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+    for mark in marks:
+        mark.record()
+        operation()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+
+
+def of_device(device: torch.device) -> Found:
+    """Names and versions."""
+    found = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if device.type == "cuda":
+        import cupy
+
+        found |= {
+            "name": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
+            "driver": cupy.cuda.runtime.driverGetVersion(), "cupy": cupy.__version__,
+            "nvrtc": cupy.cuda.nvrtc.getVersion(), "bytes": torch.cuda.mem_get_info()[1],
+        }  # fmt: skip
+    return {**found, "backend": ops.backend_of(device)}
+
+
+def is_reference(codec: Codec, kind: str, device: torch.device) -> Found:
+    """Bytes and elements in which the device's kernels are not the reference: of rows with zeros, large and
+    small values and an end that fills no block.
+    """
+    dtype, numel = DTYPES[kind], codec.grain * -(-9001 // codec.grain)
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(SOURCES, numel, generator=draw) * torch.logspace(-6, 3, SOURCES).unsqueeze(1)
+    x[:, : numel // 9] = 0
+    x = x.to(dtype)
+    frames = [
+        torch.zeros(SOURCES, codec.frame_bytes(numel), dtype=torch.uint8, device=d) for d in ("cpu", device)
+    ]
+    sums = [torch.empty(numel, device=d) for d in ("cpu", device)]
+    back = [torch.empty(SOURCES, numel, dtype=dtype, device=d) for d in ("cpu", device)]
+    noise = noise_of(codec)
+    for operations, at, there in ((REFERENCE, 0, torch.device("cpu")), (ops, 1, device)):
+        operations.encode(codec, x.to(there), frames[at], noise=noise)
+        operations.decode(codec, frames[at], back[at])
+        operations.decode_sum(codec, frames[at], sums[at])
+    off = [int((a != b.cpu()).sum()) for a, b in (frames, back, sums)]
+    return {"equal": not any(off), "off": off, "of": [frames[0].numel(), back[0].numel(), numel]}
+
+
+def rates(text: str, mebibytes: int, device: torch.device, rounds: int) -> Found:
+    """GB/s of a codec's operations on bf16 elements, and their share of a copy's."""
+    codec, numel = parse(text), mebibytes * 2**19
+    x = torch.randn(numel, device=device).bfloat16()
+    back, size = torch.empty_like(x), codec.frame_bytes(numel)
+    frame, noise = torch.zeros(size, dtype=torch.uint8, device=device), noise_of(codec)
+    copy = 2 * x.nbytes / seconds_of(device, lambda: back.copy_(x), rounds)
+    encode = seconds_of(device, lambda: ops.encode(codec, x, frame, noise=noise), rounds)
+    decode = seconds_of(device, lambda: ops.decode(codec, frame, back), rounds)
+    part = numel // SOURCES
+    frames = torch.zeros(SOURCES, codec.frame_bytes(part), dtype=torch.uint8, device=device)
+    for source in range(SOURCES):
+        ops.encode(codec, x[:part], frames[source], noise=noise)
+    out = torch.empty(part, device=device)
+    summed = seconds_of(device, lambda: ops.decode_sum(codec, frames, out), rounds)
+    found: Found = {"copy_gb": round(copy / 1e9, 1)}
+    for name, moved, took in (
+        ("encode", x.nbytes + size, encode),
+        ("decode", x.nbytes + size, decode),
+        ("decode_sum", frames.nbytes + out.nbytes, summed),
+    ):
+        found |= {
+            f"{name}_gb": round(moved / took / 1e9, 1),
+            f"{name}_of_copy": round(moved / took / copy, 3),
+        }
+    for first, second in HOPS:
+        if first == text:
+            onward = parse(second)
+            again, drawn = (
+                torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device),
+                noise_of(onward),
+            )
+
+            def fuse(onward: Codec = onward, again: Tensor = again, drawn: Noise | None = drawn) -> None:
+                ops.decode_sum_encode(codec, onward, frames, again, part, noise=drawn)
+
+            moved = (frames.nbytes + again.nbytes) / seconds_of(device, fuse, rounds)
+            found[f"to_{second}_of_copy"] = round(moved / copy, 3)
+    return found
+
+
+def launch(text: str, device: torch.device) -> Found:
+    """Microseconds of the host for a small encoding that is asked for again."""
+    codec, x = parse(text), torch.randn(4096, device=device).bfloat16()
+    frame = torch.zeros(codec.frame_bytes(4096), dtype=torch.uint8, device=device)
+    took = []
+    for _ in range(300):
+        begun = time.perf_counter()
+        ops.encode(codec, x, frame)
+        took.append(time.perf_counter() - begun)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return {"host_us": round(1e6 * statistics.median(took), 1)}
+
+
+class Net(nn.Module):
+    """A transformer of ``layers`` blocks over tokens; its loss."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width,
+                width // 64,
+                4 * width,
+                dropout=0.0,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """() of (B, T)."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def engine(name: str, tokens: int, device: torch.device) -> Found:
+    """Milliseconds of forward and backward, and of a whole step, of one rank in bf16; bytes at most."""
+    gpu = device.type == "cuda"
+    width, layers = (2048, 20) if gpu else (128, 2)
+    gc.collect()  # engines and their hooks are cycles
+    torch.manual_seed(0)
+    with device:
+        model: nn.Module = Net(width, layers)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if name == "plain":
+        model = model.bfloat16()
+    elif name == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        asked: Found = {
+            "mesh": init_device_mesh(device.type, (1,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)
+        }  # fmt: skip
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, **asked)
+        fully_shard(model, **asked)
+    masters: Any = model.parameters()
+    if name in ("zero3", "zeropp"):
+        policy = preset(name, compute="bf16")
+        masters = shard(model, mesh=Mesh.create(Topology(1, 1), device), policy=policy).param_groups()
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=gpu)
+    batch = torch.randint(256, (max(1, tokens // 1024), min(tokens, 1024)), device=device)
+    losses: list[float] = []
+
+    def passes() -> None:
+        loss = model(batch)
+        loss.backward()
+        if len(losses) < 2:
+            losses.append(float(loss.detach()))
+
+    def step() -> None:
+        passes()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    whole = seconds_of(device, step, 7 if gpu else 2)
+
+    def without_step() -> None:
+        passes()
+        optimizer.zero_grad()
+
+    took = seconds_of(device, without_step, 7 if gpu else 2)
+    peak = torch.cuda.max_memory_allocated() if gpu else 0
+    return {
+        "parameters": parameters, "passes_ms": round(1e3 * took, 2), "step_ms": round(1e3 * whole, 2),
+        "losses": losses, "peak_bytes": peak,
+    }  # fmt: skip
+
+
+def questions(device: torch.device) -> Iterator[Question]:
+    """Everything, correctness first."""
+    gpu = device.type == "cuda"
+    yield {"ask": "device"}, lambda: of_device(device)
+    for text, kind in itertools.product(TRIED if gpu else TRIED[:4], ("bf16", "fp32", "fp16")):
+        yield (
+            {"ask": "reference", "codec": text, "type": kind},
+            lambda text=text, kind=kind: is_reference(parse(text), kind, device),
+        )
+    for mebibytes, text in itertools.product((64, 256) if gpu else (1,), TIMED if gpu else TIMED[:3]):
+        yield (
+            {"ask": "rates", "codec": text, "mebibytes": mebibytes},
+            lambda text=text, mebibytes=mebibytes: rates(text, mebibytes, device, 31 if gpu else 3),
+        )
+    yield {"ask": "launch", "codec": "int8:2048"}, lambda: launch("int8:2048", device)
+    for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):
+        yield (
+            {"ask": "engine", "engine": name, "tokens": tokens},
+            lambda name=name, tokens=tokens: engine(name, tokens, device),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask all questions; 0 if each was answered, and every kernel is the reference."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_first", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("gpu-first.jsonl"), help="appended to, line by line")
+    parser.add_argument("--minutes", type=float, default=5.0, help="after which nothing more is asked")
+    asked = parser.parse_args(arguments)
+    device, ends, wrong = torch.device(asked.device), time.monotonic() + 60 * asked.minutes, 0
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+    with asked.out.open("a", encoding="utf-8") as file:
+        for said, answer in questions(device):
+            if time.monotonic() > ends:
+                print(f"left out after {asked.minutes:g} min: {said}", flush=True)
+                wrong += 1
+                continue
+            begun = time.monotonic()
+            try:
+                found = answer()
+            except Exception as error:  # one that fails is a line
+                found = {"failed": f"{type(error).__name__}: {error}"[:400]}
+            wrong += "failed" in found or found.get("equal") is False
+            line = json.dumps({**said, **found, "seconds": round(time.monotonic() - begun, 2)}, default=str)
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    dist.destroy_process_group()
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
