@@ -14,8 +14,9 @@ from torch import Tensor
 
 from impl.codecs.codec import Codec, Raw
 from impl.codecs.reference import DTYPES
+from impl.comm.exchanges import Exchange
 from impl.comm.ledger import Tag
-from impl.comm.wire import Exchange, Wire
+from impl.comm.wire import Wire
 from impl.plan.topology import Axis
 
 

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import psutil
 from torch.distributed.distributed_c10d import Store
 
-from impl.comm.fingerprint import CollectiveLog, Operation, Step, parting, told
+from impl.comm.fingerprint import CollectiveLog, Step, parting, told
 from impl.plan.topology import ranks_in_words
 
 _PATIENCE_SECONDS: Final = 5.0  # for what others write
@@ -125,10 +125,8 @@ def report(standings: Mapping[int, Standing]) -> str:
 
 def _read(text: bytes) -> Standing:
     """What another rank wrote to the store."""
-    standing = Standing(*json.loads(text))
-    return standing._replace(
-        steps=[(number, Operation(*fields), mark) for number, fields, mark in standing.steps]
-    )
+    says, steps, gone = json.loads(text)
+    return Standing(says, [(number, tuple(fields), mark) for number, fields, mark in steps], gone)
 
 
 def _runs(process: int) -> bool:

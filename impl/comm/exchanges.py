@@ -1,4 +1,4 @@
-"""The kinds of :class:`impl.comm.wire.Exchange`: of one rank, in the memory of a node, by
+"""The kinds of :class:`Exchange`: of one rank, in the memory of a node, by
 torch.distributed, or by it through host memory; and any of them whose time under way is noted.
 """
 # ruff: noqa: D102  # Exchange says what its methods do
@@ -30,6 +30,29 @@ Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, 
 _TAGS: Final = 1 << 30  # of gloo's messages
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Exchange(Protocol):
+    """One collective under way.
+
+    Attributes:
+        send: where this rank's message is written before :meth:`post`: (bytes,) of an
+            all-gather; (ranks, bytes) of an all-to-all, a row per destination.
+    """
+
+    send: Tensor
+
+    def post(self) -> None:
+        """Let the message go; ``send`` belongs to the wire from here on."""
+
+    def wait(self) -> Tensor:
+        """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
+
+    def whole(self) -> Tensor:
+        """(ranks, bytes) the whole messages of all ranks, where the axis shares memory; as :meth:`wait`."""
+
+    def close(self) -> None:
+        """Give the buffers back."""
 
 
 class Pacer(Protocol):
@@ -287,43 +310,30 @@ class Staged:
             self._buffers.give_back(buffer)
 
 
-class _Exchange(Protocol):
-    send: Tensor
-
-    def post(self) -> None: ...
-    def wait(self) -> Tensor: ...
-    def whole(self) -> Tensor: ...
-    def close(self) -> None: ...
-
-
 class Noted:
     """An exchange whose time under way is noted."""
 
-    def __init__(self, exchange: _Exchange, timeline: Timeline, lane: str, name: str, nbytes: int) -> None:
+    def __init__(self, exchange: Exchange, timeline: Timeline, lane: str, name: str, nbytes: int) -> None:
         self._exchange, self._timeline = exchange, timeline
         self._said = (lane, name, nbytes)
         self._begin: float | None = None
         self.send = exchange.send
 
     def post(self) -> None:
-        """See :meth:`impl.comm.wire.Exchange.post`."""
         self._begin = time.perf_counter()
         self._exchange.post()
 
     def wait(self) -> Tensor:
-        """See :meth:`impl.comm.wire.Exchange.wait`."""
         found = self._exchange.wait()
         self._end()
         return found
 
     def whole(self) -> Tensor:
-        """See :meth:`impl.comm.wire.Exchange.whole`."""
         found = self._exchange.whole()
         self._end()
         return found
 
     def close(self) -> None:
-        """See :meth:`impl.comm.wire.Exchange.close`."""
         self._end()
         self._exchange.close()
 

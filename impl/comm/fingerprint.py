@@ -11,70 +11,48 @@ Pure: no torch, and nothing is sent here.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 from impl.plan.topology import ranks_in_words
 
 REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
-_PACKED: Final = struct.Struct("<QQ")
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
 _MASK: Final = (1 << 64) - 1
 
 
-Fields = tuple[str, str, int, int, int, str, str, str, bool]  # an Operation's
+# What is equal on all ranks about one exchange; who carries it is not in it: its kind (``all_gather``,
+# ``all_to_all``, ``shift``), the axis's name, ranks in a group of it and stride, the bytes of one message,
+# phase, purpose and unit of its tag, and whether it goes round a ring.
+Fields = tuple[str, str, int, int, int, str, str, str, bool]
 
 
-class Operation(NamedTuple):
-    """What is equal on all ranks about one exchange; who carries it is not in it.
-
-    Attributes:
-        kind: ``all_gather``, ``all_to_all`` or ``shift``.
-        axis: its name.
-        ranks: in a group of the axis.
-        stride: of the axis.
-        nbytes: of one message.
-        phase, purpose, unit: of its tag.
-        ring: whether it goes round a ring.
-    """
-
-    kind: str
-    axis: str
-    ranks: int
-    stride: int
-    nbytes: int
-    phase: str
-    purpose: str
-    unit: str
-    ring: bool
-
-    def __str__(self) -> str:
-        # Axes of one name may differ in size and stride: those of two policies on one wire.
-        stride = f", stride {self.stride}" if self.stride > 1 else ""
-        group = f"{self.axis} ({self.ranks} ranks{stride}{', ring' if self.ring else ''})"
-        what = " ".join(word for word in (self.phase, self.purpose, self.unit) if word)
-        return f"{self.kind} of {self.nbytes} B along {group} for {what}"
+def described(fields: Fields) -> str:
+    """What an exchange is, in words."""
+    kind, axis, ranks, stride, nbytes, *tag, ring = fields
+    # Axes of one name may differ in size and stride: those of two policies on one wire.
+    apart = f", stride {stride}" if stride > 1 else ""
+    group = f"{axis} ({ranks} ranks{apart}{', ring' if ring else ''})"
+    return f"{kind} of {nbytes} B along {group} for {' '.join(filter(None, tag))}"
 
 
 # One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.  A
 # plain tuple, as every exchange makes one: a named one takes 0.4 us, as much as the rest.
-Step = tuple[int, Operation, int]
+Step = tuple[int, Fields, int]
 
 
 def told(step: Step) -> str:
     """The number of an exchange, and what it is."""
-    number, operation, _ = step
-    return f"{number}, {operation}"
+    number, fields, _ = step
+    return f"{number}, {described(fields)}"
 
 
 @lru_cache(1 << 14)
-def _met(fields: Fields) -> tuple[Operation, int]:
-    """The operation, and 64 bits of it that are the same in every process (``hash`` of text is not)."""
-    code = hashlib.blake2b(repr(fields).encode(), digest_size=8).digest()
-    return Operation(*fields), int.from_bytes(code, "little")
+def _code(fields: Fields) -> int:
+    """64 bits that are the same in every process (``hash`` of text is not)."""
+    return int.from_bytes(hashlib.blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
 
 
 class CollectiveLog:
@@ -97,31 +75,16 @@ class CollectiveLog:
         self._steps: deque[Step] = deque(maxlen=REMEMBERED)
 
     def open(self, fields: Fields) -> Step:
-        """Enter the next exchange, whose :class:`Operation` has these ``fields``."""
-        operation, code = _met(fields)
+        """Enter the next exchange."""
         self.count += 1
-        self.fingerprint = ((self.fingerprint ^ code) * _FACTOR + 1) & _MASK
-        step = (self.count, operation, self.fingerprint)
+        self.fingerprint = ((self.fingerprint ^ _code(fields)) * _FACTOR + 1) & _MASK
+        step = (self.count, fields, self.fingerprint)
         self._steps.append(step)
         return step
 
     def steps(self) -> list[Step]:
         """The last :data:`REMEMBERED` exchanges, oldest first."""
         return list(self._steps)
-
-    def packed(self) -> bytes:
-        """:data:`impl.plan.traffic.ORDER_BYTES` to send to the other ranks."""
-        return _PACKED.pack(self.count, self.fingerprint)
-
-
-def unpacked(message: bytes) -> tuple[int, int]:
-    """(count, fingerprint) of another rank.
-
-    Args:
-        message: what :meth:`CollectiveLog.packed` gave there.
-    """
-    count, fingerprint = _PACKED.unpack(message)
-    return count, fingerprint
 
 
 def parting(histories: Mapping[int, Sequence[Step]]) -> str | None:
@@ -141,11 +104,11 @@ def parting(histories: Mapping[int, Sequence[Step]]) -> str | None:
     by_number = {rank: {step[0]: step[1:] for step in steps} for rank, steps in known.items()}
     for number in range(oldest, newest + 1):
         here = {rank: steps[number] for rank, steps in by_number.items() if number in steps}
-        opened: dict[Operation, list[int]] = {}
-        for rank, (operation, _) in here.items():
-            opened.setdefault(operation, []).append(rank)
+        opened: dict[Fields, list[int]] = {}
+        for rank, (fields, _) in here.items():
+            opened.setdefault(fields, []).append(rank)
         if len(opened) > 1:
-            sides = (f"{ranks_in_words(ranks)} opened {operation}" for operation, ranks in opened.items())
+            sides = (f"{ranks_in_words(ranks)} opened {described(one)}" for one, ranks in opened.items())
             return f"the ranks part at exchange {number}: {'; '.join(sides)}"
         if len({fingerprint for _, fingerprint in here.values()}) > 1:
             return (

@@ -30,9 +30,10 @@ from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
 from impl.comm.error_feedback import Errors
+from impl.comm.exchanges import Exchange
 from impl.comm.ledger import Tag
 from impl.comm.reduction_observer import Hop
-from impl.comm.wire import Exchange, Wire
+from impl.comm.wire import Wire
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
 

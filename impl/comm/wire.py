@@ -1,8 +1,8 @@
 """Sends messages along the axes of a mesh and books every byte in a ledger; nothing else sends any.
 
 Two primitives on contiguous byte messages, an all-gather and an all-to-all along one axis of the
-topology, each an :class:`Exchange` in three steps: write to ``send``, :meth:`~Exchange.post`,
-:meth:`~Exchange.wait`.  Between the last two the caller computes.
+topology, each an :class:`~impl.comm.exchanges.Exchange` in three steps: write to ``send``, ``post()``,
+``wait()``.  Between the last two the caller computes.
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
 lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend
@@ -20,15 +20,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm import exchanges
-from impl.comm.exchanges import Kind, Pacer
-from impl.comm.fingerprint import unpacked
+from impl.comm.exchanges import Exchange, Kind, Pacer
 from impl.comm.ledger import Ledger, Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduction_observer import Observer
@@ -42,29 +41,6 @@ from impl.transport.staging import Staging
 TIMEOUT_SECONDS: Final = 120.0
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm", "staged"]
-
-
-class Exchange(Protocol):
-    """One collective under way.
-
-    Attributes:
-        send: where this rank's message is written before :meth:`post`: (bytes,) of an
-            all-gather; (ranks, bytes) of an all-to-all, a row per destination.
-    """
-
-    send: Tensor
-
-    def post(self) -> None:
-        """Let the message go; ``send`` belongs to the wire from here on."""
-
-    def wait(self) -> Tensor:
-        """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
-
-    def whole(self) -> Tensor:
-        """(ranks, bytes) the whole messages of all ranks, where the axis shares memory; as :meth:`wait`."""
-
-    def close(self) -> None:
-        """Give the buffers back."""
 
 
 class Wire:
@@ -200,10 +176,10 @@ class Wire:
             WireError: if they did not, naming the first exchange that differs and where every rank
                 stands.
         """
-        packed = bytearray(self._watchdog.collective_log.packed())
-        rows = self.all_gather_small(torch.frombuffer(packed, dtype=torch.uint8).to(self.mesh.device))
-        told = [unpacked(row.tobytes()) for row in rows.cpu().numpy()]  # (count, fingerprint) by rank
-        if len(set(told)) > 1:
+        log = self._watchdog.collective_log
+        mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
+        told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank
+        if any(other != told[0] for other in told):
             raise self._watchdog.error("found that the ranks' exchanges differ", _counted(told))
 
     def describe(self) -> dict[str, str]:
@@ -242,23 +218,6 @@ class Wire:
         ring: bool = False,
         place: Tensor | None = None,
     ) -> Exchange:
-        found = self._opened(kind, axis, nbytes, row, tag, ring=ring, place=place)
-        if self._timeline is None or axis.size == 1:
-            return found
-        lane = BETWEEN if self._routes[kind, axis, nbytes, tag, ring].inter_bytes else INSIDE
-        return exchanges.Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
-
-    def _opened(
-        self,
-        kind: Kind,
-        axis: Axis,
-        nbytes: int,
-        row: int,
-        tag: Tag,
-        *,
-        ring: bool,
-        place: Tensor | None,
-    ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, row)
         key = (kind, axis, nbytes, tag, ring)
@@ -268,20 +227,24 @@ class Wire:
         step = self._watchdog.collective_log.open(route.operation)
         for booked, sent, messages in route.booked:
             self.ledger.book(booked, sent, messages)
+        found: Exchange
         if self._staging is not None:
             host = exchanges.Distributed(
                 self._watchdog, step, route, self._staging, place=None, pacer=self._pacer
             )
-            return exchanges.Staged(host, route, self._staging, self._buffers, place=place)
-        if not route.shared:
-            return exchanges.Distributed(
+            found = exchanges.Staged(host, route, self._staging, self._buffers, place=place)
+        elif route.shared:
+            if axis not in self._arenas or self._arenas[axis].row_bytes < row:
+                self.reserve(axis, row)
+            found = exchanges.InMemory(self._watchdog, step, route, self._arenas[axis])
+        else:
+            found = exchanges.Distributed(
                 self._watchdog, step, route, self._buffers, place=place, pacer=self._pacer
             )
-        arena = self._arenas.get(axis)
-        if arena is None or arena.row_bytes < row:
-            self.reserve(axis, row)
-            arena = self._arenas[axis]
-        return exchanges.InMemory(self._watchdog, step, route, arena)
+        if self._timeline is None:
+            return found
+        lane = BETWEEN if route.inter_bytes else INSIDE
+        return exchanges.Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
 
     def _route(
         self, kind: Kind, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool
@@ -316,11 +279,11 @@ class Wire:
         )
 
 
-def _counted(told: Sequence[tuple[int, int]]) -> str:
-    """Which ranks opened how many exchanges, and their fingerprint, from (count, fingerprint) by rank."""
-    alike: dict[tuple[int, int], list[int]] = {}
+def _counted(told: Sequence[Sequence[int]]) -> str:
+    """Which ranks opened how many exchanges, and their fingerprint, from [count, fingerprint] by rank."""
+    alike: dict[tuple[int, ...], list[int]] = {}
     for rank, opened in enumerate(told):
-        alike.setdefault(opened, []).append(rank)
+        alike.setdefault(tuple(opened), []).append(rank)
     return ", ".join(
         f"{ranks_in_words(ranks)} "
         + (f"opened {count} ({mark:016x})" if count < _IMPOSSIBLE else "sent another message")

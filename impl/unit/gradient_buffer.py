@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from impl.comm.wire import Exchange
+from impl.comm.exchanges import Exchange
 from impl.plan.shard_layout import UnitGeometry
 from impl.unit.memory_pool import Meter, Pool
 

@@ -13,7 +13,7 @@ from impl.comm.watchdog import Stalls, Watchdog, WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
 
-STEP: Any = (0, "all_gather of weights", 0)
+STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0)
 
 
 class Stream:
