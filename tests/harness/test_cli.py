@@ -696,7 +696,14 @@ def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
     assert error.endswith("zeropp: interrupted\n")
     until(lambda: not any(_session(one) == process.pid for one in psutil.pids()))
     left = {name for name in tree(folder) if not name.endswith(".json")}
-    assert left <= {"q.toml", "results", "results/q", "results/q/.lock", "results/q/runs"}
+    assert left <= {
+        "q.toml",
+        "results",
+        "results/q",
+        "results/q/.lock",
+        "results/q/runs",
+        "results/q/journal.jsonl",
+    }
 
 
 def _session(process: int) -> int | None:

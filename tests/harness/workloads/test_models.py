@@ -224,7 +224,7 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
         (Model(arguments={"tied": 1}), "true or false"),
         (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
-        (Model(name=f"{__name__}:nothing"), "has no 'nothing'"),
+        (Model(name=f"{__name__}:nothing"), "no function 'nothing'"),
         (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
         (Model(name="os.path:join"), "called as join.sequence=16.*unexpected|missing"),
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),
@@ -251,7 +251,7 @@ def test_a_module_that_imports_late_is_named(tmp_path: Path, monkeypatch: pytest
     lines = 'def __getattr__(name):\n    raise ImportError("no such extra")\n'
     (tmp_path / "imports_late.py").write_text(lines, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(Refusal, match="imports_late has no 'make': ImportError: no such extra"):
+    with pytest.raises(Refusal, match="cannot import 'imports_late': no such extra"):
         build(Model(name="imports_late:make"), 16)
 
 
