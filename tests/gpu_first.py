@@ -289,13 +289,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
     with asked.out.open("a", encoding="utf-8") as file:
         for said, answer in questions(device):
-            if time.monotonic() > ends:
-                print(f"left out after {asked.minutes:g} min: {said}", flush=True)
-                wrong += 1
-                continue
             begun = time.monotonic()
             try:
-                found = answer()
+                found = answer() if begun < ends else {"failed": f"left out after {asked.minutes:g} min"}
             except Exception as error:  # one that fails is a line
                 found = {"failed": f"{type(error).__name__}: {error}"[:400]}
             wrong += "failed" in found or found.get("equal") is False

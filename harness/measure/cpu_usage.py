@@ -87,24 +87,21 @@ class ThreadClock:
     """Measures from its construction on how long this thread took, and for how much of it it slept."""
 
     def __init__(self) -> None:
-        self._begun = _of_thread()
+        self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
 
     def read(self) -> tuple[float, float | None]:
         """Wall-clock seconds, and those in which the thread neither ran nor waited for a CPU; None where the
         kernel does not count the latter.
         """
-        seconds, ran, waited = (
-            None if after is None or before is None else after - before
-            for after, before in zip(_of_thread(), self._begun, strict=True)
-        )
-        assert seconds is not None and ran is not None  # noqa: S101, PT018  # counted everywhere
-        return seconds, None if waited is None else max(seconds - ran - waited, 0.0)
+        seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
+        if waited is None or self._waited is None:
+            return seconds, None
+        return seconds, max(seconds - ran - (waited - self._waited), 0.0)
 
 
-def _of_thread() -> tuple[float, float, float | None]:
-    """Wall-clock, CPU seconds of this thread, and seconds that it waited for a CPU."""
+def _waited() -> float | None:
+    """Seconds that this thread was ready so far and waited for a CPU; None where they are not counted."""
     try:
-        waited = int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
+        return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
-        waited = None
-    return time.perf_counter(), time.thread_time(), waited
+        return None

@@ -16,8 +16,8 @@ from pydantic import BaseModel, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, signed, write_whole
 
-# 1: a type of its own for every benchmark's samples.  2: one type for all.
-SCHEMA_VERSION: Final = 2
+# 1: a type of its own for every benchmark's samples.  2: one type for all.  3: without what training had.
+SCHEMA_VERSION: Final = 3
 
 Subject = Literal["codecs", "collectives", "overlap"]
 Kind = Literal["codec", "collective", "step", "hops"]
@@ -31,9 +31,9 @@ class BenchError(Exception):
 class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
-    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own,
-    a policy's step on a slow link beside the same, a reduction in chunks beside that in
-    one.  Samples of several runs whose ``names`` are equal are put together.
+    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, a policy's
+    step on a slow link beside compute alone, a reduction in chunks beside that in one.  Samples of several
+    runs whose ``names`` are equal are put together.
     """
 
     kind: Kind

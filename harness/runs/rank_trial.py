@@ -299,8 +299,9 @@ class TrialRun:
         self.loop.step(index, warmup=index < self.trial.warmup)
         seconds, slept = clock.read()
         checked.each.append(seconds - (checked.untimed - untimed))
-        # A GPU's rank sleeps while it computes, and a user's model may by itself.
-        if slept is not None and self.device.type == "cpu" and ":" not in self.trial.model.name:
+        # A GPU's rank sleeps while it computes, and a user's own model or optimizer may by itself.
+        own = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
+        if slept is not None and self.device.type == "cpu" and not own:
             checked.slept.append(slept)
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
             self._validate(index + 1)

@@ -83,7 +83,8 @@ class Suite:
         if len(found) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
             count = f"{len(found) or 'no'} trials begin with {identity!r}"
-            raise Refusal(f"suite {self.name!r}: {count}; it has {known}")
+            more = ", ..." if len(self.trials) > _MOST_NAMED else ""
+            raise Refusal(f"suite {self.name!r}: {count}; it has {known}{more}")
         return next(iter(found.values()))
 
     def trial(self, identity: str, sweeps: int) -> Trial:

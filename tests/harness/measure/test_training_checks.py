@@ -31,7 +31,7 @@ from harness.suites.trial import Trial
 from harness.workloads.data import Data
 from harness.workloads.sampling import Pair, Samples
 from impl import ops
-from impl.codecs.codec import parse
+from impl.codecs.codec import FORMATS, parse
 from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
 from impl.engine.optimizer_step import Stepped
@@ -530,7 +530,12 @@ def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -
         assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + more)
 
 
-@pytest.mark.parametrize("codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16"])
+@pytest.mark.parametrize(
+    "codec", ["int8:256", "int3:64:asym", "fp8e4m3:128", "mxfp4:stochastic", "bf16", *FORMATS]
+)
 def test_kernels_are_the_reference(codec: str) -> None:
-    """What is compiled here passes."""
+    """What is compiled here passes, published formats included; one that reads a little more is named."""
     assert wrong_kernel([parse(codec)], torch.device("cpu")) is None
+    with biased_kernel(None):  # type: ignore[arg-type]
+        found = wrong_kernel([parse(codec)], torch.device("cpu"))
+    assert (found is None) == (codec == "bf16")
