@@ -296,10 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 found = {"failed": f"{type(error).__name__}: {error}"[:400]}
             wrong += "failed" in found or found.get("equal") is False
             line = json.dumps({**said, **found, "seconds": round(time.monotonic() - begun, 2)}, default=str)
-            print(line, flush=True)
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+            print(line, flush=True)  # last: what was printed is in the file
     dist.destroy_process_group()
     return int(wrong > 0)
 
