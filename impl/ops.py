@@ -21,7 +21,7 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cpu import build
 from impl.cpu import kernels as cpu
 from impl.cuda import kernels as cuda
-from impl.cuda.launch import on_device
+from impl.cuda.launch import loaded_sha256, on_device
 
 
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
@@ -80,6 +80,16 @@ def backend_of(device: torch.device) -> str:
         ValueError: for a device that has none.
     """
     return _choose(device.type)[0].name
+
+
+def loaded_kernels(device: torch.device) -> str | None:
+    """SHA-256 of the kernels that this process has loaded for ``device``, for the record; None of the
+    reference, which has none.
+    """
+    operations, _ = _choose(device.type)
+    if isinstance(operations, cpu.Kernels):
+        return operations.sha256
+    return loaded_sha256() if isinstance(operations, cuda.Kernels) else None
 
 
 def operations_of(name: str) -> Operations:

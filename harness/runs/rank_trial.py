@@ -53,7 +53,6 @@ from harness.workloads.data import Data
 from harness.workloads.generation import Counted, Generator
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
-from impl.cpu.kernels import Kernels as CppKernels
 from impl.plan.offload_plan import CopyKey
 from impl.plan.traffic import LedgerKey, Sent
 
@@ -392,7 +391,7 @@ class TrialRun:
         policy = self.trial.resolved_policy()
         codecs = () if policy is None else policy.own_codecs
         own_codecs = {str(codec): decoded_sha256(codec) for codec in codecs}
-        kernels = ops.operations_of(ops.backend_of(self.device))
+        kernels = ops.loaded_kernels(self.device)
         return {
             **self.strategy.describe(),
             "backend": dist.get_backend(),
@@ -402,7 +401,7 @@ class TrialRun:
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
             **({"own_codecs": own_codecs} if own_codecs else {}),
-            **({"kernels_sha256": kernels.sha256} if policy and isinstance(kernels, CppKernels) else {}),
+            **({"kernels_sha256": kernels} if policy and kernels else {}),
         }
 
 

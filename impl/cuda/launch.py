@@ -87,6 +87,14 @@ def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> N
         kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments.view(BYTES),), shared_mem=idle_bytes)
 
 
+_LOADED: Final[dict[tuple[str, str, int], str]] = {}  # SHA-256 of images by file, kernel and device
+
+
+def loaded_sha256() -> str:
+    """SHA-256 over the images of all kernels that this process has loaded, as files hold them."""
+    return hashlib.sha256("".join(sorted(set(_LOADED.values()))).encode()).hexdigest()
+
+
 @functools.cache
 def _kernel(file: str, kernel: str, device: int) -> Any:
     """The kernel, loaded on the current ``device``."""
@@ -94,6 +102,7 @@ def _kernel(file: str, kernel: str, device: int) -> Any:
 
     kept = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     path = cubin(file, kernel, int(cupy.cuda.Device(device).compute_capability), kept)
+    _LOADED[file, kernel, device] = hashlib.sha256(path.read_bytes()).hexdigest()
     return cupy.RawModule(path=str(path)).get_function(path.suffixes[0][1:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
     monkeypatch.setattr(cupy.cuda, "Stream", Stream)
     monkeypatch.setattr(cupy, "RawModule", found.module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(launch, "_LOADED", {})
     launch._kernel.cache_clear()
     yield found
     launch._kernel.cache_clear()
@@ -96,6 +98,9 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(noted: Noted) -> Non
         assert argument.itemsize == ARGUMENTS.itemsize
         assert argument.size == 1  # CuPy passes such an array by value
     assert len(noted.loaded) == 2
+    assert len({path.read_bytes() for path, _ in noted.loaded}) == 1  # one architecture
+    image = hashlib.sha256(noted.loaded[0][0].read_bytes()).hexdigest()
+    assert launch.loaded_sha256() == hashlib.sha256(image.encode()).hexdigest()
     for path, name in noted.loaded:
         assert path.read_bytes().startswith(b"\x7fELF")
         assert name.startswith("_Z")
