@@ -9,20 +9,18 @@ again next time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 
 from harness.cluster.node_supervisors import Nodes
 from harness.measure import machine, provenance
 from harness.records import journal, run_record
-from harness.records.record import Failed, Failure, Foreseen, Record, RecordError, path_of, read, write
+from harness.records.record import Failed, Failure, Foreseen, Record, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
@@ -35,10 +33,10 @@ from harness.runs.feasibility import (
     this_host,
 )
 from harness.runs.further_repeats import Batch
-from harness.runs.lease import Lease, sharing_machine
+from harness.runs.locks import alone, sharing_machine
 from harness.runs.predict import Models, foreseen, predict
 from harness.runs.progress import Display
-from harness.runs.trial_on_cluster import LOGS, SCRATCH, Cluster, failure_of
+from harness.runs.trial_on_cluster import LOGS, Cluster, failure_of
 from harness.suites.labels import counted
 from harness.suites.on_failure import SKIP, Answer
 from harness.suites.suite import Suite
@@ -46,8 +44,6 @@ from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.deepspeed.recipe import Finding
 from impl.plan.machine import Machine
-
-LOCK: Final = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +97,8 @@ def run_sweep(
     counts = {"ok": 0, "failed": 0, "skipped": 0}
     interrupted = False
     with contextlib.ExitStack() as stack:
-        lease = stack.enter_context(alone(results))
-        sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, lease, on)
+        stack.enter_context(alone(results))
+        sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, on)
         if (other := stack.enter_context(sharing_machine())) is not None:
             console.print(
                 f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
@@ -177,7 +173,6 @@ def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int
         display.began(trial)
         record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
         answer = _answer(sweep.suite, record)
-    sweep.lease.check()
     journal.append(sweep.results, record)
     if record.failure is None or record.failure.log is None:  # what an earlier run left
         (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
@@ -209,36 +204,6 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     return record if record.settled and same else None
 
 
-@contextlib.contextmanager
-def alone(results: Path) -> Iterator[Lease]:
-    """Hold the folder's lock and its lease, and remove temporary files that a killed run left there.
-
-    Raises:
-        RecordError: if another run holds it, or the folder cannot be written.
-    """
-    scratch = results / SCRATCH
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-        lock = (results / LOCK).open("w")
-    except OSError as error:
-        raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecordError(
-                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
-            ) from None
-        except OSError as error:
-            raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
-        with Lease(results) as lease:
-            shutil.rmtree(scratch, ignore_errors=True)
-            try:
-                yield lease
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-
-
 @dataclass(frozen=True, slots=True)
 class _Known:
     """What a record says of a trial that has not run.
@@ -268,7 +233,6 @@ class _Sweep:
     results: Path
     cluster: Cluster
     retry_failed: bool
-    lease: Lease
     on: Machine | None
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)

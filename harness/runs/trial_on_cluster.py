@@ -39,6 +39,7 @@ from harness.cluster.rank_processes import (
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord
+from harness.runs.locks import SCRATCH
 from harness.runs.rank_trial import Assignment, Outcome
 from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.suites import folder
@@ -46,7 +47,6 @@ from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 
 LOGS: Final = "logs"
-SCRATCH: Final = ".scratch"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"
 _CALIBRATION_SECONDS: Final = 120.0
 _TAIL_LINES: Final = 20  # of a log, on the record

@@ -27,10 +27,10 @@ from harness.records.journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan
-from harness.runs import lease
+from harness.runs import locks
 from harness.runs.further_repeats import Batch
-from harness.runs.sweep import LOCK, SweepOutcome, alone, finished, run_sweep
-from harness.runs.trial_on_cluster import SCRATCH
+from harness.runs.locks import LOCK, SCRATCH, alone
+from harness.runs.sweep import SweepOutcome, finished, run_sweep
 from harness.suites.on_failure import answers
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
@@ -53,12 +53,12 @@ ADAPTERS: dict[str, Any] = {"link": "real", "transport": "nccl", "device": "cuda
 @pytest.fixture(autouse=True)
 def _only_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps of other workers of the tests are none of this machine's."""
-    monkeypatch.setattr(lease, "_SWEEP", f"\0zeropp-test-{os.getpid()}")
+    monkeypatch.setattr(locks, "_SWEEP", f"\0zeropp-test-{os.getpid()}")
 
 
 def test_a_second_sweep_on_the_machine_is_warned_about(tmp_path: Path) -> None:
     """One in another folder is named by its process, and runs; after it ended nothing is said."""
-    with lease.sharing_machine() as first:
+    with locks.sharing_machine() as first:
         assert first is None
         assert f"another zeropp run (process {os.getpid()}) is under way" in sweep([], tmp_path)[1]
     assert sweep([], tmp_path)[1] == ""

@@ -1,0 +1,76 @@
+"""Locks: one run writes into a results folder, and one sweep measures on a machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from harness.records.record import RecordError
+
+LOCK: Final = ".lock"
+SCRATCH: Final = ".scratch"
+_SWEEP: Final = "\0zeropp-sweep"  # an abstract Unix-domain address, free again when its process ends
+
+
+@contextlib.contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Hold the folder's lock, and remove temporary files that a killed run left there.
+
+    On NFS and Lustre (mounted with flock) the lock holds between hosts, too.
+
+    Raises:
+        RecordError: if another run holds it, or the folder cannot be written or locked.
+    """
+    scratch = results / SCRATCH
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        lock = (results / LOCK).open("w")
+    except OSError as error:
+        raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(
+                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
+            ) from None
+        except OSError as error:
+            raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            yield
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sharing_machine() -> Iterator[int | None]:
+    """Be this machine's sweep in the body; yields the process of one that already is, whatever its folder."""
+    if not sys.platform.startswith("linux"):
+        yield None
+        return
+    with socket.socket(socket.AF_UNIX) as own:
+        try:
+            own.bind(_SWEEP)
+            own.listen()
+        except OSError:
+            yield _process_of_sweep()
+        else:
+            yield None
+
+
+def _process_of_sweep() -> int | None:
+    """The process that holds the address; None if it has ended since."""
+    with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
+        other.connect(_SWEEP)
+        credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        process: int = struct.unpack("3i", credentials)[0]
+        return process
+    return None
