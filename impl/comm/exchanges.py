@@ -6,7 +6,7 @@ torch.distributed, or by it through host memory; and any of them whose time unde
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +28,9 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 _TAGS: Final = 1 << 30  # of gloo's messages
+_SPARE: Final = (
+    2  # free buffers of a size, a message and what it brings, that are left in case they are in use
+)
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -127,22 +130,34 @@ class Route:
 
 
 class Buffers:
-    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB."""
+    """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+    Args:
+        streams: whether several streams of a GPU use it: then who takes a buffer waits, on its stream, for
+            who gave it back, on another.
+    """
+
+    def __init__(self, device: torch.device, *, streams: bool = False) -> None:
+        self._device, self._streams = device, streams
+        self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
-        if free := self._free[nbytes]:
-            return free.pop()
+        free = self._free[nbytes]
+        if self._streams and len(free) > _SPARE:
+            buffer, event = free.popleft()  # the one whose last use is furthest behind
+            if event is not None:
+                event.wait()
+            return buffer
+        if free and not self._streams:
+            return free.pop()[0]
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
-        self._free[buffer.numel()].append(buffer)
+        event = torch.cuda.current_stream(self._device).record_event() if self._streams else None
+        self._free[buffer.numel()].append((buffer, event))
 
     def clear(self) -> None:
         """Let go of what is free."""

@@ -26,9 +26,13 @@ class Stalls:
 
     The first is reached when all work before the wait is done, the second when the message is there too.
     Events are read when the device has passed them, and used again.
+
+    Attributes:
+        paused: whether the current stream is one whose waits hold back no computation.
     """
 
     def __init__(self) -> None:
+        self.paused = False
         self._seconds = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
@@ -36,6 +40,9 @@ class Stalls:
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Inside, the stream is made to wait; a wait that fails is not counted."""
+        if self.paused:
+            yield
+            return
         begin = self._recorded()
         yield
         self._pending.append((begin, self._recorded()))
@@ -63,13 +70,14 @@ class Watchdog:
         streams: whether not the host waits for messages but the device's current stream, as with NCCL.
 
     Attributes:
+        stalls: of that stream; None where the host waits.
         timeline: is told of waits, where there is one.
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log = CollectiveLog()
         self._waited = 0.0  # by the host
-        self._stalls = Stalls() if streams else None
+        self.stalls = Stalls() if streams else None
         self.timeline: Timeline | None = None
         self._mesh = mesh
         # None without a store: thread ranks have none.
@@ -81,7 +89,7 @@ class Watchdog:
     @property
     def exposed_seconds(self) -> float:
         """Time spent in :meth:`waiting`: by the host or, as far as the device has come, by its stream."""
-        return self._waited if self._stalls is None else self._stalls.seconds()
+        return self._waited if self.stalls is None else self.stalls.seconds()
 
     def exited(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of ``ranks`` that no longer run, as far as is known."""
@@ -97,7 +105,7 @@ class Watchdog:
         self.collective_log.waiting = step
         begin = time.perf_counter()
         try:
-            with contextlib.nullcontext() if self._stalls is None else self._stalls.noted():
+            with contextlib.nullcontext() if self.stalls is None else self.stalls.noted():
                 yield
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             if isinstance(error, SharedMemoryError | WireError):  # says all that there is to say

@@ -36,6 +36,7 @@ from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
+from impl.transport.side_stream import Arrival, SideStream
 from impl.transport.staging import Staging
 
 TIMEOUT_SECONDS: Final = 120.0
@@ -53,6 +54,8 @@ class Wire:
 
     Attributes:
         observer: is told of reductions, inside :meth:`observed`.
+        gathers, reductions: streams for what follows their first hops (:meth:`beside`); None where the host
+            waits for messages.
     """
 
     def __init__(
@@ -71,9 +74,11 @@ class Wire:
         self.observer: Observer | None = None
         self._pacer, self._timeout = pacer, timeout
         self._timeline: Timeline | None = None
-        streams = mesh.device.type == "cuda" and transport != "staged"
+        streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
-        self._buffers = exchanges.Buffers(mesh.device)
+        self._buffers = exchanges.Buffers(mesh.device, streams=streams)
+        self.gathers = SideStream(mesh.device) if streams else None
+        self.reductions = SideStream(mesh.device) if streams else None
         self._staging = Staging(mesh.device) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
         self._used: dict[str, set[str]] = {}
@@ -86,6 +91,30 @@ class Wire:
         A stream's is whole once the device was synchronised.
         """
         return self._watchdog.exposed_seconds
+
+    @contextlib.contextmanager
+    def beside(self, stream: SideStream) -> Iterator[Arrival]:
+        """Enqueue what the body posts, waits for and decodes on ``stream``: it holds no computation back.
+
+        On a GPU a wait for a message blocks no host: so all hops of a gather or a reduction, and what is
+        done between them, are enqueued once the first is posted.
+
+        Yields:
+            The end of it, for :meth:`join`.
+        """
+        assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
+        self._watchdog.stalls.paused = True
+        try:
+            with stream.beside() as arrival:
+                yield arrival
+        finally:
+            self._watchdog.stalls.paused = False
+
+    def join(self, arrival: Arrival) -> None:
+        """Let the computation wait for what was enqueued beside it; the wait is exposed."""
+        assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
+        with self._watchdog.stalls.noted():
+            arrival.join()
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -277,6 +306,11 @@ class Wire:
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
         )
+
+
+def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
+    """Whether not the host waits for messages, but a stream of the GPU that they are on."""
+    return mesh.device.type == "cuda" and transport != "staged"
 
 
 def _counted(told: Sequence[Sequence[int]]) -> str:

@@ -22,6 +22,7 @@ from impl.comm.reduce_scatter import Average, Reduction, Replicas
 from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis
+from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.gradient_buffer import GradientBuffer
 from impl.unit.master_shard import MasterShard
@@ -56,6 +57,7 @@ class GradientReduction:
         self.missing: set[int] = set()
         self._leaves = leaves
         self._average: Average | None = None  # while REDUCING
+        self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, name = policy.reduce_axes(topology), geometry.name
@@ -186,11 +188,15 @@ class GradientReduction:
                 out=self._master_shard.place() if self._in_place else None,
                 replicas=None if self._replicas is None else self._noisy_replicas(self._replicas),
             )
+            self.gradients.forget()
+            stream, self._arrival = self._wire.reductions, None
+            if stream is not None and not self._average.complete and self._wire.observer is None:
+                with self._wire.beside(stream) as self._arrival:
+                    self._take(self._average.finish())
         except BaseException:
             self.phase = Phase.FAILED
             raise
-        self.gradients.forget()
-        if self._average.complete:
+        if self._average.complete and self._arrival is None:
             self.finish()
 
     def post_next_hop(self) -> None:
@@ -203,7 +209,7 @@ class GradientReduction:
             ZeroError: if it was interrupted.
         """
         self._check_whole()
-        if self._average is not None:
+        if self._average is not None and self._arrival is None:
             try:
                 self._average.post_next_hop()
             except BaseException:
@@ -221,7 +227,10 @@ class GradientReduction:
         self._check_whole()
         if self._average is not None:
             try:
-                self._take(self._average.finish())
+                if self._arrival is None:
+                    self._take(self._average.finish())
+                else:
+                    self._wire.join(self._arrival)  # until then the average holds its memory
             except BaseException:
                 self.phase = Phase.FAILED
                 raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,36 +18,12 @@ from torch import Tensor
 
 from impl.plan.memory import STAGED
 from impl.plan.offload_plan import Copied, CopyKey, Direction
+from impl.transport.side_stream import Arrival, SideStream
 from impl.unit.memory_pool import Meter
 
 MEMORY: Final = torch.device("cpu")
 PINNED: Final = "pinned host memory, copied on streams of its own"
 ACCOUNTING: Final = "accounting only: on this device host and device are one memory"
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """The end of copies under way; without an event they have ended.
-
-    Attributes:
-        event: recorded on their stream, after them.
-    """
-
-    event: torch.cuda.Event | None = None
-
-    def join(self) -> None:
-        """Let what is enqueued on the current stream from here on come after the copies."""
-        if self.event is not None:
-            self.event.wait()
-
-    def finish(self) -> None:
-        """Hold this thread until the copies have ended, so that it may read, or write again, their memory."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class HostMemory:
@@ -62,8 +37,8 @@ class HostMemory:
         self.copied: dict[CopyKey, int] = defaultdict(int)
         self._device, self._meter = device, meter
         cuda = device.type == "cuda"
-        self._up: torch.cuda.Stream | None = _stream(device) if cuda else None
-        self._down: torch.cuda.Stream | None = _stream(device) if cuda else None
+        self._up = SideStream(device) if cuda else None
+        self._down = SideStream(device) if cuda else None
         self._staging: Tensor | None = None  # (STAGED, S) fp32 on the device, used in turn
         self._left = [Arrival() for _ in range(STAGED)]  # of the copies out of each row
         self._turn = 0
@@ -96,14 +71,8 @@ class HostMemory:
         Yields:
             The end of it, to be joined by who uses what it brought.
         """
-        arrival = Arrival()
-        if self._up is None:
+        with contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside() as arrival:
             yield arrival
-            return
-        self._up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._up):
-            yield arrival
-            arrival.event = self._up.record_event()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
         """Copy between host and device, on the current stream."""
@@ -128,13 +97,9 @@ class HostMemory:
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
         """Copy the row that :meth:`stage` gave last to the host, beside the computation."""
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
-        arrival = self._left[self._turn] = Arrival()
-        if self._down is None:
-            target.copy_(staged)
-            return arrival
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._down):
+        with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
             target.copy_(staged, non_blocking=True)
-            staged.record_stream(self._down)  # rows that larger ones replace stay until they are read
-            arrival.event = self._down.record_event()
+            if staged.is_cuda:  # rows that larger ones replace stay until they are read
+                staged.record_stream(torch.cuda.current_stream(self._device))
+        self._left[self._turn] = arrival
         return arrival

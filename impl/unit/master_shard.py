@@ -18,8 +18,9 @@ from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
 from impl.plan.offload_plan import Placement
 from impl.plan.shard_layout import Slot, UnitGeometry
+from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
-from impl.unit.host_memory import MEMORY, Arrival
+from impl.unit.host_memory import MEMORY
 
 
 def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ from impl.comm.all_gather import FrameGather, are_elements
 from impl.comm.ledger import Tag
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase, Purpose
+from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
 from impl.unit.master_shard import MasterShard, Version
@@ -97,6 +98,7 @@ class WeightGather:
         # would look like somebody's view ([Note: flat buffer]).
         self._in_place = plain and len(sending) == 1 and not before and wire.lets_go(sending[0])
         self._under_way: FrameGather | None = None
+        self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._tag = self._tags["forward"]
         self._version: Version = (-1, -1)  # of the weights that are gathered
 
@@ -120,7 +122,7 @@ class WeightGather:
             version: of the weights.
             flat: where the weights are put.
         """
-        self._under_way = None  # of one that was interrupted
+        self._under_way = self._arrival = None  # of one that was interrupted
         tag = self._tag = self._tags[phase]
         self._version = version
         if self._alone:
@@ -142,9 +144,20 @@ class WeightGather:
             into = flat.attach_bytes() if self._in_place else None
             self._master_shard.write_frame(self._under_way.open(tag, into))
         self._under_way.post()
+        if (stream := self._wire.gathers) is not None:
+            flat.attach()  # memory of the computation's stream, which uses it last
+            with self._wire.beside(stream) as self._arrival:
+                self._decode(flat)
 
     def finish(self, flat: FlatBuffer) -> None:
         """Wait for all hops, keep hpZ's copy, and decode the frames to ``flat``: steps 3 to 5."""
+        if self._arrival is None:
+            self._decode(flat)
+        else:
+            self._wire.join(self._arrival)
+            self._arrival = None
+
+    def _decode(self, flat: FlatBuffer) -> None:
         gather = self._under_way
         if gather is None:  # alone
             return

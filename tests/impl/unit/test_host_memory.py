@@ -22,7 +22,8 @@ from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, predict
-from impl.unit.host_memory import ACCOUNTING, Arrival, HostMemory
+from impl.transport.side_stream import Arrival
+from impl.unit.host_memory import ACCOUNTING, HostMemory
 from impl.zero import Zero, shard
 from tests.support.models import Odd
 from tests.support.ranks import on_threads

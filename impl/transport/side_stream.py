@@ -1,0 +1,51 @@
+"""Work beside a GPU's computation: a stream of its own, and the event by which others wait for its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """The end of work under way; without an event it has ended.
+
+    Attributes:
+        event: recorded on its stream, after it.
+    """
+
+    event: torch.cuda.Event | None = None
+
+    def join(self) -> None:
+        """Let what is enqueued on the current stream from here on come after the work."""
+        if self.event is not None:
+            self.event.wait()
+
+    def finish(self) -> None:
+        """Hold this thread until the work has ended, so that it may read, or write again, its memory."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class SideStream:
+    """A stream of a GPU beside that of its computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Arrival]:
+        """Enqueue the body here: after all that the current stream was given, beside what it is given later.
+
+        Yields:
+            The end of it, to be joined by who uses what it brought.
+        """
+        arrival = Arrival()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield arrival
+            arrival.event = self._stream.record_event()

@@ -1,0 +1,151 @@
+"""Hops and decoding beside a GPU's computation, on streams of their own: all uses of memory are in order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from impl.codecs.codec import parse
+from impl.comm.exchanges import Buffers, Distributed
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.policy import Policy, preset
+from impl.plan.topology import Topology
+from impl.transport.side_stream import Arrival
+from impl.zero import shard
+from tests.support import stream_order
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.stream_order import Detector, RaceError, on_streams
+from tests.support.training import batch, model
+
+NET = model()
+SMALL = {"weights": parse("int8:32"), "gradients": (parse("int4:32"),) * 2}
+POLICIES = {
+    "zero3": preset("zero3", memory=ROOMY),
+    "zero2": preset("zero2", memory=ROOMY),
+    "flat": preset("zero3-flat", memory=ROOMY),
+    "ring": preset("zero3", memory=ROOMY, reduce="ring"),
+    "zeropp": preset("zeropp", memory=ROOMY, **SMALL),
+    "chunks": preset("zeropp", memory=ROOMY, **SMALL, chunks=2),
+    "bf16 copy": preset("zeropp", memory=ROOMY, **SMALL, secondary_format="bf16"),
+    "differences": preset("sdp4bit", memory=ROOMY, differences=parse("int4:32:stochastic")),
+    "feedback": preset("loco", memory=ROOMY),
+}
+
+
+def trained(mesh: Mesh, policy: Policy, detected: bool) -> dict[str, Tensor]:
+    """Weights after steps with accumulation, an evaluation, and weights that are written by hand."""
+    with Detector() if detected else contextlib.nullcontext():
+        net = copy.deepcopy(NET)
+        zero = shard(net, mesh=mesh, policy=policy)
+        optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+        for number in range(4):
+            net(batch(2 * number, mesh.rank)).backward()
+            net(batch(2 * number + 1, mesh.rank)).backward()
+            zero.step(optimizer, max_norm=1.0)
+            optimizer.zero_grad()
+            if number == 1:
+                with torch.no_grad():
+                    net(batch(99, mesh.rank))
+                    for unit in zero.units:
+                        unit.master_shard.master.mul_(1.5)
+                zero.weights_changed()
+        return zero.full_state_dict()
+
+
+CASES = [(name, nodes) for name in POLICIES for nodes in (1, 2)]
+IN_LINE = (("zeropp", 2), ("ring", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [pytest.param(*case, marks=() if case in IN_LINE else pytest.mark.long) for case in CASES],
+)
+def test_streams_change_nothing_and_race_nowhere(
+    name: str, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights after training are the same to the bit; every two accesses of one memory are in order."""
+    topology, policy = Topology(nodes, 2), POLICIES[name]
+    wanted = on_threads(topology, trained, policy, False, backend="nccl_rules", seconds=20)
+    on_streams(monkeypatch)
+    found = on_threads(topology, trained, policy, True, backend="nccl_rules", seconds=20)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both hops of the unit ahead are on their way before the unit before it computes; alike on all ranks."""
+    on_streams(monkeypatch)
+    log: dict[str, list[str]] = {}
+    post = Distributed.post
+
+    def noted(self: Any) -> None:
+        log.setdefault(str(self._watchdog._mesh.rank), []).append(" ".join(map(str, self._route.operation)))
+        post(self)
+
+    monkeypatch.setattr(Distributed, "post", noted)
+
+    def forward(mesh: Mesh) -> list[str]:
+        with Detector():
+            net = copy.deepcopy(NET)
+            shard(net, mesh=mesh, policy=POLICIES["zeropp"])
+            said = log.setdefault(str(mesh.rank), [])
+            said.clear()
+            seen: list[int] = []
+            for module in net.modules():
+                if type(module).__name__ == "Block":
+                    module.register_forward_pre_hook(lambda *_: seen.append(len(said)))
+            net(batch(0, mesh.rank))
+            return [*said[: seen[0]], f"{seen}"]
+
+    first, *others = on_threads(Topology(2, 2), forward, backend="nccl_rules", seconds=20)
+    assert all(other == first for other in others)
+    hops = [line.split()[1] for line in first[:-1]]
+    assert hops.count("local") == hops.count("node") > 1
+
+
+def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Takes one of the waits away."""
+
+    def join(stream: str) -> Callable[[Wire, Arrival], None]:
+        kept = Wire.join
+
+        def joined(self: Wire, arrival: Arrival) -> None:
+            event: Any = arrival.event
+            if event.stream != getattr(self, stream)._stream.number:
+                kept(self, arrival)
+
+        return joined
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        if name in ("gathers", "reductions"):
+            monkeypatch.setattr(Wire, "join", join(name))
+        elif name == "buffers":
+            monkeypatch.setattr(
+                Buffers, "give_back", lambda self, buffer: self._free[buffer.numel()].append((buffer, None))
+            )
+        else:
+            monkeypatch.setattr(stream_order.Stream, "wait_stream", lambda *_: None)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("gathers", 2), ("reductions", 2), ("buffers", 2), ("what came before", 1)]
+)
+def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the computation's wait for a gather, or for reductions, without the wait of who takes a buffer
+    that another stream gave back, or of a side stream for what came before it, two accesses race.
+    """
+    on_streams(monkeypatch)
+    without(name)(monkeypatch)
+    with pytest.raises(RaceError, match="in no order"):
+        on_threads(Topology(1, ranks), trained, POLICIES["zeropp"], True, backend="nccl_rules", seconds=5)
