@@ -44,7 +44,7 @@ _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTAL
 _FINDING: Final = re.compile(r"<!-- finding (\d+) -->\n.*?<!-- end -->", re.DOTALL)
 _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
 _MOST_ROWS: Final = 7  # of a suite's table; of a longer one only _FIRST
-_FIRST: Final = 3
+_FIRST: Final = 2
 _WIDE: Final = 120  # characters of a line
 _TABLES: Final[dict[Quantity, str]] = {
     "loss": "losses", "memory": "memory", "tokens": "generation"

@@ -252,6 +252,7 @@ def rate(derived: Derived) -> Found:
     rows = metrics.break_even(derived.pairs)
     crossed: list[str] = []
     kept: list[str] = []
+    unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     slow: list[str] = []
     verdicts: list[str] = []
     for row in rows[rows["contender"] == name].to_dict("records"):
@@ -271,6 +272,7 @@ def rate(derived: Derived) -> Found:
         else:
             times = "" if kept else f" times as fast as {base}'s"
             kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
+            unsure += [size] if _VERDICTS[here[-1].verdict] == OPEN else []
         slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
     if not slow:
         return faster(derived, found)
@@ -278,6 +280,7 @@ def rate(derived: Derived) -> Found:
     if kept:
         least = f"no break-even was found up to the highest rate, where a step of {called} is {listed(kept)}"
         text += f"; else {least}" if text else f"{least[0].upper()}{least[1:]}"
+        text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
     more = [f"At the lowest rates it is {listed(slow)} ({intervals(found[0])})."]
     return Found(f"{text}.", verdicts, found[:1], more)
 

@@ -538,6 +538,18 @@ def test_rates_without_a_break_even_are_a_sentence() -> None:
     assert "nan" not in " ".join(told.sentences)
 
 
+def test_rates_whose_interval_holds_one_are_said() -> None:
+    """Where the highest rate's interval holds 1, the sentence says that it cannot be told there."""
+    found = [
+        ran(strategy, repeat, took * (1.0 + spread * (repeat % 2)), cluster=Cluster(rate=rate))
+        for repeat in range(6)
+        for rate, fast, spread in (("50 Mbit/s", 0.5, 0.0), ("800 Mbit/s", 0.85, 0.3))
+        for strategy, took, spread in (("zero3", 1.0, 0.0), ("zeropp", fast, spread))
+    ]
+    told = asked(found, "From which rate on does ZeRO++ no longer pay?").sentences[0]
+    assert "whether it pays there cannot be told on 2x2 ranks" in told
+
+
 def test_what_a_sentence_leaves_out_is_counted() -> None:
     """Of more contenders than a sentence names, the others are counted."""
     assert listed_most([str(n) for n in range(9)]).endswith("7 and 8")
