@@ -78,15 +78,15 @@ def combined(base: Policy, *changes: Changes) -> Policy | str:
 
 def render() -> str:
     """The parts, and tables of what is refused, in Markdown: pairs, and parts inside FSDP2 and DDP."""
-    pairs: dict[str, list[tuple[str, str]]] = {}
+    pairs: dict[str, list[tuple[str, str, str]]] = {}
     for one, other, found in together(PARTS, Policy()):
         if isinstance(found, str):
-            pairs.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other))
+            pairs.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other, found))
     hosted: dict[tuple[str, str], list[str]] = {}
     for host, name in itertools.product(BASES, PARTS):
         if isinstance(found := _inside(host, name), str):
             hosted.setdefault((host, _without_names(found)), []).append(name)
-    between = table(("refused", "in these words"), ((_named(found), why) for why, found in pairs.items()))
+    between = table(("refused", "in these words"), (_told(why, found) for why, found in pairs.items()))
     inside = table(
         ("inside", "refused", "in these words"),
         ((host, ", ".join(names), why) for (host, why), names in hosted.items()),
@@ -94,12 +94,13 @@ def render() -> str:
     return f"The parts: {', '.join(PARTS)}.\n\n{between}\n{inside}"
 
 
-def _named(pairs: Sequence[tuple[str, str]]) -> str:
-    """Pairs by name, those of everybody with everybody else together."""
-    ones, others = (list(dict.fromkeys(names)) for names in zip(*pairs, strict=True))
+def _told(why: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """Pairs by name, and why they are refused; stage n stands for several."""
+    ones, others, words = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+    names = "; ".join(f"{one} with {other}" for one, other, _ in pairs)
     if len(pairs) == len(ones) * len(others):
-        return f"{', '.join(ones)} with {', '.join(others)}"
-    return "; ".join(f"{one} with {other}" for one, other in pairs)
+        names = f"{', '.join(ones)} with {', '.join(others)}"
+    return names, words[0] if len(words) == 1 else why
 
 
 def _without_names(refusal: str) -> str:

@@ -127,7 +127,9 @@ def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.Monkey
         use_all(backend, given_by_a_user, carries=False)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text", ["spike2", "spike3", "sign1", "nf4", "bf16sr"]
+)  # each code of which is a number
 @given(seed=st.integers(0, 2**31), numel=st.integers(1, 300))
 def test_frames_of_any_bytes_decode_alike(backend: Backend, text: str, seed: int, numel: int) -> None:
     """Corrupt frames, of which spikes' places lie beyond their block, are no error, and the same numbers."""
