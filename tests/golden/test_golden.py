@@ -23,7 +23,7 @@ HERE: Final = record.fingerprint()
 
 
 def made_here(key: str) -> bool:
-    """Whether a run was recorded on a machine like this one: ``elsewhere`` names those of another than most."""
+    """Whether a run was recorded on a machine like this one; ``elsewhere`` has those of another's."""
     return bool(GOLDEN["elsewhere"].get(key, GOLDEN["machine"]) == HERE)
 
 
