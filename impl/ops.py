@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw
+from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw, Sums
 from impl.codecs.reference import DTYPES, NAMES, REFERENCE, Carried, Operations
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cpu import build
@@ -171,9 +171,9 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
     return frames.view(kind) if last == 1 else None
 
 
-def decode_sum(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Write the fp32 sum (..., S) over the first dimension: :meth:`Operations.decode_sum`."""
-    _choose(out.device.type)[0].decode_sum(codec, frames, out)
+def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
+    """Write the sum (..., S) fp32 over the first dimension: :meth:`Operations.decode_sum`."""
+    _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums)
 
 
 def decode_sum_encode(
@@ -185,7 +185,8 @@ def decode_sum_encode(
     *,
     noise: Noise | None = None,
     carried: Carried | None = None,
+    sums: Sums = "fp32",
 ) -> None:
     """Write the frames (..., F') of that sum: :meth:`Operations.decode_sum_encode`."""
     operations, _ = _choose(out.device.type)
-    operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried)
+    operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried, sums=sums)

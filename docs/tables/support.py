@@ -7,7 +7,8 @@ The tests train every pair that is not refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
         "groups (MiCS)": {"group": "node"},
         "qwZ": {"weights": weights},
+        "two planes": {"weights": weights, "planes": 2},
         "hpZ": {"secondary": "node"},
         "hpZ in 16 bits": {"secondary": "node", "secondary_format": "bf16"},
         "weights by hop": {"secondary": "node", "inside": weights},
@@ -39,6 +41,8 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "ring": {"reduce": "ring"},
         "one hop": {"reduce": "one_hop"},
         "flat gather": {"gather": "flat"},
+        "fp16 sums": {"sums": "fp16"},
+        "blocks by shape": {"blocks": "shape"},
         "chunks": {"chunks": 2},
         "error feedback": {"feedback": Feedback()},
         "LoCo": {"feedback": Feedback(decay=0.8, reset=1024, hops="all")},
@@ -74,20 +78,29 @@ def combined(base: Policy, *changes: Changes) -> Policy | str:
 
 def render() -> str:
     """The parts, and tables of what is refused, in Markdown: pairs, and parts inside FSDP2 and DDP."""
-    pairs: dict[str, list[str]] = {}
+    pairs: dict[str, list[tuple[str, str, str]]] = {}
     for one, other, found in together(PARTS, Policy()):
         if isinstance(found, str):
-            pairs.setdefault(found, []).append(f"{one} with {other}")
+            pairs.setdefault(re.sub("stage [0-2]", "stage n", found), []).append((one, other, found))
     hosted: dict[tuple[str, str], list[str]] = {}
     for host, name in itertools.product(BASES, PARTS):
         if isinstance(found := _inside(host, name), str):
             hosted.setdefault((host, _without_names(found)), []).append(name)
-    between = table(("refused", "in these words"), (("; ".join(names), why) for why, names in pairs.items()))
+    between = table(("refused", "in these words"), (_told(why, found) for why, found in pairs.items()))
     inside = table(
         ("inside", "refused", "in these words"),
         ((host, ", ".join(names), why) for (host, why), names in hosted.items()),
     )
     return f"The parts: {', '.join(PARTS)}.\n\n{between}\n{inside}"
+
+
+def _told(why: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """Pairs by name, and why they are refused; stage n stands for several."""
+    ones, others, words = (list(dict.fromkeys(column)) for column in zip(*pairs, strict=True))
+    names = "; ".join(f"{one} with {other}" for one, other, _ in pairs)
+    if len(pairs) == len(ones) * len(others):
+        names = f"{', '.join(ones)} with {', '.join(others)}"
+    return names, words[0] if len(words) == 1 else why
 
 
 def _without_names(refusal: str) -> str:

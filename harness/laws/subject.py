@@ -10,7 +10,7 @@ import torch
 from harness.errors import Refusal
 from harness.laws.laws import Promises, Subject
 from impl import ops
-from impl.codecs.codec import Block, BuiltIn, OwnCodec, Raw, parse
+from impl.codecs.codec import FORMATS, Block, Codec, OwnCodec, Raw, parse
 from impl.codecs.own_rows import by_rows
 from impl.codecs.reference import REFERENCE
 
@@ -41,16 +41,17 @@ def missing(backend: str) -> str | None:
     return None
 
 
-def of_codec(codec: BuiltIn, backend: str) -> Subject:
-    """A codec of ours on a backend.
+def of_codec(codec: Codec, backend: str) -> Subject:
+    """A codec of ours, or a published format, on a backend: what the engine runs.
 
     Raises:
         ValueError: if this machine lacks what the backend needs.
     """
     operations = ops.operations_of(backend)
+    built_in = None if isinstance(codec, OwnCodec) else codec
     return Subject(
         name=f"{codec} on {backend}",
-        promises=codec,
+        promises=built_in or Promises(codec.laws, codec.stochastic, codec.frame_bytes, codec.error_bound),
         block=_block_of(codec),
         encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
         decode=lambda frames, out: operations.decode(codec, frames, out),
@@ -59,24 +60,25 @@ def of_codec(codec: BuiltIn, backend: str) -> Subject:
             codec, codec, frames, out, numel, noise=noise
         ),
         device=torch.device("cuda" if backend == "cuda" else "cpu"),
-        codec=codec,
+        codec=built_in,
         specification=operations is REFERENCE,
     )
 
 
-def _block_of(codec: BuiltIn) -> Block:
+def _block_of(codec: Codec) -> Block:
     return 1 if isinstance(codec, Raw) else codec.block
 
 
-def read(text: str) -> BuiltIn | Subject:
-    """Resolve a codec of ours by its text form, or a user's ``module:object``.
+def read(text: str) -> Codec | Subject:
+    """Resolve a codec of ours or a format by its text form, or a user's ``module:object``.
 
     Raises:
         Refusal: if it is neither, naming what is wrong.
     """
     try:
         codec = parse(text)
-        return of_own(codec) if isinstance(codec, OwnCodec) else codec
+        own = isinstance(codec, OwnCodec) and codec.name not in FORMATS
+        return of_own(codec) if own else codec  # type: ignore[arg-type]  # looked at
     except ValueError as error:  # CodecError, or a number of thousands of digits
         raise Refusal(str(error)) from error
 

@@ -9,7 +9,8 @@ A codec keeps an element within ``k a``, ``a`` the largest magnitude of its bloc
 element's window, which holds whole blocks of all codecs.  A hop encodes sums whose blocks are at most the sum
 of the ranks' largest, and adds ``k`` of it to the error; so after hops of bounds ``k1, k2, ...`` the mean is
 within ``((1 + k1)(1 + k2)... - 1) m``.  A ring encodes P - 1 times; a mean that is gathered between groups,
-once more.  To that comes what two computations of one gradient differ by: :data:`ROUNDING` of ``m``.
+once more.  A sum of n in fp16 is off by ``(1 + 2^-11)^n - 1`` of itself and :attr:`Layout.floor`.  To that
+comes what two computations of one gradient differ by: :data:`ROUNDING` of ``m``.
 
 Of large units windows are drawn, the same on all ranks, :data:`SAMPLED` elements of each unit.
 """
@@ -68,11 +69,13 @@ class Layout:
         geometry: of the unit, or of FSDP2's parameter group, that it is.
         factor: bound of the codecs together, of ``m`` (see the module).
         window: elements of a row that hold whole blocks of all codecs.
+        floor: absolute error of sums in fp16, whose smallest step is 2^-24.
     """
 
     geometry: UnitGeometry | GroupGeometry
     factor: float
     window: int
+    floor: float = 0.0
 
     @property
     def row(self) -> int:
@@ -119,11 +122,7 @@ def relative_bound(codec: Codec) -> float:
 
 def of_units(units: Iterable[UnitGeometry], policy: Policy, topology: Topology) -> list[Layout]:
     """Layouts of the engine's trained units."""
-    return _bounded(
-        _layout(unit, policy.of_unit(persistent=unit.persistent), topology)
-        for unit in units
-        if unit.trainable
-    )
+    return _bounded(_layout(unit, policy.of(unit), topology) for unit in units if unit.trainable)
 
 
 def _bounded(layouts: Iterable[Layout]) -> list[Layout]:
@@ -160,7 +159,14 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy, topology: To
         codecs *= topology.world - 1
     axes, last = policy.replica_axes(topology)
     codecs += [last] * bool(axes)
-    return Layout(geometry, composed(codecs), _window(codecs, geometry.piece))
+    factor, floor = composed(codecs), 0.0
+    if policy.sums == "fp16":
+        sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
+        factor = (1 + factor) * (1 + 2.0**-11) ** sum(
+            sizes
+        ) - 1  # each term, and each sum with it, is rounded
+        floor = len(sizes) * 2.0**-24 * (1 + factor)  # of n terms 2 n - 1 times, by half a step at most
+    return Layout(geometry, factor, _window(codecs, geometry.piece), floor)
 
 
 def composed(codecs: Sequence[Codec]) -> float:
@@ -249,7 +255,8 @@ class FirstGradient:
             return None
         found = _windows(layout, rows)[drawn[here] - first * per_row] / scale
         expected, largest = self._mean[place][here], self._largest[place][here]
-        allowed = ((layout.factor + self.rounding) * largest + _TINY).unsqueeze(1).expand_as(found)
+        least = _TINY + layout.floor / scale
+        allowed = ((layout.factor + self.rounding) * largest + least).unsqueeze(1).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
         return GradientError(

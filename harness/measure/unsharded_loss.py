@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from harness.suites.trial import Trial
 from harness.workloads.models import under_autocast
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs import reference
-from impl.codecs.codec import Codec
+from impl.codecs.codec import Blocked, Codec
+from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.plan.policy import Policy
@@ -59,11 +60,39 @@ def as_gathered(
     """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
     with _restored(model) as parameters:
         for unit in units:
-            own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+            own = policy.of(unit)
             codecs = (own.weights, own.kept) if own.sends_copy else (own.weights,)
             for codec in codecs:
                 _pass_unit(codec, unit, parameters, clock, frozen=not unit.trainable)
         yield
+
+
+def by_columns(model: nn.Module, policy: Policy, units: Sequence[UnitGeometry]) -> dict[str, Tensor]:
+    """Values by name with which backward computes where two planes are sent; empty where one is."""
+    if policy.planes == 1:
+        return {}
+    with _restored(model) as parameters:
+        for unit in units:
+            own = policy.of(unit)
+            rows = (
+                own.weights.block_size(unit.shard)
+                if own.planes > 1 and isinstance(own.weights, Blocked)
+                else 0
+            )
+            _pass_unit(own.weights, unit, parameters, Clock(0), frozen=not unit.trainable, rows=rows)
+        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+@contextmanager
+def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, parameters have these values without autograd's knowing; they are restored after."""
+    parameters = dict(model.named_parameters())
+    kept = {name: parameters[name].detach().clone() for name in values}
+    for name, value in values.items():
+        parameters[name].data.copy_(value)
+    yield
+    for name, value in kept.items():
+        parameters[name].data.copy_(value)
 
 
 def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
@@ -145,17 +174,31 @@ def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Par
 
 @torch.no_grad()
 def _pass_unit(
-    codec: Codec, unit: UnitGeometry, parameters: dict[str, nn.Parameter], clock: Clock, *, frozen: bool
+    codec: Codec,
+    unit: UnitGeometry,
+    parameters: dict[str, nn.Parameter],
+    clock: Clock,
+    *,
+    frozen: bool,
+    rows: int = 0,
 ) -> None:
-    """Encode and decode every shard of a unit, with the reference backend whatever the engine uses."""
+    """Encode and decode every shard of a unit, with the reference backend whatever the engine uses.
+
+    With ``rows``, bands of so many rows are turned meanwhile.
+    """
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
     whole = torch.zeros(unit.padded, device=slots[0][1].device)
     for slot, parameter in slots:
         whole[slot.offset : slot.end] = parameter.reshape(-1)
     shards = whole.view(unit.shards, unit.shard)
+    bands = [unit.bands(index, rows) if rows else () for index in range(unit.shards)]
+    for shard, turned in zip(shards, bands, strict=True):
+        turn(shard, turned, rows)
     frames = torch.empty((unit.shards, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
     noise = clock.weights(unit.name, frozen=frozen).noise(0, (unit.shard,)) if codec.stochastic else None
     reference.encode(codec, shards, frames, noise=noise)
     reference.decode(codec, frames, shards)
+    for shard, turned in zip(shards, bands, strict=True):
+        turn(shard, turned, rows, back=True)
     for slot, parameter in slots:
         parameter.copy_(whole[slot.offset : slot.end].view(parameter.shape))

@@ -6,6 +6,7 @@ The harness fails a trial that they refuse; a report applies them again to what 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -227,14 +228,21 @@ def other_codec(record: Record) -> str | None:
         return None
     asked = [policy, policy.of_unit(persistent=True), policy.of_unit(trainable=False)]
     known = {str(codec) for one in asked for codec in (*one.codecs, one.kept)}
+    if policy.blocks == "shape":  # of each unit
+        known |= {_unblocked(text) for text in known}
     for error in record.communication_errors:
-        if error.codec and error.codec not in known:
+        if error.codec and not known & {error.codec, _unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
             return (
                 f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop} of step "
                 f"{error.step}; the trial's policy has {', '.join(sorted(known))}"
             )
     return None
+
+
+def _unblocked(text: str) -> str:
+    """A codec without the size of its blocks."""
+    return re.sub(r":[0-9]+", "", text)
 
 
 def segmented(row: LedgerRow) -> int:

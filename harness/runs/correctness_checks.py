@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 
 import torch
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
-from torch import nn
+from torch import Tensor, nn
 
 from harness.cluster.rank import ERRORS, GRID, Progress, Rank
 from harness.measure import communication_error, quantisation_error
@@ -39,6 +39,8 @@ from harness.measure.unsharded_loss import (
     as_computed_by,
     as_gathered,
     as_gathered_by_fsdp2,
+    by_columns,
+    computing_with,
     evaluating,
     mean_loss,
 )
@@ -348,9 +350,10 @@ def single_process(
     layouts = of_units(units, policy, topology)
     if host == "ddp":  # whole weights on every rank: none are gathered
         return Expected(exact, *_compute(trial, model, data, layouts))
+    backward = by_columns(model, policy, units)
     with as_gathered(model, policy, units, clock or Clock(trial.seed)):
         twin = as_computed(model, policy)
-        return Expected(exact, *_compute(trial, twin, data, layouts, policy, step=step))
+        return Expected(exact, *_compute(trial, twin, data, layouts, policy, step=step, backward=backward))
 
 
 def _compute(
@@ -361,9 +364,11 @@ def _compute(
     policy: Policy | None = None,
     *,
     step: int = 0,
+    backward: Mapping[str, Tensor] | None = None,
 ) -> tuple[float, FirstGradient | None, float | None]:
     """This rank's mean loss of a step's batches, all ranks' mean gradient, and the loss in training mode.
 
+    Backward passes compute with the values ``backward``, if there are any, in place of the model's.
     No gradient without layouts, or of a trial that decodes; no loss in training mode of the first step, or
     where it is another than in evaluation mode.
     """
@@ -382,7 +387,8 @@ def _compute(
             for batch in micro:
                 loss = model(*batch)
                 losses.append(float(loss.detach()))
-                (loss * times).backward()
+                with computing_with(model, backward or {}):
+                    (loss * times).backward()
             first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
             for parameter in parameters.values():
                 parameter.grad = None

@@ -29,6 +29,7 @@ def _one_allowed(error: ErrorDetails) -> str:
 _ALLOWED: Final = {  # by pydantic's type of error
     "int_type": "expected a whole number",
     "int_from_float": "expected a whole number",
+    "int_parsing_size": "expected a number below 2^63",
     "float_type": "expected a number",
     "finite_number": "expected a finite number",
     "string_type": "expected text",

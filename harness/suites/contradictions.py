@@ -97,6 +97,11 @@ def _contradictions(trial: Trial) -> Iterator[str]:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
+        if policy.planes > 1 and trial.activation_checkpointing:
+            yield (
+                f"activation_checkpointing = true: blocks run again in backward, for which policy.planes = "
+                f"{policy.planes} has another plane than forward's; expected 1"
+            )
     if trial.host is not None and cluster.device != "cpu":
         yield (
             f"cluster.device = {cluster.device!r}: strategy {trial.strategy!r} carries messages inside "

@@ -190,6 +190,9 @@ class PolicyChanges(_Frozen):
     differences: str | None = None
     refresh: int | None = Field(None, ge=0)
     feedback: str | None = None
+    sums: Literal["fp32", "fp16"] | None = None
+    blocks: Literal["codec", "shape"] | None = None
+    planes: Literal[1, 2] | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: str | None = None
@@ -247,6 +250,9 @@ _FIRST: Final = (  # fields of policies that the first trials had; what came lat
     "weights", "gradients", "gather", "reduce", "chunks", "secondary", "feedback", "prefetch", "max_padding",
     "align",
 )  # fmt: skip
+
+
+_AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are the strategy's own
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -368,6 +374,9 @@ class Trial(_Frozen):
                 del data["cluster"][name]
         del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked
         data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
+        for name in _AS_PUBLISHED:
+            if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
+                data["policy"].pop(name, None)
         return data
 
     @classmethod

@@ -50,6 +50,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Block = int | Literal["shard"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 Scale = Literal["fp32", "e8m0"]
+Sums = Literal["fp32", "fp16"]  # in which decoded sources are added up
 
 
 class CodecError(ValueError):

@@ -282,7 +282,7 @@ class _Spikes(_Format):
         """See :class:`_Format`."""
         ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
         values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # a range may overflow
-        return values.scatter_(1, beside[:, :2].long(), ends[:, :2])
+        return values.scatter_(1, beside[:, :2].long() % self.size, ends[:, :2])  # of corrupt frames too
 
 
 class Spike2(_Spikes):

@@ -29,6 +29,7 @@ from impl.codecs.codec import (
     IntCodec,
     OwnCodec,
     Raw,
+    Sums,
 )
 from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, Noise
 
@@ -131,20 +132,25 @@ class Operations:
             else:
                 self._decode(codec, frames, out)
 
-    def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
+
+        ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
+        rounded to fp16, where what exceeds 65504 is infinite.
 
         Raises:
             ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
         """
-        if self._repeats("decode_sum", (codec,), frames, out):
+        if sums == "fp32" and self._repeats("decode_sum", (codec,), frames, out):
             return
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
         _check(codec, out.shape, out.dtype, _first(codec, frames))
         _check_devices(codec, out, frames)
         if out.numel() > 0:
-            if isinstance(codec, OwnCodec):
+            if sums == "fp16":
+                self._sum_halves(codec, frames, out)
+            elif isinstance(codec, OwnCodec):
                 self._decode_sum_own(codec, frames, out)
             else:
                 self._decode_sum(codec, frames, out)
@@ -159,6 +165,7 @@ class Operations:
         *,
         noise: Noise | None = None,
         carried: Carried | None = None,
+        sums: Sums = "fp32",
     ) -> None:
         """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
 
@@ -170,17 +177,21 @@ class Operations:
             numel: elements S of a shard.
             noise: random bits, for a second codec that rounds stochastically.
             carried: error feedback of the second encoding.
+            sums: type of the sum (:meth:`decode_sum`).
 
         Raises:
             ValueError: for no source, or as :meth:`encode`.
         """
-        if noise is None and carried is None and self._repeats(numel, (first, second), frames, out):
+        plain = noise is None and carried is None and sums == "fp32"
+        if plain and self._repeats(numel, (first, second), frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
         ours = isinstance(first, IntCodec | FloatCodec) and isinstance(second, IntCodec | FloatCodec)
-        if not (ours and self._fuses(first, second, numel, carried)):  # type: ignore[arg-type]  # looked at
+        fused = ours and sums == "fp32"
+        fused = fused and self._fuses(first, second, numel, carried)  # type: ignore[arg-type]  # looked at
+        if not fused:
             held = torch.empty(shape, dtype=torch.float32, device=out.device)
-            self.decode_sum(first, frames, held)
+            self.decode_sum(first, frames, held, sums=sums)
             self.encode(second, held, out, noise=noise, carried=carried)
             return
         _check(first, shape, torch.float32, _first(first, frames))
@@ -190,6 +201,14 @@ class Operations:
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
             self._decode_sum_encode((first, second), frames, out, numel, beside)  # type: ignore[arg-type]
+
+    def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        """The sum in fp16, for backends without a kernel: sources are decoded one after the other."""
+        total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
+        for source in frames:
+            self.decode(codec, source, out)
+            total += out.half()
+        out.copy_(total)
 
     def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
         """Do again, unchecked, what was done to tensors like these; False if nothing was."""

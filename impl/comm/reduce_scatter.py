@@ -1,7 +1,7 @@
 """Reduces and scatters gradients hop by hop, with any codec: qgZ's two-hop all-to-all (paper section 3.3).
 
 A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is encoded, sent along axis 0,
-summed in fp32 in ascending source order, encoded again for axis 1, and so on; the result is the mean.
+summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.
 Beside it a ring, and the gather of the mean between groups that hold copies.
 
 A reduction under way is an object: it starts when it is made, :meth:`Average.post_next_hop` lets it go on by
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Codec
+from impl.codecs.codec import Codec, Sums
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
@@ -50,6 +50,7 @@ class Reduction:
         chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
         stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
             they lie.
+        sums: type in which what a hop brings is added up.
         sizes: ranks along each hop.
         frames: bytes of a frame by hop and chunk.
         in_order: whether pieces lie in the order of ranks.
@@ -62,6 +63,7 @@ class Reduction:
     strides: Sequence[int] = ()
     chunks: Sequence[tuple[int, int]] = ()
     stays: bool = False
+    sums: Sums = "fp32"
     sizes: Sequence[int] = field(init=False)
     frames: Sequence[Sequence[int]] = field(init=False)
     in_order: bool = field(init=False)
@@ -161,7 +163,7 @@ class ReduceScatter:
         codec = how.hops[-1][1]
         mean = torch.empty(how.piece, dtype=torch.float32, device=device) if out is None else out
         for (start, end), exchange in zip(how.chunks, self._under_way, strict=True):
-            ops.decode_sum(codec, exchange.wait(), mean[start:end])  # (source, F)
+            ops.decode_sum(codec, exchange.wait(), mean[start:end], sums=how.sums)  # (source, F)
             exchange.close()
         return mean.div_(math.prod(how.sizes))
 
@@ -218,10 +220,12 @@ class ReduceScatter:
         values = None
         if wire.observer is not None:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
-            ops.decode_sum(before, frames, held)
+            ops.decode_sum(before, frames, held, sums=how.sums)
             values = _observed(wire, held, carried)
         noise = how.noise(self._key, hop, start)
-        ops.decode_sum_encode(before, codec, frames, send, end - start, noise=noise, carried=carried)
+        ops.decode_sum_encode(
+            before, codec, frames, send, end - start, noise=noise, carried=carried, sums=how.sums
+        )
         received.close()
         if values is not None:
             _tell(how, Hop(hop, axis.name, codec), values, send)

@@ -42,6 +42,7 @@ struct Job {
     i64 numel, type;  // type of elements: 0 fp32, 1 bf16, 2 fp16
     i64 dims, sizes[kDims];
     i64 sources, source_stride;
+    i64 halves;  // of sums: terms and partial sums are fp16
     Plane values, frames, output, random, errors;
     Code coding, second;
     i64 error_type;  // of carried errors, as `type`; -1 where none are carried

@@ -52,7 +52,7 @@ class _Job(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("numel", "kind", "dims")),
         ("sizes", _Dims),
-        *((name, ctypes.c_int64) for name in ("sources", "source_stride")),
+        *((name, ctypes.c_int64) for name in ("sources", "source_stride", "halves")),
         *((name, _Plane) for name in ("values", "frames", "output")),
         ("random", _Plane),  # numbers of elements, not bytes
         ("errors", _Plane),
@@ -163,6 +163,13 @@ class Kernels(Operations):
             coding = _coding(codec, out.shape[-1])
             self._run_into(out, "decode_sum", frames[0], call, coding=coding, **sources)
 
+    def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        if isinstance(codec, Blocked):
+            coding = _coding(codec, out.shape[-1])
+            self._run_into(out, "decode_sum", frames[0], None, coding=coding, halves=1, **_sources(frames))
+        else:
+            super()._sum_halves(codec, frames, out)
+
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
@@ -204,7 +211,7 @@ class Kernels(Operations):
         planes, again = {"values": values, "frames": frames}, call if values is x else None
         self._run(name, planes, again, beside, numel=x.shape[-1], kind=KINDS[x.dtype], coding=coding)
 
-    def _run_into(self, out: Tensor, name: str, frames: Tensor, call: _Call, **fields: Any) -> None:
+    def _run_into(self, out: Tensor, name: str, frames: Tensor, call: _Call | None, **fields: Any) -> None:
         """Decode ``frames`` to ``out``, by way of whole rows where it has none."""
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
         again = call if values is out else None

@@ -286,6 +286,27 @@ void decode_row(const Code& code, i64 numel, const u8* frame, typename T::Word* 
     }
 }
 
+// fp32 rounded to fp16, infinite beyond it.
+inline float halved(float value) {
+    const u32 bits = bits_of(value), magnitude = bits & kAbs;
+    if (magnitude >= 0x477ff000u && magnitude <= kInfinity) return float_of((bits & ~kAbs) | kInfinity);  // 65520
+    return Fp16::widen(Fp16::narrow(value));
+}
+
+// Adds terms to sums that are fp16.
+inline void add_halves(const u32* __restrict terms, u32* __restrict sums, i64 count) {
+    i64 i = 0;
+#if WIDE
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    for (; i + 16 <= count; i += 16) {
+        const __m512 term = _mm512_cvtph_ps(_mm512_cvtps_ph(_mm512_loadu_ps(terms + i), nearest));
+        const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(sums + i), term);
+        _mm512_storeu_ps(sums + i, _mm512_cvtph_ps(_mm512_cvtps_ph(sum, nearest)));
+    }
+#endif
+    for (; i < count; ++i) sums[i] = bits_of(halved(float_of(sums[i]) + halved(float_of(terms[i]))));
+}
+
 // The sum over sources, in ascending order, of [begin, end); begin is a multiple of 8 and of a rotation.
 __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* first, i64 begin, i64 end, u32* out) {
     const Code& code = job.coding;
@@ -294,6 +315,15 @@ __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* firs
         const i64 stop = smaller(at + kPiece, end);
         const u8* frame = first;
         u32* to = out + (at - begin);
+        if (job.halves != 0) {
+            alignas(64) u32 term[kPiece];
+            std::memset(to, 0, std::size_t(stop - at) * 4);
+            for (i64 source = 0; source < job.sources; ++source, frame += stride) {
+                values_piece(code, job.numel, frame, at, stop, term);
+                add_halves(term, to, stop - at);
+            }
+            continue;
+        }
         if (code.hadamard != 0) {
             alignas(64) u32 term[kPiece];
             values_piece(code, job.numel, frame, at, stop, to);

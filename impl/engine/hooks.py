@@ -100,6 +100,11 @@ class Hooks:
             changed = args, kwargs = cast_tensors(args, self._inputs), cast_tensors(kwargs, self._inputs)
         if again:  # a block is computed again: gather what was resharded, and look no further
             for unit in units:
+                if unit.policy.planes > 1:
+                    raise ZeroError(
+                        f"unit {unit.geometry.name!r} runs again in backward, for which planes = 2 has "
+                        "the plane of columns, and not forward's: use planes = 1, or keep activations"
+                    )
                 unit.all_gather("backward")
             return changed
         training = torch.is_grad_enabled()

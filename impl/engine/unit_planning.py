@@ -203,15 +203,16 @@ def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -
     """
 
     def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
+        own = policy.by_shape([spec.shape for spec in draft.specs], topology.world)
         return lay_out(
             draft.name,
             draft.specs,
-            grain=policy.grain,
+            grain=own.grain,
             world=topology.world,
             max_padding=max_padding,
             trainable=draft.trainable,
             group=policy.group_ranks(topology),
-            grain_in_words=policy.grain_in_words,
+            grain_in_words=own.grain_in_words,
         )
 
     found = [laid_out(draft, math.inf) for draft in drafts]

@@ -58,7 +58,7 @@ def memory(
 
     landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
     for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
-        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        own = policy.of(unit)
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
@@ -113,7 +113,7 @@ def secondary_either_way(
     """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
     if policy.secondary == 0:
         return None
-    owns = [(policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit) for unit in units]
+    owns = [(policy.of(unit), unit) for unit in units]
     frames, halves = (
         sum(
             secondary_bytes(replace(own, secondary_format=kept), topology, unit)

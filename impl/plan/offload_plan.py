@@ -66,7 +66,7 @@ def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[Un
     """
     trained = stepped = framed = 0
     for placement, unit in zip(placements, units, strict=True):
-        own = policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        own = policy.of(unit)
         trained += unit.padded * unit.trainable
         stepped += unit.padded * (placement.shard and unit.trainable)
         framed += unit.padded * (placement.frames and bool(placement.shard or own.secondary))

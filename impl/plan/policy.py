@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
@@ -16,6 +17,7 @@ from impl.codecs.codec import (
     FP32,
     ITEM_BYTES,
     MX_BLOCK,
+    Blocked,
     Codec,
     Dtype,
     FloatCodec,
@@ -23,8 +25,10 @@ from impl.codecs.codec import (
     Law,
     OwnCodec,
     Raw,
+    Sums,
     common_grain,
 )
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
@@ -32,9 +36,12 @@ Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
 SecondaryFormat = Literal["frames", "fp32", "bf16", "fp16"]
 ReduceEvery = Literal["stage", "micro_batch", "step"]
+Blocks = Literal["codec", "shape"]
+Planes = Literal[1, 2]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
+_GROUP: Final = 8000  # elements of DeepSpeed's blocks of weights at most, of which 8 are a vector load
 
 
 class PolicyError(ValueError):
@@ -270,6 +277,20 @@ class Policy:
             the weights.
         refresh: optimizer steps after which, with ``differences``, the weights themselves are sent again; 0
             for never.
+        sums: type in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (its
+            ``quant_reduce.cu``): terms and partial sums are rounded to fp16, in which what exceeds 65504 is
+            infinite, so that its block arrives as NaN; the division by the ranks stays in fp32.
+        blocks: ``codec`` has the codecs' own; ``shape`` DeepSpeed's numbers of them in each unit.  Of
+            gradients, in both hops, the largest matrix is cut into ``max(rows, columns, ranks)`` (its
+            ``all_to_all_quant_reduce``), and all else in the unit into blocks of that size; a unit without a
+            matrix is not quantised.  Of weights, a shard into the fewest of at most 8000 elements, a multiple
+            of 8 (its ``CUDAQuantizer``), which may straddle parameters.
+        planes: 2 sends weights twice, quantised along rows, with which forward computes, and along columns,
+            with which backward does (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a
+            matrix is sent once.  A block of columns is of as many whole rows, from the first in a shard on,
+            as the codec's has elements; vectors, rows left at a shard's ends, and matrices whose columns are
+            no multiple of a block are quantised as they lie in both.  Nothing stays gathered from forward to
+            backward; a block that runs again there is refused, and a part of one computes with columns.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
@@ -297,6 +318,9 @@ class Policy:
     differences: Codec | None = None
     refresh: int = 0
     feedback: Feedback | None = None  # of the gradient codecs
+    sums: Sums = "fp32"
+    blocks: Blocks = "codec"
+    planes: Planes = 1
     reduce_every: ReduceEvery = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
     loss_scale: LossScale | None = None  # of fp16
@@ -322,6 +346,9 @@ class Policy:
         _one_of("secondary_format", self.secondary_format, get_args(SecondaryFormat))
         _one_of("compute", self.compute, tuple(ITEM_BYTES))
         _one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
+        _one_of("sums", self.sums, get_args(Sums))
+        _one_of("blocks", self.blocks, get_args(Blocks))
+        self._check_as_published()
         if self.stage not in get_args(Stage):
             raise PolicyError(f"stage = {self.stage}: expected one of 0, 1, 2, 3")
         if self.stage < 2 and self.reduce_every == "micro_batch":
@@ -377,6 +404,36 @@ class Policy:
             )
         if self.align < 1 or self.order_every < 0:
             raise PolicyError("align is at least 1, order_every not negative")
+
+    def _check_as_published(self) -> None:
+        """Refuse sums, blocks and planes where nothing does them."""
+        if self.sums != "fp32" and self.reduce == "ring":
+            raise PolicyError(
+                f"sums = {self.sums!r} in a ring, whose partial sums are fp32: use one_hop or two_hop"
+            )
+        if self.blocks == "shape":
+            for codec in (self.weights, *self.gradients):
+                if not isinstance(codec, Raw) and not _takes_blocks(codec):
+                    raise PolicyError(
+                        f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"
+                    )
+        if self.planes not in get_args(Planes):
+            raise PolicyError(f"planes = {self.planes}: expected 1, or 2 for rows and columns")
+        if self.planes == 1:
+            return
+        codec = self.weights
+        if not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard:
+            raise PolicyError(
+                f"planes = 2 and weights = {codec}: expected blocks of elements, rounded to nearest and not "
+                "rotated, as mxfp8"
+            )
+        for where, hit in (
+            (f"at stage {self.stage}: what stays gathered", self.stage < 3),
+            (f"with hpZ (secondary={self.secondary}): its copy", self.secondary != 0),
+            ("with offload: what the host holds", self.offload != Offload()),
+        ):
+            if hit:
+                raise PolicyError(f"planes = 2 {where} has one plane")
 
     def _check_copy(self) -> None:
         """Refuse what cannot be done with hpZ's copy."""
@@ -473,12 +530,47 @@ class Policy:
                 weights=weights,
                 gradients=(first, last),
                 feedback=None,
+                sums="fp32",
+                planes=1,
             )
         if not trainable and policy.differences is not None:  # they never differ
             policy = replace(policy, differences=None, refresh=0)
         if not trainable and self.frozen is not None:
-            policy = replace(policy, weights=self.frozen)
+            policy = replace(policy, planes=1, weights=self.frozen)
         return policy
+
+    def of(self, unit: UnitGeometry) -> Policy:
+        """The policy of a unit that is laid out, with its blocks and planes."""
+        policy = self.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        shaped = policy.by_shape([slot.spec.shape for slot in unit.slots], unit.world, unit.shard)
+        return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
+
+    def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
+        """The policy of parameters of these ``shapes``, of which each of ``world`` ranks reduces a part.
+
+        Of no shapes, a unit that is known by its size alone, blocks of gradients and planes are the policy's.
+
+        Args:
+            shapes: of all parameters of a unit.
+            world: ranks.
+            shard: elements of a rank's shard; 0 before it is laid out, when any block of weights fits.
+        """
+        matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape)]
+        policy = self
+        if self.planes > 1 and shapes and not matrices:
+            policy = replace(policy, planes=1)
+        if self.blocks == "codec":
+            return policy
+        gradients = self.gradients
+        if matrices:
+            rows, columns, *_ = largest = max(matrices, key=math.prod)
+            block = max(1, math.prod(largest) // max(rows, columns, world))
+            gradients = (_in_blocks(gradients[0], block), _in_blocks(gradients[1], block))
+        elif shapes:
+            first, last = (codec if isinstance(codec, Raw) else Raw(self.compute) for codec in gradients)
+            policy, gradients = replace(policy, sums="fp32", feedback=None), (first, last)
+        weights = _in_blocks(self.weights, weight_block(shard))
+        return replace(policy, gradients=gradients, weights=weights, blocks="codec")
 
     def without_secondary(self) -> Policy:
         """The policy without hpZ."""
@@ -569,6 +661,21 @@ class Policy:
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
 
+def weight_block(shard: int) -> int:
+    """Elements of a block of weights by DeepSpeed's search: the most that divide ``shard``; 1 of none."""
+    return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
+
+
+def _takes_blocks(codec: Codec) -> bool:
+    """Whether its scales may be of blocks of any size."""
+    return isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
+
+
+def _in_blocks(codec: Codec, block: int) -> Codec:
+    """The codec with other blocks; casts have none."""
+    return replace(codec, block=block) if isinstance(codec, Blocked) else codec
+
+
 _INT8 = IntCodec(8, 2048)
 _INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
 _BF16SR = OwnCodec("bf16sr")
@@ -599,6 +706,14 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     "zeropp-deepspeed": Policy(
         weights=IntCodec(8, 2048, clipped=True), secondary="node", secondary_format="bf16", gradients=_INT4
     ),
+    "zeropp-shipped": Policy(
+        weights=IntCodec(8, 2048, clipped=True),
+        secondary="node",
+        secondary_format="bf16",
+        gradients=_INT4,
+        sums="fp16",
+        blocks="shape",
+    ),
     "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
     "sdp4bit": Policy(
         secondary="node",
@@ -609,11 +724,14 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     "bf16-fp32sum": Policy(gradients=(_BF16SR, _BF16SR)),
     "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
+    "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
 """What others published, with the deviations of each:
 
-- ``zeropp-deepspeed``: ZeRO++ as DeepSpeed ships it, with its scale rule for weights too, and hpZ's copy in
-  16 bits; sums in fp16, and blocks that follow a matrix's shape, are not carried out;
+- ``zeropp-deepspeed``: ZeRO++ with DeepSpeed's scale rule for weights too, and its hpZ copy in 16 bits;
+- ``zeropp-shipped``: also its sums in fp16 and its blocks, as it ships ZeRO++.  What differs: scales travel
+  with their codes, a mean is a mean (its is larger by the ranks of a node), vectors are quantised with the
+  matrices beside them, and nothing falls back where a size does not divide;
 - ``loco`` (2407.04480): ZeRO++ with a moving average of the errors of both hops;
 - ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8 bits inside a node, in 4, rotated,
   between nodes;
@@ -621,7 +739,9 @@ SUCCESSORS: Final[dict[str, Policy]] = {
 - ``bf16-fp32sum``: gradients in bf16 by stochastic rounding, summed in fp32 by who receives them, as
   torchcomms sends them, but by two hops;
 - ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one scale a tensor;
-- ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters.
+- ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters;
+- ``mxfp8-planes``: weights in MXFP8 by rows and by columns, both in every gather, as Megatron-FSDP sends
+  them; vectors, which it keeps in 16 bits, go as MXFP8 with the matrices beside them.
 
 Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across) has the placements of ``hpz``.
 """

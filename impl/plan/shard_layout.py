@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 FROZEN: Final = ".frozen"  # ends the name of a block's second unit, of its frozen parameters
 PERSISTENT: Final = "persistent"  # the unit of parameters too small to be worth a gather each time
@@ -43,6 +43,14 @@ class ParameterSpec:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+
+class Band(NamedTuple):
+    """Bands of a matrix's rows side by side in a shard: ``count`` of them from element ``start`` on."""
+
+    start: int
+    count: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,21 @@ class UnitGeometry:
         """(start, end) of the padding inside ``rank``'s shard, shard-relative, none empty."""
         clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
+
+    def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
+        """Bands of ``rows`` whole rows of the matrices in ``rank``'s shard, from the first whole row on.
+
+        Of matrices whose columns are no multiple of ``rows`` there are none.
+        """
+        found = []
+        low, _ = self.bounds(rank)
+        for slot in self.slots:
+            start, end = self.part(slot, rank)
+            columns = math.prod(slot.spec.shape[1:])
+            if len(slot.spec.shape) > 1 and columns and columns % rows == 0:
+                start += (slot.offset - low - start) % columns
+                found.append(Band(start, max(0, end - start) // (rows * columns), columns))
+        return tuple(band for band in found if band.count)
 
 
 def lay_out(

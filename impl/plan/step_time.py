@@ -195,7 +195,7 @@ def loads_of(
     seconds = _Seconds(machine, step.topology, step.rate)
     loads = []
     for unit in step.units:
-        policy = step.policy.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        policy = step.policy.of(unit)
         share = unit.padded / elements
         stays = policy.stage < 3
         spared = policy.gather_axes(step.topology)[1] > 0
@@ -229,7 +229,8 @@ class _Seconds:
         """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
         axes, spared = policy.gather_axes(self.topology)
         codec = policy.differences or policy.weights  # of all gathers but the first
-        size, before = codec.frame_bytes(unit.shard), self._coding(codec, unit.shard, "encode")
+        size = policy.planes * codec.frame_bytes(unit.shard)
+        before = policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
         for index, axis in enumerate(axes):
             if index == spared and (again or policy.sends_copy):

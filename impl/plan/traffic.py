@@ -158,7 +158,7 @@ def predict(
     policy.check(topology)
     book = Book(topology, rank)
     senders = [
-        _Sender(book, policy.of_unit(trainable=unit.trainable, persistent=unit.persistent), unit, placement)
+        _Sender(book, policy.of(unit), unit, placement)
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
@@ -217,7 +217,7 @@ class _Sender:
         policy, book, placement, name = self.policy, self.book, self.placement, self.unit.name
         if not self.gathered:
             axes, spared = policy.gather_axes(book.topology)
-            size = policy.weights.frame_bytes(self.unit.shard)
+            size = policy.planes * policy.weights.frame_bytes(self.unit.shard)
             secondary = secondary_bytes(policy, book.topology, self.unit)
             purpose: Purpose = "persistent" if self.unit.persistent else "weights"
             if self.current:
@@ -263,10 +263,12 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     one rank everything does: gathering again would cast the masters again, 6 bytes a parameter, to save 2.
     Of blocks the last are needed again first: from the last one on they stay while fewer than ``max_reuse``
     elements run between their forward and their backward, and all that is gathered at once stays within
-    ``max_live``.
+    ``max_live``.  Of two planes none stays: backward computes with another than forward.
 
     ``units`` are in model order; blocks are kept as a whole, all their units or none.
     """
+    if policy.planes > 1:
+        return frozenset()
     limits = policy.memory
     blocks: dict[str, list[int]] = {}
     for index, unit in enumerate(units):

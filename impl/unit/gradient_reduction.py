@@ -69,6 +69,7 @@ class GradientReduction:
             piece=geometry.piece,
             strides=() if whole else self._strides_of([axis for axis, _ in hops]),
             chunks=chunked(geometry.piece, policy.chunks, policy.grain),
+            sums=policy.sums,
         )
         plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
         self._collects = plain and self.how.collects(DTYPES[policy.compute])

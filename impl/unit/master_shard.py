@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.codecs.codec import Codec
+from impl.codecs.planes import turn
 from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
 from impl.plan.offload_plan import Placement
-from impl.plan.shard_layout import Slot, UnitGeometry
+from impl.plan.shard_layout import Band, Slot, UnitGeometry
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.host_memory import MEMORY
@@ -177,6 +178,12 @@ class MasterShard:
             self._host.copy("to_device", source, self._sent, "weights", name)
             self._sent_of = self._encoded_of
         frame.copy_(self._sent)
+
+    def write_planes(self, message: Tensor, bands: Iterable[Band], rows: int) -> None:
+        """Write this rank's frame to a message (2 F,), then that of the shard with ``bands`` turned."""
+        planes = self.master.expand(2, -1).clone()  # (2, S)
+        turn(planes[1], bands, rows)
+        ops.encode(self._codec, planes, message.view(2, -1))
 
     def _kept_frame(self) -> Tensor:
         """(F,) uint8 on the host: the frame of an offloaded master, encoded there when it is another.

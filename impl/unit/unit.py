@@ -88,7 +88,7 @@ class Unit:
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
-        self.policy = context.policy.of_unit(trainable=geometry.trainable, persistent=geometry.persistent)
+        self.policy = context.policy.of(geometry)
         own = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device

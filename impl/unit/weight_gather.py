@@ -34,12 +34,15 @@ import math
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from impl import ops
+from impl.codecs.codec import Blocked
+from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.comm.all_gather import FrameGather, are_elements
 from impl.comm.ledger import Tag
-from impl.plan.shard_layout import UnitGeometry
+from impl.plan.shard_layout import Band, UnitGeometry
 from impl.plan.traffic import Phase, Purpose
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
@@ -78,7 +81,14 @@ class WeightGather:
             policy.differences,
         )
         self._codec, self._kept_codec = policy.weights, self.secondary.codec
-        self._frame, kept = self._codec.frame_bytes(shard), self._kept_codec.frame_bytes(shard)  # F, and K
+        self._frame, kept = (
+            policy.planes * self._codec.frame_bytes(shard),
+            self._kept_codec.frame_bytes(shard),
+        )
+        self._bands, self._rows = list[tuple[Band, ...]](), 0  # of two planes, by shard; rows of a band
+        if policy.planes > 1 and isinstance(self._codec, Blocked):
+            self._rows = self._codec.block_size(shard)
+            self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
         copies = math.prod(axis.size for axis in before)  # frames of hpZ's copy
         ring = self._axes == (topology.world_axis,)
         self._between = FrameGather(wire, before, self._frame) if before else None
@@ -142,7 +152,12 @@ class WeightGather:
         else:
             self._under_way = self._between or self._last
             into = flat.attach_bytes() if self._in_place else None
-            self._master_shard.write_frame(self._under_way.open(tag, into))
+            message = self._under_way.open(tag, into)
+            if self._bands:
+                own = self._wire.mesh.rank % self._geometry.shards
+                self._master_shard.write_planes(message, self._bands[own], self._rows)
+            else:
+                self._master_shard.write_frame(message)
         self._under_way.post()
         if (stream := self._wire.gathers) is not None:
             flat.attach()  # memory of the computation's stream, which uses it last
@@ -167,9 +182,19 @@ class WeightGather:
         if gather is self._again:
             ops.decode(self._kept_codec, rows.view(self._kept), flat.attach().as_strided(*self._placed))
         elif not self._in_place:
-            ops.decode(self._codec, rows.view(self._sent), flat.attach().as_strided(*self._placed))
+            self._decode(rows.view(self._sent), flat.attach())
         gather.close()
         self._under_way = None
+
+    def _decode(self, frames: Tensor, flat: Tensor) -> None:
+        """Decode (rank digits..., F) uint8 to ``flat`` (P,); of two planes, in backward, that of columns."""
+        backward, plane = self._tag.phase == "backward", self._frame // 2
+        if self._bands:
+            frames = frames[..., plane:] if backward else frames[..., :plane]
+        ops.decode(self._codec, frames, flat.as_strided(*self._placed))
+        if self._bands and backward:
+            for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
+                turn(shard, bands, self._rows, back=True)
 
     def _forward_copy(self, between: FrameGather) -> FrameGather:
         """Keep what the hops between nodes brought, and post it along the hops inside them."""

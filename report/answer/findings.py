@@ -244,7 +244,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     10: ("convergence", blocks), 11: ("successors", beside_zeropp("sdp4bit")),
     12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
     14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
-    15: ("frontier", differing_by("DeepSpeed's", "LoCo", base=NAMES["zeropp"])),
+    15: ("frontier", differing_by("DeepSpeed's", "LoCo", "(sums", "(blocks", base=NAMES["zeropp"])),
     16: ("convergence_long", verdicts), 17: ("equal_memory", memory),
     18: ("inner_rate", lead), 19: ("slow_node", lead),
 }  # fmt: skip

@@ -61,6 +61,9 @@ _ALWAYS_TOLD: Final = frozenset(
         "differences",
         "refresh",
         "feedback",
+        "sums",
+        "blocks",
+        "planes",
         "frozen",
     }
 )
@@ -169,6 +172,9 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),
         "feedback": str(policy.feedback or "none"),
+        "sums": policy.sums,
+        "blocks": policy.blocks,
+        "planes": str(policy.planes),
         "reduce every": policy.reduce_every.replace("_", "-"),
         "compute": policy.compute,
         "loss scale": str(policy.loss_scale or "none"),

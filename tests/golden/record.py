@@ -249,7 +249,7 @@ def _main() -> None:
         differing = [key for key in golden if golden[key] != runs[key]]
         print(f"{len(golden) - len(differing)} of {len(golden)} runs equal to the bit", *differing, sep="\n")
         sys.exit(bool(differing))
-    data = {"machine": fingerprint(), "trials": trials(), "runs": runs}
+    data = {"machine": fingerprint(), "elsewhere": {}, "trials": trials(), "runs": runs}
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     FILE.write_bytes(gzip.compress(text.encode(), mtime=0))
     print(f"{FILE.name}: {len(data['trials'])} ids, {len(runs)} runs, {FILE.stat().st_size} bytes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -25,7 +26,7 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.codecs.rounding_noise import Key
-from impl.plan.policy import Feedback, MemoryLimits, Policy, SecondaryFormat
+from impl.plan.policy import Feedback, MemoryLimits, Policy, PolicyError, SecondaryFormat
 from impl.plan.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
@@ -209,3 +210,13 @@ def policies(
         memory=draw(limits()),
         order_every=draw(st.sampled_from([0, 1, 2])),
     )
+
+
+@st.composite
+def as_published(draw: st.DrawFn, policy: Policy) -> Policy:
+    """``policy`` with sums in fp16, blocks by shape and two planes drawn, where it can have them."""
+    for changes in ({"sums": "fp16"}, {"blocks": "shape"}, {"planes": 2}):
+        if draw(st.booleans()):
+            with contextlib.suppress(PolicyError):
+                policy = replace(policy, **changes)  # type: ignore[arg-type]  # checked by Policy itself
+    return policy

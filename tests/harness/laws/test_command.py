@@ -330,3 +330,17 @@ def test_every_law_has_a_column() -> None:
     page = (DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")
     for law in Law:
         assert f"| `{law.name.lower()}` | {law.value} |" in page
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_format_is_tried_on_the_backends_that_the_engine_runs(
+    backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its name is that of a codec of ours: kernels are tried, and hold, not its torch object alone."""
+    if (reason := missing(backend)) is not None:
+        pytest.skip(reason)
+    arguments = ["--backend", backend, "--codec", "nvfp4", "--codec", "spike2", "--examples", "5"]
+    assert cli.main(["check", "codecs", *arguments, "--elements", "300"]) == cli.OK
+    out = capsys.readouterr().out
+    assert f"nvfp4 on {backend}" in out
+    assert "FAILS" not in out

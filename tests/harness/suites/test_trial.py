@@ -194,6 +194,10 @@ def test_what_came_later_changes_no_id() -> None:
     assert Trial(tokenizer="mine:words").id != Trial().id
     assert {"workload", "generate"} <= set(Trial(workload="generate").canonical())
     assert Trial(policy=PolicyChanges(stage=2)).canonical()["policy"]["stage"] == 2
+    for strategy, own, other in (("zeropp", "fp32", "fp16"), ("zeropp-shipped", "fp16", "fp32")):
+        said, changed = (Trial(strategy=strategy, policy=PolicyChanges(sums=sums)) for sums in (own, other))  # type: ignore[arg-type]
+        assert said.id == Trial(strategy=strategy).id != changed.id
+        assert Trial.from_canonical(changed.canonical()) == changed
 
 
 @given(st.integers(1, 2**20), st.sampled_from(["MiB", "GiB"]))

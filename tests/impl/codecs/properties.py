@@ -19,7 +19,7 @@ from torch import Tensor
 
 from harness.laws.rounding_edges import edge_rows
 from impl.codecs import reference
-from impl.codecs.codec import Blocked, Codec, IntCodec, Raw, parse
+from impl.codecs.codec import Blocked, Codec, IntCodec, Raw, Sums, parse
 from impl.codecs.reference import Carried, Operations
 from impl.codecs.rounding_noise import Key, Noise
 from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, stochastic_codecs
@@ -386,17 +386,18 @@ def test_error_feedback_in_each_version(
     x=blocks_of_values(finite=False),
     seed=st.integers(0, 2**31),
     order=ORDERS,
+    sums=st.sampled_from(["fp32", "fp16"]),
 )
 def test_sums_are_those_of_the_reference(
-    backend: Backend, *, codec: Blocked, sources: int, x: Tensor, seed: int, order: int
+    backend: Backend, *, codec: Blocked, sources: int, x: Tensor, seed: int, order: int, sums: Sums
 ) -> None:
-    """The sum over sources is bit-equal: fp32, ascending, saturating term by term."""
+    """The sum over sources is bit-equal: ascending, saturating term by term; in fp16 it overflows."""
     backend.run.order = order
     values = x * torch.randn(sources, 2, 1, generator=torch.Generator().manual_seed(seed))
     frames, wanted = encoded(codec, values), torch.empty(2, x.numel())
     got = torch.empty(2, x.numel(), device=backend.device)
-    reference.decode_sum(codec, frames, wanted)
-    backend.kernels.decode_sum(codec, backend.put(frames), got)
+    reference.decode_sum(codec, frames, wanted, sums=sums)
+    backend.kernels.decode_sum(codec, backend.put(frames), got, sums=sums)
     assert same(got, wanted)
 
 

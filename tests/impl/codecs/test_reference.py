@@ -17,7 +17,7 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
+from impl.codecs.codec import FP32, MX_BLOCK, Block, Blocked, Codec, FloatCodec, IntCodec, parse
 from impl.codecs.rounding_noise import Key, Noise
 from tests.support.strategies import (
     any_block,
@@ -176,6 +176,49 @@ def test_sum_is_in_ascending_order(codec: Codec, sources: int, numel: int, seed:
     for row in x[1:]:
         wanted = wanted + through(codec, row)
     assert torch.equal(out, wanted)
+
+
+@given(
+    codecs,
+    st.integers(1, 9),
+    st.integers(1, 60),
+    st.integers(0, 2**31),
+    st.sampled_from([1e-7, 1.0, 3e4, 1e6]),
+)
+def test_a_sum_in_fp16_is_numpys_and_within_its_bound(
+    codec: Codec, sources: int, numel: int, seed: int, scale: float
+) -> None:
+    """Sums in fp16 are NumPy's, term by term; of n terms within ``(1 + 2^-11)^n - 1`` of the sum of their
+    magnitudes and n steps of 2^-24, unless a partial sum is beyond 65504, when they are not finite.
+    """
+    x = scale * torch.randn(sources, numel, generator=torch.Generator().manual_seed(seed))
+    out, terms = torch.empty(numel), through(codec, x)
+    reference.decode_sum(codec, encoded(codec, x), out, sums="fp16")
+    wanted = np.zeros(numel, np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for term in terms.numpy():
+            wanted = wanted + term.astype(np.float16)
+    assert np.array_equal(out.numpy(), wanted.astype(np.float32), equal_nan=True)
+    magnitudes = terms.abs().double().sum(0)
+    off = (out.double() - terms.double().sum(0)).abs()
+    bound = ((1 + 2.0**-11) ** sources - 1) * magnitudes + sources * 2.0**-24
+    assert bool((off <= bound)[magnitudes < 65504 / (1 + 2.0**-11) ** sources].all())
+    assert not bool(out.isfinite()[terms.abs().amax(0) >= 65520].any())
+
+
+def test_a_sum_in_fp16_meets_its_bound_and_overflows() -> None:
+    """1 + 2^-11, twice, is 1: off by a half step each time; 65504 + 16 is infinite, in fp32 it is not."""
+    for values, got, exact in (
+        ([1.0, 2.0**-11, 2.0**-11], 1.0, 1 + 2.0**-10),
+        ([65504.0, 16.0], np.inf, 65520.0),
+        ([-65504.0, -16.0, 65504.0], -np.inf, -16.0),
+    ):
+        frames = encoded(FP32, torch.tensor(values).view(-1, 1).expand(-1, 4).contiguous())
+        half, single = torch.empty(4), torch.empty(4)
+        reference.decode_sum(FP32, frames, half, sums="fp16")
+        reference.decode_sum(FP32, frames, single)
+        assert half.tolist() == [got] * 4
+        assert single.tolist() == [exact] * 4
 
 
 @given(

@@ -125,3 +125,19 @@ def test_no_format_is_left_to_torch(backend: Backend, monkeypatch: pytest.Monkey
     given_by_a_user = replace(codec, given=codec.thing)
     with pytest.raises(TypeError):
         use_all(backend, given_by_a_user, carries=False)
+
+
+@pytest.mark.parametrize(
+    "text", ["spike2", "spike3", "sign1", "nf4", "bf16sr"]
+)  # each code of which is a number
+@given(seed=st.integers(0, 2**31), numel=st.integers(1, 300))
+def test_frames_of_any_bytes_decode_alike(backend: Backend, text: str, seed: int, numel: int) -> None:
+    """Corrupt frames, of which spikes' places lie beyond their block, are no error, and the same numbers."""
+    codec = parse(text)
+    frame = torch.randint(
+        256, (codec.frame_bytes(numel),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    wanted, got = torch.empty(numel), torch.empty(numel)
+    reference.decode(codec, frame, wanted)
+    backend.kernels.decode(codec, frame, got)
+    assert same(got, wanted)

@@ -18,14 +18,18 @@ from impl.plan.policy import (
     Feedback,
     LossScale,
     MemoryLimits,
+    Offload,
     Policy,
     PolicyError,
     parse_feedback,
     parse_loss_scale,
     preset,
+    weight_block,
 )
 from impl.plan.topology import Topology
 from tests.support.strategies import feedbacks
+
+MXFP8 = parse("mxfp8")
 
 
 def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
@@ -85,6 +89,20 @@ def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> N
         ({"group": 2, "secondary": 2}, "the group's ranks hold all weights"),
         ({"stage": 0, "group": 2}, "stage 0 shards nothing, but group = 2"),
         ({"group": "node", "reduce": "ring"}, "states of groups go by hops"),
+        ({"sums": "bf16"}, "sums = 'bf16': expected one of fp32, fp16"),
+        (
+            {"sums": "fp16", "reduce": "ring"},
+            "in a ring, whose partial sums are fp32: use one_hop or two_hop",
+        ),
+        ({"blocks": "rows"}, "blocks = 'rows': expected one of codec, shape"),
+        ({"blocks": "shape", "weights": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
+        ({"blocks": "shape", "weights": parse("int4:32:hadamard8")}, "or of its rotation"),
+        ({"planes": 3}, "planes = 3: expected 1, or 2"),
+        ({"planes": 2}, "planes = 2 and weights = bf16: expected blocks of elements"),
+        ({"planes": 2, "weights": parse("int8:shard")}, "expected blocks of elements"),
+        ({"planes": 2, "weights": MXFP8, "stage": 2}, "at stage 2: what stays gathered has one plane"),
+        ({"planes": 2, "weights": MXFP8, "secondary": 2}, r"hpZ \(secondary=2\): its copy has one plane"),
+        ({"planes": 2, "weights": MXFP8, "offload": Offload(optimizer=1.0)}, "what the host holds has one"),
     ],
 )
 def test_impossible_combinations_are_refused(fields: dict[str, Any], words: str) -> None:
@@ -197,3 +215,60 @@ def test_small_parameters_travel_unquantised() -> None:
     assert preset("exact").of_unit(persistent=True).weights == FP32
     frozen = preset("zeropp", frozen=parse("int8:64")).of_unit(trainable=False)
     assert str(frozen.weights) == "int8:64"
+
+
+def _deepspeeds_groups(numel: int) -> int:
+    """Blocks of weights by the search of DeepSpeed's ``CUDAQuantizer``, step by step."""
+    groups = math.ceil(numel / 8000)
+    while groups < numel and numel % (8 * groups) != 0:
+        groups += 1
+    while numel % (8 * groups * 2) == 0 and numel / groups > 8000:
+        groups *= 2
+    return groups
+
+
+@given(st.integers(1, 60_000))
+@example(7)  # below 8000: one block
+@example(3137)  # of a shard of 32 times a prime
+def test_blocks_of_weights_are_those_of_deepspeeds_search(times: int) -> None:
+    """Of any shard that we lay out, a multiple of 32, blocks are as large, and whole."""
+    shard = 32 * times
+    assert weight_block(shard) * _deepspeeds_groups(shard) == shard
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 96), min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@given(SHAPES, st.integers(1, 128), st.integers(1, 9))
+def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
+    shapes: list[list[int]], world: int, times: int
+) -> None:
+    """Gradients have blocks of ``numel // max(rows, columns, ranks)`` in both hops, and what has no matrix
+    travels as it is; weights those of the shard; all else of the policy stays.
+    """
+    policy = PRESETS["zeropp-shipped"]
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    found = policy.by_shape(shapes, world, 32 * times)
+    assert found.weights == replace(policy.weights, block=weight_block(32 * times))
+    if matrices:
+        largest = max(matrices, key=math.prod)
+        block = max(1, math.prod(largest) // max(*largest[:2], world))
+        assert found.gradients == (parse(f"int4:{block}:clip"),) * 2
+        assert found.sums == "fp16"
+    else:
+        assert (found.gradients, found.sums) == ((FP32, FP32), "fp32")
+    same = replace(found, weights=policy.weights, gradients=policy.gradients, sums="fp16", blocks="shape")
+    assert same == policy
+    assert preset("zeropp").by_shape(shapes, world, 32 * times) == preset("zeropp")
+
+
+def test_a_unit_without_a_matrix_is_sent_once() -> None:
+    """Two planes are of matrices: a unit of vectors has one; of no known shapes they are the policy's."""
+    policy = PRESETS["mxfp8-planes"]
+    assert [policy.by_shape(shapes, 4).planes for shapes in ([(32,), (64,)], [(32,), (8, 8)], [])] == [
+        1,
+        2,
+        2,
+    ]
+    assert policy.of_unit(persistent=True).planes == 1
+    assert replace(policy, frozen=FP16).of_unit(trainable=False).planes == 1

@@ -20,7 +20,9 @@ PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 def inter_bytes(policy: Policy, topology: Topology, load: Load | list[Event]) -> int:
     """Bytes that all ranks send between nodes for one unit of 2^22 elements, released after each use."""
     policy = replace(policy, memory=MemoryLimits(max_reuse=0))
-    unit = lay_out("u", [ParameterSpec("w", (1 << 22,))], grain=2048, world=topology.world, max_padding=0)
+    unit = lay_out(
+        "u", [ParameterSpec("w", (1 << 11, 1 << 11))], grain=2048, world=topology.world, max_padding=0
+    )
     return sum(
         sent.bytes
         for rank in range(topology.world)
@@ -49,9 +51,11 @@ def test_volumes_are_the_published_ones_plus_scales() -> None:
         ("sdp4bit", [4 + 32 / 2048, 4 + 32 / 128]),
         ("loco", [8 + 32 / 2048, 4 + 32 / 256]),
         ("zeropp-deepspeed", [8 + 32 / 2048, 4 + 32 / 256]),
+        ("zeropp-shipped", [8 + 32 / 4096, 4 + 32 / 2048]),
         ("qsdp", [8 + 64 / 1024] * 3),
         ("fp8-gather", [8, 8, 16]),
         ("fp4-gather", [4 + 8 / 32, 4 + 8 / 32, 16]),
+        ("mxfp8-planes", [2 * 8.25, 2 * 8.25, 16]),
     ],
 )
 def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[float]) -> None:

@@ -25,6 +25,8 @@ def test_every_field_of_a_policy_is_told() -> None:
         "chunks": 4,
         "secondary": 1,
         "feedback": parse_feedback("loco"),
+        "sums": "fp16",
+        "blocks": "shape",
         "stage": 2,
         "group": "node",
         "compute": "bf16",
@@ -36,10 +38,12 @@ def test_every_field_of_a_policy_is_told() -> None:
         "offload": Offload(optimizer=1.0),
     }
     of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
-    assert others.keys() | LAYOUT | of_copy.keys() == {field.name for field in fields(Policy)}
+    assert others.keys() | LAYOUT | of_copy.keys() | {"planes"} == {field.name for field in fields(Policy)}
     usual = _fields(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+    planes = PRESETS["mxfp8-planes"]
+    assert _fields(planes, trial.topology()) != _fields(replace(planes, planes=1), trial.topology())
     hpz = PRESETS["hpz"]
     for name, value in of_copy.items():
         base = replace(hpz, differences=FP32) if name == "refresh" else hpz
