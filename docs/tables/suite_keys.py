@@ -54,6 +54,7 @@ _MORE: Final = {
     "policy.refresh": "steps after which weights themselves are sent again; 0: never",
     "policy.gradients": "codec, or a list of two: inside a node, between nodes",
     "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
     "cluster.hosts": "names for ssh, the first of this machine; of launcher `hosts`",
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",

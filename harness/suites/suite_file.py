@@ -516,6 +516,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
         ("group", changes.group and not base.group),
         ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
         ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
+        ("budget", changes.budget not in (None, "none") and _raw([base.weights, *base.gradients])),
         ("gather", base.gather == "flat" and changes.gather not in (None, base.gather)),
         ("reduce", base.reduce == "ring" and changes.reduce not in (None, base.reduce)),
         ("chunks", base.reduce == "ring" and (changes.chunks or 1) > 1),

@@ -61,6 +61,7 @@ _ALWAYS_TOLD: Final = frozenset(
         "differences",
         "refresh",
         "feedback",
+        "budget",
         "frozen",
     }
 )
@@ -169,6 +170,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "reduce": policy.reduce,
         "chunks": str(policy.chunks),
         "feedback": str(policy.feedback or "none"),
+        "budget": str(policy.budget or "none"),
         "reduce every": policy.reduce_every.replace("_", "-"),
         "compute": policy.compute,
         "loss scale": str(policy.loss_scale or "none"),
