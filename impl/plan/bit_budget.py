@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Budgeted, Policy, PolicyError
@@ -101,7 +101,7 @@ class Share:
         """Number of the codec of each unit, from the errors (unit, codec) measured on all ranks."""
         names = [str(codec) for codec in self.codecs]
         parts = [
-            {name: Cost(*cost) for name, *cost in zip(names, sizes, squares, strict=True)}
+            {name: Cost(size, error) for name, size, error in zip(names, sizes, squares, strict=True)}
             for sizes, squares in zip(self.bytes, errors, strict=True)
         ]
         return [names.index(name) for name in choose(parts, self.limit)]
@@ -146,7 +146,7 @@ def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
     """Bytes over each kind of link at most, whatever a budget chooses, from those ``sent`` in own codecs."""
-    left, total = dict(sent), dict[Link, int](inter=0, intra=0)
+    left, total = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):
         own = {name: sizes[0] for name, sizes in zip(share.units, share.bytes, strict=True)}
         mine: dict[tuple[Link, str], int] = defaultdict(int)

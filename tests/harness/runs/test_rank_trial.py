@@ -109,7 +109,7 @@ def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, 
 
 
 def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None:
-    """The choices of every renewal are there, the ledger is the prediction made of them, and the bytes between
+    """The choices of every renewal are there, the ledger is the prediction made of them, and bytes between
     nodes are no more than those planned before.
     """
     one = trial(
