@@ -251,8 +251,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
     that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`.  hpZ's copy
     errs as the weights that it copies, but for its own rounding.  Errors of gradients that are carried over
-    from step to step are not judged, nor those of codecs that a budget chooses; those of weights, where differences
-    are sent, from the first of them on.
+    from step to step are not judged, nor those of codecs that a budget chooses; those of weights, where
+    differences are sent, from the first of them on.
 
     Args:
         errors: of all ranks together.

@@ -130,6 +130,8 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             names.append(unit.name)
             sizes.append(tuple(times * sum(map(codec.frame_bytes, pieces)) for codec in codecs))
             elements += times * sum(pieces)
+        if not names:
+            raise PolicyError(f"budget '{policy.budget}': all units are frozen or persistent; choose nothing")
         own, bits = sum(size[0] for size in sizes), getattr(policy.budget, what)
         limit = int(bits * elements / 8) if bits else own
         if own > limit:
