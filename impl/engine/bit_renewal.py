@@ -99,7 +99,7 @@ class Renewal:
         total = torch.zeros(mine.shape, dtype=mine.dtype)
         for row in told:
             total += row
-        parts = total.split([squares.numel() for squares in self._squares])
+        parts = torch.split(total, [squares.numel() for squares in self._squares])
         for number, (share, part) in enumerate(zip(self._shares, parts, strict=True)):
             rows = part.view(len(share.units), -1).tolist()
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
@@ -146,11 +146,11 @@ class Renewal:
     def load(self, given: Tensor) -> None:
         """Take over what :meth:`state` gave on the same rank, once the clock has its step."""
         sizes = [len(share.units) for share in self._shares]
-        *numbers, squares = given.split([*sizes, given.numel() - sum(sizes)])
+        *numbers, squares = torch.split(given, [*sizes, given.numel() - sum(sizes)])
         for number, one in enumerate(numbers):
             self._adopt(number, list(map(int, one)))
         self._observe()
-        parts = squares.split([own.numel() for own in self._squares])
+        parts = torch.split(squares, [own.numel() for own in self._squares])
         for own, part in zip(self._squares, parts, strict=True):
             own.copy_(part.view(own.shape))
 

@@ -119,7 +119,7 @@ def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None
             "max_padding": 9.0,
             "weights": "int4:32",
             "gradients": ["int8:32", "int4:32"],
-            "budget": "weights gradients every 3 of int2:32 int3:32 int6:32 int8:32",
+            "budget": "weights 6.5 gradients 6.5 every 3 of int2:32 int3:32 int6:32 int8:32",
         },
         accumulation=2,
         clip=1.0,

