@@ -27,6 +27,11 @@ AXES: Final = (
         "likewise, or a list of two hops: how few will do?",
     ),
     ("policy.feedback", '["none", "loco"]', "does carrying errors over help?"),
+    (
+        "policy.budget",
+        '["none", "gradients every 2 of int3:256 int8:256"]',
+        "codecs chosen by unit: do they pay?",
+    ),
     ("policy.secondary", "[2, 4]", "ranks that share hpZ's copy: how many?"),
     ("policy.secondary_format", '["frames", "bf16"]', "does the copy need 16 bits?"),
     ("policy.reduce", '["one_hop", "two_hop"]', "or ring: which way for gradients?"),

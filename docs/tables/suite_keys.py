@@ -57,6 +57,7 @@ _MORE: Final = {
     "policy.blocks": "`codec`, or `shape`: DeepSpeed's",
     "policy.planes": "2: weights by rows, and by columns",
     "policy.feedback": "`none`, `classic` or `loco`, then `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:bf16`",
+    "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
     "cluster.hosts": "names for ssh, the first of this machine; of launcher `hosts`",
     "cluster.slurm": "table of the allocation's options: `partition`, `time` in minutes, `account`, ...",

@@ -251,7 +251,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
     that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`.  hpZ's copy
     errs as the weights that it copies, but for its own rounding.  Errors of gradients that are carried over
-    from step to step are not judged; those of weights, where differences are sent, from the first of them on.
+    from step to step are not judged, nor those of codecs that a budget chooses; those of weights, where
+    differences are sent, from the first of them on.
 
     Args:
         errors: of all ranks together.
@@ -267,7 +268,10 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         what = f"in step {error.step} {error.purpose} of {where} err by a vNMSE of {found:.3g}"
         if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied + rounding:
             return f"{what}, and what they are copies of by {copied:.3g}"
-        if policy.feedback is not None and error.purpose == "gradients":
+        of_gradients = error.purpose == "gradients"
+        if of_gradients and policy.feedback is not None:
+            continue
+        if ("gradients" if of_gradients else "weights") in policy.candidates:
             continue
         if policy.differences is not None and error.purpose != "gradients" and error.step == 0:
             continue
@@ -315,7 +319,8 @@ def outcomes_differ(policy: Policy) -> bool:
 
     Then the error of their sum is measured too, in which those of single steps may cancel.
     """
-    return policy.feedback is not None or any(codec.stochastic for codec in policy.gradients)
+    codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
+    return policy.feedback is not None or any(codec.stochastic for codec in codecs)
 
 
 def measured_steps(total: int) -> frozenset[int]:

@@ -232,6 +232,23 @@ class CommunicationError(_Part):
     cosine: float | None = None
 
 
+class ChosenCodec(_Part):
+    """A codec that a budget chose for what one unit sends, after ``step`` optimizer steps.
+
+    Attributes:
+        what: ``weights`` or ``gradients``.
+        hop: name of the axis; empty of weights.
+        vnmse: of the codec in the step before, over all ranks; of gradients of what the hop encodes.
+    """
+
+    step: int
+    what: Literal["weights", "gradients"]
+    unit: str
+    hop: str
+    codec: str
+    vnmse: float
+
+
 class LinkRecord(_Part):
     """The link between nodes; rates in Mbit/s per node and direction, None is unshaped.
 
@@ -381,6 +398,7 @@ class Record(_Part):
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
     communication_errors: list[CommunicationError] = []
+    chosen_codecs: list[ChosenCodec] = []
     predicted: Predicted | None = None
     foreseen: Foreseen | None = None
     reference_loss: float | None = None

@@ -18,7 +18,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     Raises:
         TrialError: for ranks that had other inputs, a loss that is not finite, one before training that is
             not a single process's, reduced gradients that are not, a ledger that is not the prediction,
-            interfaces that did not send what the ledger holds, or generations of one rank that differ.
+            interfaces that did not send what the ledger holds, ranks whose budgets chose other codecs, or
+            generations of one rank that differ.
     """
     _check_inputs(outcomes, blank)
     compared = merge([outcome.compared for outcome in outcomes], blank.trial)
@@ -26,6 +27,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     if blank.trial.get("control") is None:
         _check_later(outcomes)
     _check_steps(outcomes[0])
+    _check_chosen(outcomes)
     _check_decoded(outcomes)
     validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
     processor_use = _processor_use([outcome.spent for outcome in outcomes])
@@ -47,6 +49,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "machine_use": [one.machine_use for one in outcomes if one.machine_use is not None],
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": processor_use,
+            "chosen_codecs": first.chosen,
             **compared,
         }
     )
@@ -138,6 +141,13 @@ def _check_steps(outcome: Outcome) -> None:
             f"all {len(outcome.record.steps)} steps were skipped: gradients overflow, at last at a loss "
             f"scale of {scaler['scale']:g}; start from a smaller one"
         )
+
+
+def _check_chosen(outcomes: Sequence[Outcome]) -> None:
+    """Refuse ranks whose budgets chose other codecs."""
+    for outcome in outcomes:
+        if outcome.chosen != outcomes[0].chosen:
+            raise TrialError(f"rank {outcome.record.rank} chose other codecs within its budget than rank 0")
 
 
 def _check_decoded(outcomes: Sequence[Outcome]) -> None:

@@ -274,9 +274,9 @@ class Comparison:
         """Compare loss and reduced gradients of step ``index`` with one process that has the masters.
 
         Not of weights that are sums of differences, nor gradients that carry errors over: they are not what
-        one encoding makes of a single process's.
+        one encoding makes of a single process's.  Nor where a budget chose other codecs than the trial's.
         """
-        if zero.policy.differences is not None:
+        if zero.policy.differences is not None or zero.policy.budget is not None:
             return
         assert strategy.wire is not None  # noqa: S101  # the engine's
         device = next(strategy.model.parameters()).device

@@ -20,6 +20,7 @@ from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.plan import traffic
+from impl.plan.bit_budget import at_most
 from impl.plan.machine import Machine
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import FROZEN, UnitGeometry
@@ -56,7 +57,8 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refu
 def per_node_bytes(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
 ) -> tuple[int, int]:
-    """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean.
+    """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean; of a
+    budget at most, as if its codecs were chosen anew after each step.
 
     All nodes send the same, so the ranks of node 0 are enough, and of those that send to equally many ranks
     of each node along every axis, one.
@@ -78,11 +80,17 @@ def per_node_bytes(
     for ranks in alike.values():
         for steps, before in begins:
             none, one, two = (
-                _by_link([traffic.predict(policy, topology, units, ranks[0], before + events).sent])
+                traffic.predict(policy, topology, units, ranks[0], before + events).sent
                 for events in ([], *(load.events(policy) for load in loads))
             )
-            inter += len(ranks) * steps * (one[0] - none[0] + later * (two[0] - one[0]))
-            intra += len(ranks) * steps * (one[1] - none[1] + later * (two[1] - one[1]))
+            step: dict[traffic.LedgerKey, int] = {}
+            for key, sent in two.items():
+                first = one[key].bytes if key in one else 0
+                start = none[key].bytes if key in none else 0
+                step[key] = first - start + later * (sent.bytes - first)
+            of_step = at_most(policy, topology, units, step)
+            inter += len(ranks) * steps * of_step["inter"]
+            intra += len(ranks) * steps * of_step["intra"]
     return inter // trial.steps, intra // trial.steps
 
 

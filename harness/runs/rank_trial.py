@@ -36,6 +36,7 @@ from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import without_training
 from harness.records.record import (
     Alone,
+    ChosenCodec,
     InterfaceCounters,
     LedgerRow,
     Memory,
@@ -88,6 +89,7 @@ class Outcome:
         probed: Mbit/s into its node.
         decoded: digests of what its generations decoded, warm-ups included.
         spent: processor seconds over the timed steps; of the first rank the machine's too, if all are on it.
+        chosen: codecs, by a budget; the same on all ranks.
     """
 
     record: RankRecord
@@ -103,6 +105,7 @@ class Outcome:
     machine_use: NodeUse | None
     decoded: list[str]
     spent: Spent
+    chosen: list[ChosenCodec]
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
@@ -228,6 +231,10 @@ class TrialRun:
             machine_use=sampled.use,
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
+            chosen=[
+                ChosenCodec(**decision._asdict() | {"codec": str(decision.codec)})
+                for decision in self.strategy.decisions
+            ],
         )
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ from impl.plan.memory import memory
 from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import Event, LedgerKey, Sent, predict
+from impl.plan.traffic import Decision, Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
@@ -162,6 +162,11 @@ class Strategy:
         """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
         del step
         return {}
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The codecs that a budget chose so far; none without one."""
+        return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Everything this rank has sent so far; None if it was sent outside our wire."""
@@ -388,7 +393,13 @@ class Sharded(Strategy):
         mesh = self.engine.wire.mesh
         engine = self.engine
         return predict(
-            self.policy, mesh.topology, self.units(), mesh.rank, events, buffer_bytes=engine.buffers.nbytes
+            self.policy,
+            mesh.topology,
+            self.units(),
+            mesh.rank,
+            events,
+            buffer_bytes=engine.buffers.nbytes,
+            decisions=self.decisions,
         ).sent
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:

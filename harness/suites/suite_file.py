@@ -519,6 +519,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
         ("blocks", changes.blocks == "shape" and _raw((base.weights, *base.gradients))),
         ("planes", changes.planes == 2 and _raw((base.weights,))),
         ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
+        ("budget", changes.budget not in (None, "none") and _raw([base.weights, *base.gradients])),
         ("gather", base.gather == "flat" and changes.gather not in (None, base.gather)),
         ("reduce", base.reduce == "ring" and changes.reduce not in (None, base.reduce)),
         ("chunks", base.reduce == "ring" and (changes.chunks or 1) > 1),

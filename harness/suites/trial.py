@@ -30,6 +30,7 @@ from impl.plan.policy import (
     MemoryLimits,
     Offload,
     Policy,
+    parse_budget,
     parse_feedback,
     parse_loss_scale,
 )
@@ -171,7 +172,7 @@ _Text = str | tuple[str, str] | None
 _SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
     "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
-    "feedback": parse_feedback, "loss_scale": parse_loss_scale,
+    "feedback": parse_feedback, "loss_scale": parse_loss_scale, "budget": parse_budget,
 }  # fmt: skip
 
 
@@ -193,6 +194,7 @@ class PolicyChanges(_Frozen):
     sums: Literal["fp32", "fp16"] | None = None
     blocks: Literal["codec", "shape"] | None = None
     planes: Literal[1, 2] | None = None
+    budget: str | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: str | None = None
@@ -210,7 +212,7 @@ class PolicyChanges(_Frozen):
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
-    @field_validator("weights", "gradients", "differences", "feedback", "loss_scale", "frozen")
+    @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
     @classmethod
     def _means_something(cls, value: _Text, info: ValidationInfo) -> _Text:
         for text in (value,) if isinstance(value, str) else value or ():

@@ -36,6 +36,7 @@ from impl.zero import Zero
 _CARRIED = {
     "errors that gradient codecs carried": "feedback",
     "copies that differences of weights begin with": "differences",
+    "codecs that a budget chose": "budget",
 }
 
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]

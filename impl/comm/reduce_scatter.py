@@ -32,7 +32,7 @@ from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
 from impl.comm.ledger import Tag
-from impl.comm.reduction_observer import Hop
+from impl.comm.reduction_observer import Hop, Observer
 from impl.comm.wire import Wire
 from impl.plan.policy import Reduce
 from impl.plan.topology import Axis
@@ -64,6 +64,7 @@ class Reduction:
     chunks: Sequence[tuple[int, int]] = ()
     stays: bool = False
     sums: Sums = "fp32"
+    watcher: Observer | None = None
     sizes: Sequence[int] = field(init=False)
     frames: Sequence[Sequence[int]] = field(init=False)
     in_order: bool = field(init=False)
@@ -183,12 +184,12 @@ class ReduceScatter:
         (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
         exchange, carried = self._opened, self._carried(0, start, end)
         values = None  # for an observer
-        if exchange is None or wire.observer is not None:
+        if exchange is None or wire.observer or how.watcher:
             slices = gradient.as_strided(
                 (*how.sizes, how.piece),
                 (*(stride * how.piece for stride in how.strides), 1),
             )[..., start:end]  # (axis 0, axis 1, ..., chunk)
-            values = _observed(wire, slices, carried)
+            values = _observed(how, slices, carried)
         if exchange is None:
             source = None
             if how.stays and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
@@ -218,10 +219,10 @@ class ReduceScatter:
             frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
         carried = self._carried(hop, start, end)
         values = None
-        if wire.observer is not None:
+        if wire.observer or how.watcher:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, held, sums=how.sums)
-            values = _observed(wire, held, carried)
+            values = _observed(how, held, carried)
         noise = how.noise(self._key, hop, start)
         ops.decode_sum_encode(
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=how.sums
@@ -292,7 +293,7 @@ class RingReduce:
             first = (self._me - 1 - self._step) % size * apart(piece)
             noise = replace(self._key, hop=self._step).noise(first)
         ops.encode(codec, self._partial, exchange.send, noise=noise)
-        if (values := _observed(how.wire, self._partial, None)) is not None:
+        if (values := _observed(how, self._partial, None)) is not None:
             _tell(how, Hop(self._step, self._axis.name, codec), values, exchange.send)
         exchange.post()
         self.left -= 1
@@ -353,8 +354,8 @@ class Average:
         self._hops: ReduceScatter | RingReduce | None = None
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
         self._mean: Tensor | None = None  # (S,) fp32, once it is there
-        if how.wire.observer is not None:
-            how.wire.observer.local(how.tag.unit, gradient)
+        if (observer := how.wire.observer or how.watcher) is not None:
+            observer.local(how.tag.unit, gradient)
         if not how.hops:  # one rank
             self._mean = gradient if gradient is out else _copied(gradient, out)
         elif reduce == "ring":
@@ -404,9 +405,9 @@ class Average:
         gather = FrameGather(how.wire, replicas.axes, codec.frame_bytes(how.piece))
         message = gather.open(how.tag)
         ops.encode(codec, mean, message, noise=replicas.noise)
-        if how.wire.observer is not None:
+        if (observer := how.wire.observer or how.watcher) is not None:
             name = "+".join(axis.name for axis in replicas.axes)
-            how.wire.observer.encoded(how.tag.unit, Hop(len(how.hops), name, codec), mean, message)
+            observer.encoded(how.tag.unit, Hop(len(how.hops), name, codec), mean, message)
         gather.post()
         return gather
 
@@ -427,14 +428,14 @@ def _copied(gradient: Tensor, out: Tensor | None) -> Tensor:
     return gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
 
 
-def _observed(wire: Wire, x: Tensor, carried: Carried | None) -> Tensor | None:
+def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | None:
     """What is encoded of ``x``, for an observer: with the errors that feedback adds; None without one."""
-    if wire.observer is None:
+    if not (how.wire.observer or how.watcher):
         return None
     return x if carried is None else x.float() + carried.error.float()
 
 
 def _tell(how: Reduction, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
     """Tell the observer what became which frames."""
-    if how.wire.observer is not None:
-        how.wire.observer.encoded(how.tag.unit, hop, values, frames)
+    if (observer := how.wire.observer or how.watcher) is not None:
+        observer.encoded(how.tag.unit, hop, values, frames)

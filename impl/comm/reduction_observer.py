@@ -1,7 +1,7 @@
 """Observes reductions while their errors are measured: gradients, what each hop sends, and what comes out.
 
-A training step has no observer.  With one (:meth:`impl.comm.wire.Wire.observed`) the same messages are sent,
-to the same bits.
+A training step has none, unless it measures errors for a budget (:mod:`impl.engine.bit_renewal`).  With one
+(:meth:`impl.comm.wire.Wire.observed`) the same messages are sent, to the same bits.
 """
 
 from __future__ import annotations

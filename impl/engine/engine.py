@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.engine import state_dict as state
+from impl.engine.bit_renewal import Renewal
 from impl.engine.gradient_clipping import clip_factor, gradient_norm
 from impl.engine.hooks import Hooks
 from impl.engine.module_buffers import ModuleBuffers
@@ -36,6 +37,7 @@ class Zero:
         clock: what stochastic codecs and feedback go by.
         masters: what an optimizer steps.
         buffers: the model's persistent ones, which are kept equal on all ranks.
+        renewal: of the codecs, where the policy has a budget.
         hooks: what happens in forward and backward.
     """
 
@@ -53,6 +55,8 @@ class Zero:
         self.scaler = LossScaler(context.policy.loss_scale)
         self.clock, self._meter, self._host = context.clock, context.meter, context.host
         self._passes = context.passes
+        budget = context.policy.budget
+        self.renewal = None if budget is None else Renewal(budget, self.units, context)
         self.masters = Masters(self.units)
         self.buffers = ModuleBuffers(model, context.wire)
         self.hooks = Hooks(
@@ -181,6 +185,7 @@ class Zero:
             unit.weight_gather.secondary.distrust()
         self.hooks.drop()
         self.scaler.forget()
+        self._forget_measured()
 
     def step(
         self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
@@ -255,11 +260,18 @@ class Zero:
         """Drop the errors that codecs carry: they are of gradients that are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
+        self._forget_measured()
+
+    def _forget_measured(self) -> None:
+        """Drop what a budget measured of gradients that are not used."""
+        if self.renewal is not None:
+            self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
         self.masters.zero_gradients(set_to_none=set_to_none)
         self.scaler.forget()
+        self._forget_measured()
 
     # State
 
@@ -281,18 +293,21 @@ class Zero:
 
         Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
         """
-        if self.clock.micro_batch:
+        first = self.clock.micro_batch > 0
+        if first:
             self.clock.next_step()
         self.masters.stepped(masters)
         for unit in self.units:
             if unit.geometry.trainable:
                 unit.weights_changed("stepped")
+        if first and self.renewal is not None:
+            self.renewal.stepped()
 
     def communication_state(self) -> dict[str, Tensor]:
         """What this rank's codecs depend on beside weights
         (:func:`impl.engine.state_dict.communication_state`).
         """
-        return state.communication_state(self.units, self.clock, self.wire, self.policy)
+        return state.communication_state(self.units, self.clock, self.wire, self.policy, renewal=self.renewal)
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank.
@@ -300,7 +315,9 @@ class Zero:
         Raises:
             ZeroError: if it is of another run, or not whole; nothing is changed then.
         """
-        state.load_communication_state(self.units, self.clock, self.wire, self.policy, given)
+        state.load_communication_state(
+            self.units, self.clock, self.wire, self.policy, given, renewal=self.renewal
+        )
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.

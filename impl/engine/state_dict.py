@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Wire
+from impl.engine.bit_renewal import Renewal
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
@@ -87,9 +88,11 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
             load_entry(model, name, value, state[name])
 
 
-def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy) -> dict[str, Tensor]:
+def communication_state(
+    units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy, *, renewal: Renewal | None
+) -> dict[str, Tensor]:
     """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies that
-    differences of weights begin with.
+    differences of weights begin with, codecs that a budget chose.
 
     With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
     an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
@@ -100,6 +103,8 @@ def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy:
         "step": torch.tensor(clock.step),
         "micro_batch": torch.tensor(clock.micro_batch),
     }
+    if renewal is not None:
+        state["budget"] = renewal.state()
     for unit in units:
         held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state(unit.master_shard.version)
         for name, value in held.items():
@@ -108,7 +113,13 @@ def communication_state(units: Sequence[Unit], clock: Clock, wire: Wire, policy:
 
 
 def load_communication_state(
-    units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy, state: Mapping[str, Tensor]
+    units: Sequence[Unit],
+    clock: Clock,
+    wire: Wire,
+    policy: Policy,
+    state: Mapping[str, Tensor],
+    *,
+    renewal: Renewal | None,
 ) -> None:
     """Take over what :func:`communication_state` gave on the same rank.
 
@@ -127,7 +138,7 @@ def load_communication_state(
         for unit in units
         for prefix in [f"{unit.geometry.name}/"]
     }
-    taken = 3 + sum(len(one) for one in errors.values())
+    taken = 3 + ("budget" in state) + sum(len(one) for one in errors.values())
     if taken != len(state):
         raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
     copies: dict[Unit, dict[str, Tensor]] = {
@@ -144,11 +155,15 @@ def load_communication_state(
                 feedback.check_state(one)
         except ValueError as error:
             raise ZeroError(f"{where}: {error}") from None
+    if renewal is not None:
+        renewal.check_state(state.get("budget"))
     clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
     for unit, one in errors.items():
         if (feedback := unit.reduction.feedback()) is not None:
             feedback.load(one)
         unit.weight_gather.secondary.load(copies[unit])
+    if renewal is not None:
+        renewal.load(state["budget"])
 
 
 def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
@@ -167,5 +182,6 @@ def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
         "group": str(policy.group_ranks(mesh.topology)),
         "feedback": str(policy.feedback or "none"),
         "differences": f"{policy.differences} of {policy.kept}" if policy.differences else "none",
+        "budget": str(policy.budget or "none"),
         "seed": str(clock.seed),
     }

@@ -1,5 +1,8 @@
 """Bits by budget: which codec each part travels in, so that the sum of errors is least within a budget.
 
+A :class:`Share` is what a policy's budget has to choose from: :mod:`impl.engine.bit_renewal` measures the
+errors, and :func:`impl.plan.traffic.predict` follows the decisions.
+
 Pure: no torch.  A knapsack with one choice for each part, taken greedily: from the smallest codecs on, the
 change that saves most error for a byte of those that still fit, which is the best of the relaxed problem but
 for the last step.  The result never exceeds the budget, and is no worse than the best uniform choice within
@@ -8,8 +11,16 @@ it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
+
+from impl.codecs.codec import Codec
+from impl.plan.policy import Budgeted, Policy, PolicyError
+from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.topology import Topology
+from impl.plan.traffic import LedgerKey, Link, kept_units
 
 
 class Cost(NamedTuple):
@@ -65,3 +76,88 @@ def _steepest(
             if best is None or rate > best[0]:
                 best = rate, index, name
     return None if best is None else best[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one budget is of: the weight gathers of all units, or the hop of their reductions between nodes.
+
+    Attributes:
+        hop: name of its axis; empty for gathers.
+        codecs: to choose from, the policy's own first.
+        units: names, in model order.
+        bytes: by unit and codec: of a frame, as often as a step sends it between nodes.
+        limit: bytes of all units together.
+    """
+
+    what: Budgeted
+    hop: str
+    codecs: tuple[Codec, ...]
+    units: tuple[str, ...]
+    bytes: tuple[tuple[int, ...], ...]
+    limit: int
+
+    def chosen(self, errors: Sequence[Sequence[float]]) -> list[int]:
+        """Number of the codec of each unit, from the errors (unit, codec) measured on all ranks."""
+        names = [str(codec) for codec in self.codecs]
+        parts = [
+            {name: Cost(size, error) for name, size, error in zip(names, sizes, squares, strict=True)}
+            for sizes, squares in zip(self.bytes, errors, strict=True)
+        ]
+        return [names.index(name) for name in choose(parts, self.limit)]
+
+
+def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
+    """What the policy's budget chooses codecs for; nothing without one.
+
+    ``units`` are in model order; frozen and persistent ones are left as they are.
+
+    Raises:
+        PolicyError: if the policy's own codecs, in which training begins, take more than the budget.
+    """
+    kept, spared = kept_units(policy, units), policy.gather_axes(topology)[1]
+    found = []
+    for what, codecs in policy.candidates.items():
+        names, sizes, elements = [], [], 0
+        for index, unit in enumerate(units):
+            if not unit.trainable or unit.persistent:
+                continue
+            times, pieces = 1, [unit.shard]
+            if what == "gradients":
+                pieces = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
+            elif policy.stage == 3 and not spared and index not in kept:
+                times = 2  # forward and backward
+            names.append(unit.name)
+            sizes.append(tuple(times * sum(map(codec.frame_bytes, pieces)) for codec in codecs))
+            elements += times * sum(pieces)
+        if not names:
+            raise PolicyError(f"budget '{policy.budget}': all units are frozen or persistent; choose nothing")
+        own, bits = sum(size[0] for size in sizes), getattr(policy.budget, what)
+        limit = int(bits * elements / 8) if bits else own
+        if own > limit:
+            raise PolicyError(
+                f"budget '{policy.budget}' gives {what} {limit} bytes a rank, and {codecs[0]}, in which "
+                f"training begins, takes {own}: begin with fewer bits"
+            )
+        hop = topology.node_axis.name if what == "gradients" else ""
+        found.append(Share(what, hop, codecs, tuple(names), tuple(sizes), limit))
+    return found
+
+
+def at_most(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
+) -> dict[Link, int]:
+    """Bytes over each kind of link at most, whatever a budget chooses, from those ``sent`` in own codecs."""
+    left, total = dict(sent), dict.fromkeys(get_args(Link), 0)
+    for share in shares_of(policy, topology, units):
+        own = {name: sizes[0] for name, sizes in zip(share.units, share.bytes, strict=True)}
+        mine: dict[tuple[Link, str], int] = defaultdict(int)
+        for key in sent:
+            if key.purpose == share.what and key.unit in own and share.hop in ("", key.hop):
+                mine[key.link, key.unit] += left.pop(key)
+        for link in total:  # bytes that a link sends for a byte of the budget, at most
+            ratios = [(nbytes, own[unit]) for (of, unit), nbytes in mine.items() if of == link]
+            total[link] += max((-(-nbytes * share.limit // size) for nbytes, size in ratios), default=0)
+    for key, nbytes in left.items():
+        total[key.link] += nbytes
+    return total

@@ -35,9 +35,10 @@ def memory(
 
     ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
     for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
-    frames or 16 bits (facts A4: 2 alpha M / P); ``feedback`` the kept errors, of hop k as many as that hop
-    encodes; ``gathered`` in the compute type, unsharded: everything below stage 3, else what is in use around
-    all blocks and the largest block (:func:`_largest_block`) or, if more, those that stay for backward;
+    frames, of a budget in the largest codec, or 16 bits (facts A4: 2 alpha M / P); ``feedback`` the kept
+    errors, of hop k as many as that hop encodes; ``gathered`` in the compute type, unsharded: all below
+    stage 3, else what is in use around all blocks and the largest block (:func:`_largest_block`) or, if more,
+    those that stay for backward;
     ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
     the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
     on top: at most ``prefetch`` elements.
@@ -62,7 +63,8 @@ def memory(
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        add("secondary", secondary_bytes(own, topology, unit), host=placement.frames)
+        owns = [own.decided("weights", codec) for codec in own.candidates.get("weights", ())] or [own]
+        add("secondary", max(secondary_bytes(one, topology, unit) for one in owns), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame
             parts["frames"] += 0 if placement.frames else frame

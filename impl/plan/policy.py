@@ -14,6 +14,7 @@ from typing import Final, Literal, get_args
 
 from impl.codecs.codec import (
     BF16,
+    FORMATS,
     FP32,
     ITEM_BYTES,
     MX_BLOCK,
@@ -27,6 +28,7 @@ from impl.codecs.codec import (
     Raw,
     Sums,
     common_grain,
+    parse,
 )
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
@@ -38,6 +40,7 @@ SecondaryFormat = Literal["frames", "fp32", "bf16", "fp16"]
 ReduceEvery = Literal["stage", "micro_batch", "step"]
 Blocks = Literal["codec", "shape"]
 Planes = Literal[1, 2]
+Budgeted = Literal["weights", "gradients"]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
@@ -251,6 +254,93 @@ def parse_feedback(text: str) -> Feedback | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BitBudget:
+    """Codecs that are chosen anew while a model trains, unit by unit (:mod:`impl.plan.bit_budget`).
+
+    Training begins in the policy's own codecs.  The errors that every candidate would make of the weights and
+    gradients of a step are measured, and after it the units travel in those whose errors are least in sum
+    and whose bytes are within the budget: first after step 1, then after every ``every`` steps.
+
+    Attributes:
+        codecs: candidates, beside the policy's own.
+        every: optimizer steps from one choice to the next.
+        weights: bits an element that the weight gathers may take between nodes, in the mean of a step, scales
+            and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
+        gradients: the same of the hop of reductions that crosses nodes.
+
+    Raises:
+        PolicyError: for candidates whose bytes nobody knows beforehand, and numbers that are none.
+    """
+
+    codecs: tuple[Codec, ...]
+    every: int = 50
+    weights: float | None = None
+    gradients: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or not self.codecs or self.weights is self.gradients is None:
+            raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
+        for name in ("weights", "gradients"):
+            bits = getattr(self, name)
+            if bits is not None and not 0 <= bits < math.inf:
+                raise PolicyError(f"budget: {name} in {bits} bits an element; {_BUDGET}")
+        for codec in self.codecs:
+            _check_sized(codec)
+
+    def __str__(self) -> str:
+        shares = [
+            name if bits == 0 else f"{name} {bits:.10g}"
+            for name, bits in (("weights", self.weights), ("gradients", self.gradients))
+            if bits is not None
+        ]
+        return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
+
+
+_BUDGET: Final = (
+    "expected none, or weights, gradients or both, each with bits an element or, without, within its own "
+    "codec's bytes, then every <steps> of <codecs>, as in 'gradients 4.5 every 50 of int3:128 int6:128'"
+)
+_BITS: Final = r"(?: [0-9]+(?:\.[0-9]+)?)?"
+_BUDGET_TEXT: Final = re.compile(
+    rf"(?:weights(?P<weights>{_BITS}) )?(?:gradients(?P<gradients>{_BITS}) )?"
+    r"every (?P<every>[0-9]{1,9}) of (?P<codecs>.+)"
+)
+
+
+def _check_sized(codec: Codec) -> None:
+    """Refuse a codec of a budget whose bytes an element are not its own."""
+    if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
+        raise PolicyError(
+            f"budget: {codec} is a codec of your own, whose bytes its object says; expected built-in "
+            "ones and published formats"
+        )
+    if isinstance(codec, IntCodec | FloatCodec) and codec.block == "shard":
+        raise PolicyError(
+            f"budget: {codec} has one scale a shard, which is as long as its unit is; use a block of elements"
+        )
+
+
+def parse_budget(text: str) -> BitBudget | None:
+    """Read a budget, which prints back: ``gradients 4.5 every 50 of int3:128 int6:128``; None for ``none``.
+
+    Raises:
+        PolicyError: naming the text and what is allowed.
+        CodecError: for a codec's text that means nothing.
+    """
+    given = " ".join(text.split())
+    if given == "none":
+        return None
+    found = _BUDGET_TEXT.fullmatch(given)
+    if found is None:
+        raise PolicyError(f"budget {text!r}: {_BUDGET}")
+    weights, gradients = (
+        None if bits is None else float(bits or 0) for bits in found.group("weights", "gradients")
+    )
+    codecs = tuple(map(parse, found["codecs"].split()))
+    return BitBudget(codecs=codecs, every=int(found["every"]), weights=weights, gradients=gradients)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """One point of the ablation space of ZeRO.
 
@@ -296,6 +386,7 @@ class Policy:
             for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
         frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
             and sends them as ``weights`` says.
+        budget: by which the codecs of weights and of gradients between nodes are chosen anew while training.
         order_every: backward passes between checks that all ranks open the same collectives in one
             order; 0 for never.
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
@@ -327,6 +418,7 @@ class Policy:
     frozen: Codec | None = None
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
+    budget: BitBudget | None = None
     order_every: int = 32
     align: int = 1
 
@@ -372,6 +464,7 @@ class Policy:
                 "all weights already; use one of them"
             )
         self._check_copy()
+        self._check_budget()
         if self.stage == 0 and self.group != 0:
             raise PolicyError(f"stage 0 shards nothing, but group = {self.group}")
         if self.gather == "flat" and self.secondary != 0:
@@ -390,7 +483,7 @@ class Policy:
             raise PolicyError(
                 f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
             )
-        if not any(isinstance(codec, OwnCodec) for codec in self.gradients):
+        if not any(isinstance(codec, OwnCodec) for codec in self._of_gradients):
             self._check_chunks()
         if self.feedback is not None and self.reduce == "ring":
             raise PolicyError(
@@ -434,6 +527,38 @@ class Policy:
         ):
             if hit:
                 raise PolicyError(f"planes = 2 {where} has one plane")
+
+    def _check_budget(self) -> None:
+        """Refuse what leaves a budget nothing to choose, or what has one size for all codecs."""
+        if (budget := self.budget) is None:
+            return
+        if self.stage == 0 or self.group != 0:
+            raise PolicyError(
+                f"budget '{budget}' with stage {self.stage} and group = {self.group}: means travel between "
+                "copies of the states, too; use stage 1 or more, and no group"
+            )
+        if self.blocks == "shape" or self.planes > 1:
+            raise PolicyError(
+                f"budget '{budget}' chooses whole codecs, and blocks = {self.blocks!r} with planes = {self.planes} "
+                "change them by shape; use blocks = 'codec' and one plane"
+            )
+        if budget.gradients is not None and self.reduce != "two_hop":
+            raise PolicyError(
+                f"budget '{budget}' chooses the codec between nodes, and reduce={self.reduce!r} has one for "
+                "all ranks; use two_hop"
+            )
+        if budget.weights is not None and self.differences is not None:
+            raise PolicyError(
+                f"budget '{budget}' chooses the codec of weights, and differences = {self.differences} are "
+                "sent in their place; choose for gradients alone"
+            )
+        if budget.weights is not None and self.offload != Offload():
+            raise PolicyError(
+                f"budget '{budget}' chooses the codec of weights, whose frames offload keeps in one size; "
+                "offload nothing, or choose for gradients alone"
+            )
+        for codec in (*self.candidates.get("weights", ()), *self.candidates.get("gradients", ())):
+            _check_sized(codec)
 
     def _check_copy(self) -> None:
         """Refuse what cannot be done with hpZ's copy."""
@@ -486,9 +611,32 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Of weights, gradients in both hops, weights inside a group, differences, and frozen weights."""
-        others = (self.inside, self.differences, self.frozen)
+        """Of weights, gradients in both hops, weights inside a group, differences, frozen ones, budget."""
+        budget = () if self.budget is None else self.budget.codecs
+        others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
+
+    @property
+    def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
+        """Codecs that a budget chooses from, the policy's own first, by what travels in them."""
+        if (budget := self.budget) is None:
+            return {}
+        own: dict[Budgeted, Codec] = {"weights": self.weights, "gradients": self.gradients[1]}
+        return {
+            name: tuple(dict.fromkeys([codec, *budget.codecs]))
+            for name, codec in own.items()
+            if getattr(budget, name) is not None
+        }
+
+    @property
+    def _of_gradients(self) -> tuple[Codec, ...]:
+        return (*self.gradients, *self.candidates.get("gradients", ()))
+
+    def decided(self, what: Budgeted, codec: Codec) -> Policy:
+        """The policy once a budget has chosen ``codec``; parameters and chunks start where they did."""
+        if what == "weights":
+            return replace(self, align=self.grain, weights=codec)
+        return replace(self, align=self.grain, gradients=(self.gradients[0], codec))
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
@@ -515,8 +663,9 @@ class Policy:
     def of_unit(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """The policy of one unit: most have the model's own.
 
-        Frozen units are sent in the codec in which they are held.  A persistent unit, of small parameters,
-        stays gathered and travels unquantised, in the type that is computed in where the policy quantises.
+        Frozen units are sent in the codec in which they are held; of them, and of persistent ones, no budget
+        chooses.  A persistent unit, of small parameters, stays gathered and travels unquantised, in the type
+        that is computed in where the policy quantises.
         """
         policy = self
         if persistent:
@@ -537,7 +686,9 @@ class Policy:
             policy = replace(policy, differences=None, refresh=0)
         if not trainable and self.frozen is not None:
             policy = replace(policy, planes=1, weights=self.frozen)
-        return policy
+        if policy.budget is None or (trainable and not persistent):
+            return policy
+        return replace(policy, budget=None)
 
     def of(self, unit: UnitGeometry) -> Policy:
         """The policy of a unit that is laid out, with its blocks and planes."""
@@ -592,10 +743,15 @@ class Policy:
             self._check_own()
         except ValueError as error:
             raise PolicyError(str(error)) from None
+        crosses = any(topology.crosses(axis) for axis, _ in self.reduce_axes(topology))
+        if "gradients" in self.candidates and not crosses:
+            raise PolicyError(
+                f"budget '{self.budget}' chooses the codec of gradients between nodes, and {topology} has one"
+            )
 
     def _check_chunks(self) -> None:
         if self.chunks > 1 and any(
-            not isinstance(codec, Raw) and codec.block == "shard" for codec in self.gradients
+            not isinstance(codec, Raw) and codec.block == "shard" for codec in self._of_gradients
         ):
             raise PolicyError(
                 f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
@@ -604,7 +760,7 @@ class Policy:
 
     def _check_own(self) -> None:
         """What only users' own objects say, which a policy that is merely read does not import."""
-        if any(codec in self.gradients for codec in self.own_codecs):
+        if any(codec in self._of_gradients for codec in self.own_codecs):
             self._check_chunks()
         for codec in self.own_codecs:
             if "fp32" not in codec.thing.kinds:

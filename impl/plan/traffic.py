@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from impl.codecs.codec import Codec
 from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
-from impl.plan.policy import Policy
+from impl.plan.policy import Budgeted, Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis, Topology
 
@@ -28,6 +29,7 @@ Event = Literal[
 
 ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and the hash of their order
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
+SQUARES_BYTES: Final = 8  # one fp64 per rank, unit and codec of a budget: its sum of squared errors
 MASTER_BYTES: Final = 4  # fp32
 
 
@@ -46,6 +48,23 @@ class Sent(NamedTuple):
 
     bytes: int
     messages: int
+
+
+class Decision(NamedTuple):
+    """A codec that a budget chose for what a unit sends, from the gathers and reductions of a step on.
+
+    Attributes:
+        step: optimizer steps before it.
+        hop: name of the axis; empty of weights.
+        vnmse: measured in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros.
+    """
+
+    step: int
+    what: Budgeted
+    unit: str
+    hop: str
+    codec: Codec
+    vnmse: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +157,7 @@ def predict(
     load: Load | Iterable[Event],
     *,
     buffer_bytes: int = 0,
+    decisions: Iterable[Decision] = (),
 ) -> Book:
     """Everything that ``rank`` sends, and copies between host and device for what is offloaded.
 
@@ -150,7 +170,8 @@ def predict(
     (:meth:`impl.zero.Zero.weights_changed`) all, and after ``forgotten``
     (:meth:`impl.zero.Zero.forget_gathered`) all are gathered anew; after ``dropped``
     (:meth:`impl.zero.Zero.drop_gradients`) what is gathered next is no difference.  ``buffer_bytes`` are of
-    the model's persistent buffers, which all ranks keep equal.
+    the model's persistent buffers, which all ranks keep equal.  ``decisions`` are those of a budget, whose
+    steps count from the beginning of ``load``; without them all units stay with the policy's own codecs.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -162,7 +183,10 @@ def predict(
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
-    buffers_differ, passes = bool(buffer_bytes), 0
+    buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
+    decided: dict[int, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        decided[decision.step].append(decision)
     for event in load.events(policy) if isinstance(load, Load) else load:
         match event:
             case "norm":
@@ -171,6 +195,12 @@ def predict(
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
+                if event == "step" and policy.budget is not None:
+                    if steps % policy.budget.every == 0:
+                        book.control(SQUARES_BYTES * _measured(policy, units))
+                    steps += 1
+                    for sender in senders:
+                        sender.follow(decided[steps])
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -203,6 +233,12 @@ class _Sender:
     current: bool = False  # hpZ's secondary holds these weights
     uploaded: bool = False  # the device holds the frame of an offloaded master
     steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are to be
+
+    def follow(self, decisions: Iterable[Decision]) -> None:
+        """Send in the codecs that were chosen for this unit."""
+        for decision in decisions:
+            if decision.unit == self.unit.name:
+                self.policy = self.policy.decided(decision.what, decision.codec)
 
     def weights_changed(self, event: Event) -> None:
         """After an optimizer step nothing that was kept is true, but differences begin with it."""
@@ -254,6 +290,12 @@ class _Sender:
         book.reduction(policy, unit.name, unit.piece, policy.grain)
         axes, codec = policy.replica_axes(book.topology)
         book.gather("backward", "gradients", unit.name, axes, codec.frame_bytes(unit.piece))
+
+
+def _measured(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+    """Sums that a rank tells before a budget's codecs are chosen: of values, and of each codec's errors."""
+    chosen = sum(unit.trainable and not unit.persistent for unit in units)
+    return chosen * sum(1 + len(codecs) for codecs in policy.candidates.values())
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:

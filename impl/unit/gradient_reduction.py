@@ -19,7 +19,9 @@ from impl.codecs.rounding_noise import Key, apart
 from impl.comm.error_feedback import Errors
 from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Average, Reduction, Replicas
+from impl.comm.reduction_observer import Observer
 from impl.errors import ZeroError
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis
 from impl.transport.side_stream import Arrival
@@ -51,7 +53,7 @@ class GradientReduction:
         leaves: Sequence[nn.Parameter],
     ) -> None:
         policy, wire = context.policy, context.wire
-        self._geometry, self._policy, self._wire, self._passes = geometry, policy, wire, context.passes
+        self._geometry, self._wire, self._passes = geometry, wire, context.passes
         self.phase = Phase.IDLE
         self.gradients = GradientBuffer(geometry, DTYPES[policy.compute], context.gradients, context.meter)
         self.missing: set[int] = set()
@@ -59,6 +61,13 @@ class GradientReduction:
         self._average: Average | None = None  # while REDUCING
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
+        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
+        self.follow(policy)
+
+    def follow(self, policy: Policy) -> None:
+        """Reduce as ``policy`` says from here on; what error feedback carries stays."""
+        self._policy = policy
+        geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, name = policy.reduce_axes(topology), geometry.name
         whole = geometry.shards == topology.world
@@ -78,9 +87,12 @@ class GradientReduction:
         if axes:
             self._replicas = Replicas(axes=axes, codec=codec, strides=self._strides_of(axes))
         self._draws = any(codec.stochastic for codec in policy.gradients)
-        self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell ``observer`` of reductions from here on, where the wire has none of its own."""
+        self.how = replace(self.how, watcher=observer)
 
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages."""
@@ -191,7 +203,11 @@ class GradientReduction:
             )
             self.gradients.forget()
             stream, self._arrival = self._wire.reductions, None
-            if stream is not None and not self._average.complete and self._wire.observer is None:
+            if (
+                stream is not None
+                and not self._average.complete
+                and not (self._wire.observer or self.how.watcher)
+            ):
                 with self._wire.beside(stream) as self._arrival:
                     self._take(self._average.finish())
         except BaseException:

@@ -69,7 +69,7 @@ class MasterShard:
         self.placement = placement
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._meter, self._clock = context.meter, context.clock
-        self._codec, self._frame = policy.weights, policy.weights.frame_bytes(geometry.shard)
+        self.encode_as(policy.weights)
         self._changes = 0  # of the weights, as far as the engine was told
         self.codes: Tensor | None = None
         self._master: Tensor | None = shard.to(MEMORY if placement.shard else mesh.device)  # (S,) fp32
@@ -158,6 +158,10 @@ class MasterShard:
         self.codes, self._master = codes, None
 
     # Frames
+
+    def encode_as(self, codec: Codec) -> None:
+        """Write frames in this codec from here on."""
+        self._codec, self._frame = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
         """Write this rank's frame to a message."""

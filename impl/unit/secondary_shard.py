@@ -115,6 +115,12 @@ class SecondaryShard:
             self._meter.add(counted_as("secondary", host=self._offloaded), nbytes)
         return self._frames
 
+    def let_go(self) -> None:
+        """Give the frames' memory back: a gather in another codec takes their place."""
+        if self._frames is not None:
+            self._meter.add(counted_as("secondary", host=self._offloaded), -self._frames.nbytes)
+            self._frames = None
+
     def _cast(self, received: Tensor) -> Tensor:
         """(n, k * K) uint8: the frames (n, k * F), decoded and encoded again as they are kept."""
         frame, codec = self._came.frame_bytes(self._numel), self.codec

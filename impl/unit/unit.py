@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from impl.errors import WrittenError, ZeroError
 from impl.plan.offload_plan import ON_DEVICE, Placement
+from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase
@@ -89,7 +90,7 @@ class Unit:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
         self.policy = context.policy.of(geometry)
-        own = replace(context, policy=self.policy)
+        own = self._context = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device
         shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
@@ -320,6 +321,17 @@ class Unit:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
         self.flat.hide()
         self._enter(State.SHARDED)
+
+    def follow(self, policy: Policy) -> None:
+        """Send in the codecs of another ``policy`` from here on; nothing is being reduced."""
+        if policy.weights != self.policy.weights:
+            self.weights_changed("unchanged")
+            self.weight_gather.secondary.let_go()
+            self.master_shard.encode_as(policy.weights)
+            own = replace(self._context, policy=policy)
+            self.weight_gather = WeightGather(self.geometry, own, self.master_shard)
+        self.policy = policy
+        self.reduction.follow(policy)
 
     # Gradients
 

@@ -64,6 +64,7 @@ class WeightGather:
         self._geometry, self._wire, self._master_shard = geometry, wire, master_shard
         self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
+        self._codecs = policy.candidates.get("weights", (policy.weights,))
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         before, after = self._axes[: self._spared], self._axes[self._spared :]
         self.secondary = SecondaryShard(
@@ -117,7 +118,8 @@ class WeightGather:
 
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages; all ranks must call it."""
-        held, kept = self._frame, self._kept[-1]
+        held = max(codec.frame_bytes(self._geometry.shard) for codec in self._codecs)
+        kept = max(held, self._kept[-1])
         if self._differences is not None:  # or copies of a resumed run
             held = max(held, kept, self._differences.frame_bytes(self._geometry.shard))
         for hop, axis in enumerate(self._axes):

@@ -79,3 +79,9 @@ def tried(frames: Frames, table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 def median(rows: pd.DataFrame, column: str = "vnmse") -> float:
     """Median of a column over repeats and seeds; NaN of none."""
     return float(rows[column].median()) if len(rows) else math.nan
+
+
+def chosen(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Codecs that budgets chose, of the first trial of each contender in each cell; in order of steps."""
+    first = table.sort_values(["seed", "repeat"], kind="stable").drop_duplicates(["cell", "contender"])
+    return table.loc[first.index.sort_values(), _OF_TRIAL].merge(frames.chosen_codecs, on="id")

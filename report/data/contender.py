@@ -64,6 +64,7 @@ _ALWAYS_TOLD: Final = frozenset(
         "sums",
         "blocks",
         "planes",
+        "budget",
         "frozen",
     }
 )
@@ -175,6 +176,7 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
         "sums": policy.sums,
         "blocks": policy.blocks,
         "planes": str(policy.planes),
+        "budget": str(policy.budget or "none"),
         "reduce every": policy.reduce_every.replace("_", "-"),
         "compute": policy.compute,
         "loss scale": str(policy.loss_scale or "none"),

@@ -24,6 +24,7 @@ from harness.records.journal import Verified
 from harness.records.machine_use import joules
 from harness.records.record import (
     Alone,
+    ChosenCodec,
     CommunicationError,
     Failure,
     InterfaceCounters,
@@ -88,6 +89,7 @@ class Frames:
     validations: pd.DataFrame
     quantisation: pd.DataFrame  # error of a codec that was tried on a unit
     communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
+    chosen_codecs: pd.DataFrame  # by a budget, of each unit at each choice
     traces: (
         pd.DataFrame
     )  # what lanes of ranks did in a traced step; seconds, and those of the step and of the one before
@@ -174,6 +176,7 @@ def frames_of(
         communication_errors=_frame(
             finished, CommunicationError.model_fields, lambda r: _dumped(r.communication_errors)
         ),
+        chosen_codecs=_frame(finished, ChosenCodec.model_fields, lambda r: _dumped(r.chosen_codecs)),
         traces=pd.DataFrame(
             [row for trace in shown for row in _trace_rows(trace)],
             columns=["id", "rank", "lane", "name", "begin", "end", "seconds", "before"],

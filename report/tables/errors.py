@@ -84,6 +84,39 @@ def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
     }
 
 
+def chosen_codecs(derived: Derived) -> Table:
+    """Table of the codecs that a budget chose for each unit, step by step."""
+    found = communication.chosen(derived.frames, derived.trials)
+    rows = [
+        {
+            "where": mine["where"].iloc[0],
+            "contender": contender,
+            "what": what,
+            "unit": unit,
+            "codecs": "; ".join(_changes(mine)),
+            "vnmse": float(mine["vnmse"].iloc[-1]),
+        }
+        for (_, contender, what, unit), mine in groups(found, ["cell", "contender", "what", "unit"])
+    ]
+    return made(
+        "chosen_codecs",
+        "Codecs chosen within a budget",
+        rows,
+        CONTENDER,
+        Column("what", "Of"),
+        Column("unit", "Unit"),
+        Column("codecs", "After steps", says="After so many steps: the codec, until it changes."),
+        Column("vnmse", "vNMSE", number(3), "vNMSE: of the last choice, when it was made."),
+        notes="Of the first trial of each contender; gradients are those that cross nodes.",
+    )
+
+
+def _changes(mine: pd.DataFrame) -> list[str]:
+    """``1: int4:128`` for each choice that is not the one before."""
+    new = mine[mine["codec"] != mine["codec"].shift()]
+    return [f"{step}: {codec}" for step, codec in zip(new["step"], new["codec"], strict=True)]
+
+
 def quantisation(derived: Derived) -> Table:
     """Table of the median vNMSE of each codec that was tried, by block size."""
     says = (

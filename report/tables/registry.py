@@ -8,7 +8,7 @@ from typing import Final
 
 from report.data import footnotes
 from report.data.metrics import Derived
-from report.tables.errors import largest_error, losses, quantisation, sent_error
+from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
 from report.tables.provenance import energy, environment, failures, links, published_throughput, setting
 from report.tables.rates import break_even, generation, parity
@@ -20,7 +20,8 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
         summary, peers, time, energy, losses, failures, generation, volume, checks, parity, break_even,
-        memory, sent_error, quantisation, largest_error, links, published_throughput, setting, environment,
+        memory, sent_error, chosen_codecs, quantisation, largest_error, links, published_throughput, setting,
+        environment,
     )
 }  # fmt: skip
 

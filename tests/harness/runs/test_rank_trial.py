@@ -25,6 +25,7 @@ from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
+from harness.runs.feasibility import any_host, forecast
 from harness.runs.rank_trial import Assignment, Outcome, TrialRun, run
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
@@ -33,6 +34,7 @@ from impl.plan.policy import PRESETS
 from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
+from report.tables.errors import chosen_codecs
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.strategies.test_strategy import INSTALLED
 from tests.support.params import long
@@ -104,6 +106,54 @@ def test_the_ledger_is_the_prediction(text: str, tmp_path: Path, strategy: str, 
     assert weights > 0
     expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
     assert [validation.step for validation in found.validations] == expected
+
+
+def test_codecs_within_a_budget_are_on_record(text: str, tmp_path: Path) -> None:
+    """The choices of every renewal are there, the ledger is the prediction made of them, and bytes between
+    nodes are no more than those planned before.
+    """
+    one = trial(
+        text,
+        "zeropp",
+        policy={
+            "max_padding": 9.0,
+            "weights": "int4:32",
+            "gradients": ["int8:32", "int4:32"],
+            "budget": "weights 6.5 gradients 6.5 every 3 of int2:32 int3:32 int6:32 int8:32",
+        },
+        accumulation=2,
+        clip=1.0,
+        validate_every=2,
+        measure_quantisation=True,
+    )
+    found = result(one, tmp_path / "log")
+    assert found.predicted is not None
+    assert found.predicted.equal
+    assert {choice.step for choice in found.chosen_codecs} == {1, 4}
+    assert {choice.what for choice in found.chosen_codecs} == {"weights", "gradients"}
+    assert {choice.unit for choice in found.chosen_codecs} == {name for name, _, _ in found.units}
+    assert any(choice.codec != "int4:32" for choice in found.chosen_codecs)
+    rows = [row for rank in found.ranks for row in rank.ledger or []]
+    sent = sum(row.bytes for row in rows if row.link == "inter" and row.phase != "evaluate")
+    (planned,) = forecast([one], any_host())
+    assert planned.inter is not None
+    assert sent <= one.steps * planned.inter
+    shown = found.model_copy(update={"id": one.id, "started": "2026-01-02", "pool": "p"})
+    table = chosen_codecs(derive(frames_of([shown])))
+    assert len(table.data) == 2 * len(found.units)
+    for row in table.data.to_dict("records"):
+        mine = [c for c in found.chosen_codecs if (c.what, c.unit) == (row["what"], row["unit"])]
+        assert row["codecs"].startswith(f"1: {mine[0].codec}")
+        assert row["vnmse"] == pytest.approx(mine[-1].vnmse)
+
+
+def test_ranks_that_chose_other_codecs_are_refused(text: str, tmp_path: Path) -> None:
+    """The line names the rank."""
+    policy = {"gradients": "int4:32", "budget": "gradients every 1 of int2:32", "max_padding": 9.0}
+    found = outcomes(trial(text, "qgz", policy=policy), tmp_path / "log")
+    found[2] = dataclasses.replace(found[2], chosen=found[2].chosen[1:])
+    with pytest.raises(TrialError, match="rank 2 chose other codecs"):
+        assembled(found)
 
 
 def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from impl.checkpoint.resharding import Parts
 from impl.checkpoint.save_load import save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, preset
+from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, parse_budget, preset
 from impl.zero import shard
 from tests.support.models import Odd
 from tests.support.strategies import ROOMY
@@ -41,6 +41,13 @@ POLICIES = {
     ),
     # The scale falls and rises, and steps are skipped, before and after the save.
     "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),
+    "budget": Policy(
+        weights=INT4,
+        gradients=(INT4, NOISY),
+        secondary="node",
+        budget=parse_budget("weights gradients every 2 of int2:8 int3:8 int8:8:stochastic"),
+        memory=ROOMY,
+    ),
     "differences": Policy(
         weights=parse("int8:8"),
         secondary=1,

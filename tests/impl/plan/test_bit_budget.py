@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.bit_budget import Cost, choose, total
+from impl.codecs.codec import parse
+from impl.plan.bit_budget import Cost, at_most, choose, shares_of, total
+from impl.plan.policy import MemoryLimits, Policy, parse_budget, preset
+from impl.plan.shard_layout import ParameterSpec, lay_out
+from impl.plan.topology import Topology
+from impl.plan.traffic import Decision, Event, predict
 
 NAMES = ("a", "b", "c")
 COSTS = st.lists(
@@ -63,3 +68,66 @@ def test_a_budget_that_is_too_small_is_refused() -> None:
     """Both numbers are named."""
     with pytest.raises(ValueError, match="a budget of 3 bytes: the smallest codecs take 4"):
         choose([{"a": Cost(4, 1.0), "b": Cost(8, 0.0)}], 3)
+
+
+CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=5),
+    topology=st.sampled_from([Topology(2, 2), Topology(3, 1), Topology(4, 2)]),
+    name=st.sampled_from(["zero2", "zero3", "hpz"]),
+    chunks=st.integers(1, 4),
+    draw=st.data(),
+)
+def test_a_policys_budget_bounds_a_step(
+    *, sizes: list[int], topology: Topology, name: str, chunks: int, draw: st.DataObject
+) -> None:
+    """Whatever errors were measured: the units' codecs take no more than the budget, err no more than the
+    policy's own, and a step sends no more over either link than was said before.
+    """
+    own = {"weights": parse("int4:32"), "gradients": (parse("int8:64"), parse("int4:32"))}
+    budget = parse_budget(f"weights gradients every 1 of {' '.join(CODECS)}")
+    policy = preset(name, **own, budget=budget, chunks=chunks, memory=MemoryLimits(max_padding=1e9))
+    units = [
+        lay_out(f"u{number}", [ParameterSpec("w", (size,))], grain=policy.grain, world=topology.world,
+                max_padding=1e9)
+        for number, size in enumerate(sizes)
+    ]  # fmt: skip
+    decisions: list[Decision] = []
+    for share in shares_of(policy, topology, units):
+        errors = [[draw.draw(st.floats(0, 1e6)) for _ in share.codecs] for _ in units]
+        chosen = share.chosen(errors)
+        spent = [sizes[number] for sizes, number in zip(share.bytes, chosen, strict=True)]
+        assert sum(spent) <= share.limit == sum(sizes[0] for sizes in share.bytes)
+        erred = sum(row[number] for row, number in zip(errors, chosen, strict=True))
+        assert erred <= sum(row[0] for row in errors)
+        decisions += [
+            Decision(1, share.what, unit, share.hop, share.codecs[number], 0.0)
+            for unit, number in zip(share.units, chosen, strict=True)
+        ]
+    step: list[Event] = ["forward", "backward", "step"]
+    for rank in range(topology.world):
+        once = predict(policy, topology, units, rank, step, decisions=decisions).sent
+        twice = predict(policy, topology, units, rank, step * 2, decisions=decisions).sent
+        sent = {"inter": 0, "intra": 0}
+        for key, found in twice.items():
+            sent[key.link] += found.bytes - once[key].bytes
+        most = at_most(policy, topology, units, {key: one.bytes for key, one in once.items()})
+        assert sent["inter"] <= most["inter"]
+        assert sent["intra"] <= most["intra"]
+
+
+def test_bits_are_of_what_crosses_nodes_in_a_step() -> None:
+    """5 bits of the 2048 elements of a rank, in two gathers and a reduction, are 2560 and 1280 bytes."""
+    policy = Policy(
+        weights=parse("int4:32"),
+        gradients=(parse("int4:32"), parse("int4:32")),
+        budget=parse_budget("weights 5 gradients 5 every 1 of int2:32"),
+        memory=MemoryLimits(max_reuse=0),
+    )
+    unit = lay_out("u", [ParameterSpec("w", (4096,))], grain=32, world=2, max_padding=0)
+    weights, gradients = shares_of(policy, Topology(2, 1), [unit])
+    assert (weights.limit, gradients.limit) == (2 * 2048 * 5 // 8, 2048 * 5 // 8)
+    assert weights.bytes == ((2 * 1280, 2 * 768),)
+    assert gradients.bytes == ((1280, 768),)

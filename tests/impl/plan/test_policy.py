@@ -15,12 +15,14 @@ from impl.codecs.codec import BF16, FP16, FP32, parse
 from impl.plan.policy import (
     PRESETS,
     TECHNIQUES,
+    BitBudget,
     Feedback,
     LossScale,
     MemoryLimits,
     Offload,
     Policy,
     PolicyError,
+    parse_budget,
     parse_feedback,
     parse_loss_scale,
     preset,
@@ -272,3 +274,78 @@ def test_a_unit_without_a_matrix_is_sent_once() -> None:
     ]
     assert policy.of_unit(persistent=True).planes == 1
     assert replace(policy, frozen=FP16).of_unit(trainable=False).planes == 1
+
+
+@given(
+    st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3)),
+    st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3)),
+    st.integers(1, 10**6),
+    st.lists(st.sampled_from(["int4:128", "bf16", "nvfp4", "int4:128:hadamard32"]), min_size=1, unique=True),
+)
+def test_the_text_of_a_budget_reads_back(
+    weights: float | None, gradients: float | None, every: int, codecs: list[str]
+) -> None:
+    """Reading the text form of any budget gives the budget."""
+    if weights is gradients is None:
+        return
+    budget = BitBudget(weights=weights, gradients=gradients, every=every, codecs=tuple(map(parse, codecs)))
+    assert parse_budget(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gradients 4.5", "expected none, or weights, gradients or both"),
+        ("every 50 of int4:128", "expected none, or weights, gradients or both"),
+        ("gradients -1 every 50 of int4:128", "expected none"),
+        ("gradients every 0 of int4:128", "expected none"),
+        ("gradients every 5 of int4", "codec 'int4'"),
+        ("gradients every 5 of int4:shard", "int4:shard has one scale a shard"),
+        ("gradients every 5 of mine:Codec", "mine:Codec is a codec of your own, whose bytes its object says"),
+    ],
+)
+def test_impossible_budgets_are_refused(text: str, words: str) -> None:
+    """A text that is no budget raises one line that says what is allowed."""
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_budget(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget", "words"),
+    [
+        ({"stage": 0}, "gradients", "stage 0 and group = 0: means travel between copies"),
+        ({"group": "node"}, "weights", "stage 3 and group = node: means travel between copies"),
+        ({"reduce": "one_hop"}, "gradients", "reduce='one_hop' has one for all ranks"),
+        ({"secondary": "node", "secondary_format": "bf16", "differences": parse("int4:32")}, "weights",
+         "differences = int4:32 are sent in their place"),
+        ({"offload": Offload(optimizer=0.5)}, "weights", "whose frames offload keeps in one size"),
+        ({"weights": parse("int8:shard")}, "weights", "int8:shard has one scale a shard"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_a_budget_is_refused(fields: dict[str, Any], budget: str, words: str) -> None:
+    """Where codecs cannot be chosen, a policy says so in one line."""
+    with pytest.raises(PolicyError, match=words) as caught:
+        Policy(**fields, budget=parse_budget(f"{budget} every 5 of int4:32"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_of_gradients_needs_a_hop_between_nodes() -> None:
+    """On one node there is none."""
+    policy = Policy(budget=parse_budget("gradients every 5 of int4:32"))
+    policy.check(Topology(2, 1))
+    with pytest.raises(PolicyError, match="between nodes, and 1x4 has one"):
+        policy.check(Topology(1, 4))
+
+
+def test_a_decided_policy_keeps_the_layout() -> None:
+    """Grain and other codecs stay, whichever codec was chosen; units that are not trained have no budget."""
+    policy = Policy(
+        weights=parse("int8:96"), budget=parse_budget("weights gradients every 5 of int4:128 int6:64")
+    )
+    for what in policy.candidates:
+        for codec in policy.candidates[what]:
+            decided = policy.decided(what, codec)
+            assert decided.grain == policy.grain == 384
+            assert decided.gradients[0] == policy.gradients[0]
+    assert policy.of_unit(trainable=False).budget is policy.of_unit(persistent=True).budget is None

@@ -8,7 +8,15 @@ from dataclasses import fields, replace
 from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
 from impl.codecs.codec import BF16, FP32
-from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, parse_feedback, parse_loss_scale
+from impl.plan.policy import (
+    PRESETS,
+    MemoryLimits,
+    Offload,
+    Policy,
+    parse_budget,
+    parse_feedback,
+    parse_loss_scale,
+)
 from report.data.contender import NAMES, _fields, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
@@ -27,6 +35,7 @@ def test_every_field_of_a_policy_is_told() -> None:
         "feedback": parse_feedback("loco"),
         "sums": "fp16",
         "blocks": "shape",
+        "budget": parse_budget("gradients every 5 of int4:32"),
         "stage": 2,
         "group": "node",
         "compute": "bf16",

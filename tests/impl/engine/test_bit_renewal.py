@@ -1,0 +1,268 @@
+"""Codecs chosen anew within a budget: ranks agree, replicas stay equal, bytes are those foreseen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl import ops
+from impl.codecs.codec import parse
+from impl.comm.mesh import Mesh
+from impl.plan.bit_budget import shares_of
+from impl.plan.memory import memory
+from impl.plan.policy import Feedback, LossScale, Policy, PolicyError, parse_budget, preset
+from impl.plan.topology import Topology
+from impl.plan.traffic import Decision, Event, LedgerKey, Sent, predict
+from impl.zero import Zero, ZeroError, shard
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import batch, model, train
+
+NET = model()
+OWN = {"weights": parse("int4:8"), "gradients": (parse("int8:32"), parse("int4:8")), "memory": ROOMY}
+BOTH = parse_budget("weights gradients every 2 of int2:8 int3:8 int6:8:stochastic int8:32 mxfp4")
+KINDS = ("train", "train", "train", "accumulate", "evaluate", "skip", "rehearse", "drop", "again")
+
+
+class History:
+    """A run of one rank, step by step, with what it should have sent."""
+
+    def __init__(self, mesh: Mesh, policy: Policy) -> None:
+        self.net, self.mesh, self.policy = copy.deepcopy(NET), mesh, policy
+        self.zero = shard(self.net, mesh=mesh, policy=policy)
+        self.optimizer = torch.optim.SGD(self.zero.param_groups(), lr=0.1)
+        self.events: list[Event] = []
+
+    def act(self, kind: str, number: int) -> None:
+        """One thing that may happen in a run."""
+        zero, x = self.zero, batch(number, self.mesh.rank)
+        if kind in ("train", "accumulate", "skip"):
+            local = kind == "accumulate" and not self.policy.reduces_each_micro_batch
+            with zero.accumulating() if local else contextlib.nullcontext():
+                self.net(x).backward()
+                zero.finish_backward()
+            self.events += ["forward", "accumulate" if local else "backward"]
+            if kind == "train":
+                zero.step(self.optimizer, max_norm=1.0)
+                self.events += ["norm", "step"]
+            if kind != "accumulate":
+                self.optimizer.zero_grad()
+        elif kind == "evaluate":
+            with torch.no_grad():
+                self.net(x)
+            self.events.append("evaluate")
+        elif kind == "rehearse":
+            zero.drop_gradients()
+            self.optimizer.zero_grad()
+            with zero.wire.observed(Nobody()), zero.rehearsing():
+                self.net(x).backward()
+                zero.finish_backward()
+            self.events += ["dropped", "forgotten"]
+        elif kind == "drop":
+            zero.drop_gradients()
+            self.events.append("dropped")
+        else:
+            zero.load_communication_state(zero.communication_state())
+
+    def foreseen(self) -> dict[LedgerKey, Sent]:
+        """What this rank sends, from its decisions."""
+        units = [unit.geometry for unit in self.zero.units]
+        return predict(
+            self.policy, self.mesh.topology, units, self.mesh.rank, self.events, decisions=chosen(self.zero)
+        ).sent
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    def local(self, *_: object) -> None: ...
+
+    def encoded(self, *_: object) -> None: ...
+
+    def averaged(self, *_: object) -> None: ...
+
+
+def chosen(zero: Zero) -> list[Decision]:
+    """The decisions of an engine that has a budget."""
+    assert zero.renewal is not None
+    return zero.renewal.decisions
+
+
+def gathered(zero: Zero) -> list[Tensor]:
+    """What each unit gathers now, whole."""
+    found = []
+    for unit in zero.units:
+        unit.all_gather("evaluate")
+        found += [member.parameter.detach().clone() for member in unit.members]
+        unit.release()
+    return found
+
+
+def _run(
+    mesh: Mesh, policy: Policy, kinds: Sequence[str]
+) -> tuple[list[Tensor], list[Decision], dict[str, int], Zero]:
+    history = History(mesh, policy)
+    for number, kind in enumerate(kinds):
+        history.act(kind, number)
+    rows = history.zero.wire.ledger.rows()  # buffers travel whatever the codecs
+    assert {k: sent for k, sent in rows.items() if k.purpose != "buffers"} == history.foreseen()
+    held = history.zero.memory()
+    return gathered(history.zero), chosen(history.zero), held, history.zero
+
+
+@given(
+    st.lists(st.sampled_from(KINDS), min_size=1, max_size=9),
+    st.sampled_from([Topology(2, 2), Topology(3, 1), Topology(2, 1)]),
+    st.sampled_from(["zero3", "hpz", "zero2", "zero1"]),
+    st.sampled_from(
+        [
+            "weights gradients every 2 of int2:8 int3:8 int6:8:stochastic int8:32 mxfp4",
+            "gradients 9 every 1 of int2:8 int8:8 bf16",
+            "weights 9 every 3 of int2:32 nvfp4 int8:8",
+        ]
+    ),
+    st.sampled_from([{}, {"chunks": 2}, {"feedback": Feedback(hops="all")}, {"reduce_every": "step"}]),
+)
+@example(
+    ["train", "evaluate", "train", "train", "accumulate", "train", "rehearse", "train", "skip", "train"],
+    Topology(2, 2), "hpz", str(BOTH), {"chunks": 2},
+)  # fmt: skip
+def test_ranks_agree_and_send_what_is_foreseen(
+    kinds: list[str], topology: Topology, name: str, budget: str, more: dict[str, object]
+) -> None:
+    """Whatever happens in a run: all ranks choose the same and gather the same bits, their ledgers are the
+    predictions from their decisions, no choice is above the budget, and memory is within the formula.
+    """
+    policy = preset(name, **{**OWN, **more}, budget=parse_budget(budget))
+    runs = on_threads(topology, _run, policy, kinds)
+    weights, decisions, _, zero = runs[0]
+    units = [unit.geometry for unit in zero.units]
+    for others, theirs, held, _ in runs:
+        assert theirs == decisions
+        assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+        assert held.get("secondary", 0) <= memory(policy, topology, units)["secondary"]
+    for share in shares_of(policy, topology, units):
+        for step in {decision.step for decision in decisions}:
+            codecs = {d.unit: d.codec for d in decisions if (d.step, d.what) == (step, share.what)}
+            sent = [
+                sizes[share.codecs.index(codecs[unit])]
+                for unit, sizes in zip(share.units, share.bytes, strict=True)
+                if codecs
+            ]
+            assert sum(sent) <= share.limit
+    if kinds[0] == "train":
+        assert {decision.step for decision in decisions} >= {1}
+
+
+def test_a_decision_says_the_error_of_the_weights_that_are_sent() -> None:
+    """The vNMSE of weights is that of all ranks' masters of the unit, encoded and decoded."""
+    policy = preset("zero3", **OWN, budget=parse_budget("weights every 1 of int2:8 int6:8"))
+    runs = on_threads(Topology(2, 2), train, NET, policy, 1)
+    decisions = chosen(runs[0][2])
+    for index, unit in enumerate(runs[0][2].units):
+        (decision,) = [one for one in decisions if one.unit == unit.geometry.name]
+        error = value = 0.0
+        for _, _, zero in runs:
+            master = zero.units[index].master_shard.master
+            frame = torch.empty(decision.codec.frame_bytes(master.numel()), dtype=torch.uint8)
+            decoded = torch.empty_like(master)
+            ops.encode(decision.codec, master, frame)
+            ops.decode(decision.codec, frame, decoded)
+            error += float((decoded.double() - master.double()).square().sum())
+            value += float(master.double().square().sum())
+        assert decision.vnmse == pytest.approx(error / value)
+
+
+def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision], list[Tensor]]:
+    """Rank 1 meets an infinity in its first step, which is measured."""
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    done = []
+    for step in range(3):
+        x = batch(step, mesh.rank)
+        if step == 0 and mesh.rank == 1:
+            x[0, 0] = torch.inf
+        zero.scaler.scaled(net(x)).backward()
+        zero.finish_backward()
+        done.append(zero.step(optimizer, max_norm=1.0).done)
+        optimizer.zero_grad()
+    return done, chosen(zero), gathered(zero)
+
+
+def test_what_a_skipped_step_measured_is_dropped() -> None:
+    """After an overflow no rank chooses; the next step is measured in its place, and is finite."""
+    policy = preset("zero3", **OWN, budget=BOTH, loss_scale=LossScale(initial=4.0))
+    first, *others = on_threads(Topology(2, 2), _overflowing, policy)
+    done, decisions, weights = first
+    assert done == [False, True, True]
+    assert {decision.step for decision in decisions} == {1}
+    assert all(0 <= decision.vnmse < 1 for decision in decisions)
+    for _, theirs, gathers in others:
+        assert theirs == decisions
+        assert all(torch.equal(one, other) for one, other in zip(weights, gathers, strict=True))
+
+
+def _not_finite(mesh: Mesh, policy: Policy) -> list[Decision]:
+    net = copy.deepcopy(NET)
+    zero = shard(net, mesh=mesh, policy=policy)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.0)
+    (net(batch(0, mesh.rank)) * (torch.inf if mesh.rank == 0 else 1)).backward()
+    optimizer.step()
+    return chosen(zero)
+
+
+def test_gradients_that_are_not_finite_choose_nothing() -> None:
+    """Without a loss scale the step is taken, and the codecs stay as they are."""
+    policy = preset("zero3", **OWN, budget=parse_budget("gradients every 1 of int2:8 int8:8"))
+    assert on_threads(Topology(2, 1), _not_finite, policy) == [[], []]
+
+
+def _resumed(mesh: Mesh, policy: Policy, stop: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights after ``steps``, of a run that went on, and of one that was begun anew after ``stop``."""
+    history = History(mesh, policy)
+    for number in range(stop):
+        history.act("train", number)
+    kept = history.zero.full_state_dict(), history.zero.communication_state()
+    other = History(mesh, policy)
+    other.zero.load_full_state_dict(kept[0])
+    other.zero.load_communication_state(kept[1])
+    for number in range(stop, steps):
+        history.act("train", number)
+        other.act("train", number)
+    return gathered(history.zero), gathered(other.zero)
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_resumed_run_goes_on_in_the_chosen_codecs(stop: int) -> None:
+    """Loaded into a new engine, the state makes it send, choose and train the same bits."""
+    policy = preset("hpz", **OWN, budget=BOTH)
+    for one, other in on_threads(Topology(2, 2), _resumed, policy, stop, 6):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _loading_another(mesh: Mesh, policy: Policy, saved: Policy) -> None:
+    state = shard(copy.deepcopy(NET), mesh=mesh, policy=saved).communication_state()
+    shard(copy.deepcopy(NET), mesh=mesh, policy=policy).load_communication_state(state)
+
+
+def test_a_state_of_another_budget_is_refused() -> None:
+    """The line names both budgets."""
+    policy = preset("zero3", **OWN)
+    with pytest.raises(ZeroError, match=r"is of budget weights gradients every 2 of .*, not none"):
+        on_threads(Topology(2, 1), _loading_another, policy, replace(policy, budget=BOTH))
+
+
+def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
+    """The line names the bytes of both."""
+    policy = preset("zero3", **OWN, budget=parse_budget("gradients 3 every 1 of int2:8"))
+    with pytest.raises(PolicyError, match=r"gives gradients \d+ bytes a rank, and int4:8, .* takes \d+"):
+        on_threads(Topology(2, 1), train, NET, policy, 1)
