@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from docs.tables.markdown import table
+from impl.codecs.codec import FORMATS
 from impl.cuda.kernels import VARIANTS
-from tests.support.cubin import DEVICES, Cubin, Prediction, predictions, works
+from tests.support.cubin import DEVICES, FORMAT, Cubin, Prediction, predictions, works
 
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (
@@ -20,19 +21,37 @@ _PLAIN: Final = (
 def render() -> str:
     """The tables, in Markdown; compiles every kernel, for which nothing may be ``missing``."""
     every = [each for file in VARIANTS for each in predictions(file, ARCHITECTURE)]
-    plain = [(each.kernel, (*_resources(each), *_accesses(each.main))) for each in every if each.main]
+    plain = [
+        (each.kernel, (*_resources(each), *_accesses(each.main)))
+        for each in every
+        if each.main and not FORMAT.fullmatch(each.kernel)
+    ]
     shares = ("kernels", *(f"`sm_{architecture}`" for architecture in DEVICES))
+    columns = ("format", "encode bf16", "decode bf16", "sum to fp32")
     return (
         f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
-        f"Shares of a copy at most, and what limits them:\n\n{table(shares, _equal(_shares()))}"
+        f"Shares of a copy at most, and what limits them:\n\n{table(shares, _equal(_shares()))}\n"
+        f"Of published formats on `sm_{ARCHITECTURE}`:\n\n{table(columns, _formats())}"
     )
 
 
 def _shares() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Plain kernels with the shares that each device is predicted to reach."""
-    for kernel in works(ARCHITECTURE):
+    for kernel in filter(lambda each: not FORMAT.fullmatch(each), works(ARCHITECTURE)):
         found = (works(architecture)[kernel].share(device) for architecture, device in DEVICES.items())
         yield kernel, tuple(f"{share:.0%} {limit}" for share, limit in found)
+
+
+def _formats() -> Iterator[tuple[str, ...]]:
+    """Published formats with their predicted shares."""
+    for name in (name.partition(":")[2] for name in FORMATS.values()):
+        kernels = (
+            f"encode_format<{name}, Bf16>",
+            f"decode_format<{name}, Bf16>",
+            f"decode_format<{name}, Fp32>",
+        )
+        found = (works(ARCHITECTURE)[kernel].share(DEVICES[ARCHITECTURE]) for kernel in kernels)
+        yield f"`{name.lower()}`", *(f"{share:.0%} {limit}" for share, limit in found)
 
 
 def _resources(each: Prediction) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from harness import fitted_table
 from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.suites.labels import NONE
-from impl.codecs.codec import BuiltIn, Law
+from impl.codecs.codec import Codec, Law
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,7 +147,7 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
     interrupts.take_over()  # a codec of one's own may begin what it cleans up
     named = [subject.read(text) for text in texts or subject.REPRESENTATIVE]
     own = [each for each in named if isinstance(each, Subject)]
-    ours: list[BuiltIn] = [each for each in named if not isinstance(each, Subject)]
+    ours: list[Codec] = [each for each in named if not isinstance(each, Subject)]
     if backends and not ours:
         raise Refusal(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
     for name in backends:

@@ -19,6 +19,7 @@ from impl.cuda.launch import Launch, cubin
 from tests.impl.codecs.properties import garbage, noise_of
 from tests.support.cubin import (
     DEVICES,
+    FORMAT,
     MULTIPROCESSORS,
     PLAIN,
     Cubin,
@@ -100,10 +101,12 @@ def test_nothing_goes_one_by_one_on_the_main_path(predicted: tuple[Prediction, .
             assert each.main.local == 0
             purposes = {access.purpose for access in each.main.accesses}
             sums = each.kernel.startswith("decode_sum_encode<")
-            assert purposes - {"padding"} == {"codes", "scales"} | (set() if sums else {"elements"}), (
-                each.kernel
-            )
-            assert {access.width for access in each.main.accesses if access.purpose == "codes"} <= {4, 8}
+            scales = set() if "<BF16SR" in each.kernel else {"scales"}
+            assert purposes - {"padding", "extents"} == {"codes"} | scales | (
+                set() if sums else {"elements"}
+            ), each.kernel
+            widths = {access.width for access in each.main.accesses if access.purpose == "codes"}
+            assert widths <= {4, 8} or FORMAT.fullmatch(each.kernel)
 
 
 def _flushed(folder: Path, image: bytes) -> int:

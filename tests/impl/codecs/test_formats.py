@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.laws.adversarial_rows import outcome
-from harness.laws.subject import read
+from harness.laws.subject import of_codec
 from impl import ops
 from impl.codecs.codec import FORMATS, OwnCodec, parse
 from impl.codecs.formats import _float_table, _Microscaled
@@ -29,10 +29,10 @@ BITS = {
 @pytest.mark.parametrize("text", BITS)
 def test_every_claim_of_a_format_is_kept(text: str) -> None:
     """Hostile rows of a few blocks break no law that a format declares."""
-    subject = read(text)
-    assert subject.claims  # type: ignore[union-attr]
-    for claim in subject.claims:  # type: ignore[union-attr]
-        found = outcome(subject, claim, examples=25, seed=3, elements=300)  # type: ignore[arg-type]
+    subject = of_codec(parse(text), "reference")
+    assert subject.claims
+    for claim in subject.claims:
+        found = outcome(subject, claim, examples=25, seed=3, elements=300)
         assert found.violation is None, str(found.violation)
 
 
