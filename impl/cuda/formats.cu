@@ -163,10 +163,14 @@ struct NF4 : Layout<4, 64, 4, 16> {
     static __device__ __forceinline__ void encode(const Arguments&, u32, const float (&values)[kOctet], float,
                                                   u32 (&codes)[kOctet], Beside& beside) {
         const u32 top = most<8>(values);
+        const bool broken = top >= kInfinity;
         const float scale = floored(float_of(top));
 #pragma unroll
-        for (int i = 0; i < kOctet; ++i) codes[i] = top >= kInfinity ? 7u : nearest(values[i] / scale);
-        beside.words[0] = top >= kInfinity ? kNaN : bits_of(scale);
+        for (int i = 0; i < kOctet; ++i) {
+            const u32 code = nearest(values[i] / scale);
+            codes[i] = broken ? 7u : code;
+        }
+        beside.words[0] = broken ? kNaN : bits_of(scale);
     }
     static __device__ __forceinline__ void decode(u32, const u32 (&codes)[kOctet], const Beside& beside, float,
                                                   const float* table, float (&values)[kOctet]) {
