@@ -31,7 +31,7 @@ def render() -> str:
     columns = ("format", "encode bf16", "decode bf16", "sum to fp32")
     return (
         f"Plain kernels, with the accesses of the main path:\n\n{table(_PLAIN, _equal(plain))}\n"
-        f"Shares of a copy at most, and what limits them (memory: 100%):\n\n{table(shares, _equal(_shares()))}\n"
+        f"Shares of a copy at most, and what limits them:\n\n{table(shares, _equal(_shares()))}\n"
         f"Of published formats on `sm_{ARCHITECTURE}`:\n\n{table(columns, _equal(_formats()))}"
     )
 
