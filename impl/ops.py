@@ -44,12 +44,12 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros by a built-in codec with scales; others have no kernels.
+    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format.
 
     Raises:
         RuntimeError: naming the codec and the device, if that fails.
     """
-    if isinstance(codec, OwnCodec | Raw):
+    if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
         return
     x = torch.zeros(OCTET, device=device)
     frames = torch.zeros(codec.frame_bytes(OCTET), dtype=torch.uint8, device=device)

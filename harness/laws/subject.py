@@ -10,12 +10,12 @@ import torch
 from harness.errors import Refusal
 from harness.laws.laws import Promises, Subject
 from impl import ops
-from impl.codecs.codec import FORMATS, Block, Codec, OwnCodec, Raw, parse
+from impl.codecs.codec import FORMATS, Codec, OwnCodec, Raw, parse
 from impl.codecs.own_rows import by_rows
 from impl.codecs.reference import REFERENCE
 
 BACKENDS: Final = ("reference", "cpu", "cuda")
-# One of every kind, width and option, in blocks of a size that hostile rows fill.
+# One of every kind, width and option, in blocks of a size that hostile rows fill; every published format.
 REPRESENTATIVE: Final = (
     "fp32", "bf16", "fp16",
     "int8:64", "int7:8", "int6:24", "int5:13", "int4:32", "int3:64", "int2:5",
@@ -25,6 +25,7 @@ REPRESENTATIVE: Final = (
     "int8:64:hadamard16", "int4:64:hadamard32", "mxfp4:hadamard8",
     "int8:64:stochastic", "int4:32:stochastic", "int4:32:asym:stochastic",
     "fp8e4m3:32:stochastic", "mxfp4:stochastic", "int4:32:hadamard8:stochastic",
+    *FORMATS,
 )  # fmt: skip
 
 
@@ -42,17 +43,16 @@ def missing(backend: str) -> str | None:
 
 
 def of_codec(codec: Codec, backend: str) -> Subject:
-    """A codec of ours, or a published format, on a backend: what the engine runs.
+    """A codec of ours, or a published format, on a backend.
 
     Raises:
         ValueError: if this machine lacks what the backend needs.
     """
     operations = ops.operations_of(backend)
-    built_in = None if isinstance(codec, OwnCodec) else codec
     return Subject(
         name=f"{codec} on {backend}",
-        promises=built_in or Promises(codec.laws, codec.stochastic, codec.frame_bytes, codec.error_bound),
-        block=_block_of(codec),
+        promises=codec,
+        block=1 if isinstance(codec, Raw) else codec.block,
         encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
         decode=lambda frames, out: operations.decode(codec, frames, out),
         decode_sum=lambda frames, out: operations.decode_sum(codec, frames, out),
@@ -60,25 +60,21 @@ def of_codec(codec: Codec, backend: str) -> Subject:
             codec, codec, frames, out, numel, noise=noise
         ),
         device=torch.device("cuda" if backend == "cuda" else "cpu"),
-        codec=built_in,
+        codec=None if isinstance(codec, OwnCodec) else codec,
+        equals=codec,
         specification=operations is REFERENCE,
     )
 
 
-def _block_of(codec: Codec) -> Block:
-    return 1 if isinstance(codec, Raw) else codec.block
-
-
 def read(text: str) -> Codec | Subject:
-    """Resolve a codec of ours or a format by its text form, or a user's ``module:object``.
+    """Resolve a codec of ours or a published format by its text form, or a user's ``module:object``.
 
     Raises:
         Refusal: if it is neither, naming what is wrong.
     """
     try:
         codec = parse(text)
-        own = isinstance(codec, OwnCodec) and codec.name not in FORMATS
-        return of_own(codec) if own else codec  # type: ignore[arg-type]  # looked at
+        return of_own(codec) if isinstance(codec, OwnCodec) and not codec.published else codec
     except ValueError as error:  # CodecError, or a number of thousands of digits
         raise Refusal(str(error)) from error
 
@@ -107,6 +103,7 @@ def of_own(codec: OwnCodec) -> Subject:
         decode_sum=thing.decode_sum,
         decode_sum_encode=_with_noise(thing.decode_sum_encode, stochastic=stochastic),
         codec=claimed,
+        equals=claimed,
     )
 
 

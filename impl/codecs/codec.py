@@ -408,6 +408,11 @@ class OwnCodec(_Framed):
         return self.name
 
     @property
+    def published(self) -> bool:
+        """Whether it is a format of ``FORMATS``, for which backends have kernels; else a user's own."""
+        return self.given is None and self.name in FORMATS
+
+    @property
     def thing(self) -> OwnObject:
         """What it declares and can do.
 

@@ -1,4 +1,4 @@
-"""Formats that others published, each as torch operations on rows: the reference of their kernels on CPUs.
+"""Formats that others published, each as torch operations on rows: the reference of their kernels.
 
 =============  ====  =====  ==================================================================================
 text           bits  block  what it is

@@ -285,7 +285,7 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 def _format(codec: OwnCodec, numel: int) -> _Coding | None:
     """Which format a codec is, and the size of its frames; None for a user's own."""
-    if codec.given is not None or codec.name not in FORMATS:
+    if not codec.published:
         return None
     return _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
 

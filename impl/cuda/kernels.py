@@ -2,8 +2,8 @@
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
 device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Every codec
-with scales has kernels.  Raw codecs are casts, which torch does at the speed of memory: they use the
-reference.
+with scales has kernels, and so have published formats (``formats.cu``: sums are decodings of several frames).
+Raw codecs are casts, which torch does at the speed of memory: they use the reference.
 
 Which kernel (the sources say why).  *Plain* are integers of 4 and 8 bits without rotation and error
 feedback, nearest or stochastic: their kernels are compiled for codec and type.  All else is asked of
@@ -36,7 +36,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FRAME_ALIGNMENT, Blocked, BuiltIn, Codec, IntCodec, Raw
+from impl.codecs.codec import (
+    FORMATS,
+    FRAME_ALIGNMENT,
+    Blocked,
+    BuiltIn,
+    Codec,
+    IntCodec,
+    OwnCodec,
+    Raw,
+)
 from impl.codecs.reference import Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
@@ -83,6 +92,12 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be aske
             for r in _ROUNDINGS
         ),
         *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
+    ),
+    "formats.cu": tuple(
+        f"{what}_format<{name.partition(':')[2]}, {kind}>"
+        for name in FORMATS.values()
+        for what in ("encode", "decode")
+        for kind in TYPES.values()
     ),
 }
 
@@ -183,6 +198,13 @@ class _Call:
         """The launch of a kernel with ``each`` octets a thread."""
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * each)), loops=loops)
+
+    def format(self, what: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
+        """The launch that encodes a published format from ``dtype``, or decodes it to that."""
+        self.arguments["coding"] = 0
+        own, whole = codec.own_bytes(self.numel), codec.frame_bytes(self.numel)
+        self.arguments["coding"]["scales_end"], self.arguments["coding"]["frame_bytes"] = own, whole
+        return self.octets("formats.cu", f"{what}_format<{_format(codec)}, {TYPES[dtype]}>", loops=True)
 
 
 class _Seen(NamedTuple):
@@ -333,6 +355,44 @@ class Kernels(Operations):
         self._run(launch, out.device)
         self._remember(launch, numel, hops, {"frames": frames, "output": out}, beside)
 
+    def _encode_own(self, codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        if beside.carried is not None or not codec.published:
+            super()._encode_own(codec, x, frames, beside)
+            return
+        tensors = {"values": x, "frames": frames}
+        call = _Call(self._spread, x.shape[-1], tensors, {}, beside=beside)
+        if codec.name == "nvfp4":  # whose row has a number of its largest magnitude
+            extents = torch.zeros(2 * math.prod(call.sizes), dtype=torch.int32, device=x.device)
+            parts = -(-call.numel // SCANNED)
+            call.arguments["coding"] = _coding(IntCodec(8, "shard"), call.numel)
+            call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
+            self._run(call.launch("quantize.cu", "encode_extents<Scheme<0>>", parts), x.device)
+        launch = call.format("encode", codec, x.dtype)
+        self._run(launch, x.device)
+        if codec.name != "nvfp4":
+            self._remember(launch, "encode", (codec,), tensors, beside)
+
+    def _decode_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        if codec.published:
+            self._decode_format("decode", codec, frames[None], out)
+        else:
+            super()._decode_own(codec, frames, out)
+
+    def _decode_sum_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        if codec.published:
+            self._decode_format("decode_sum", codec, frames, out)
+        else:
+            super()._decode_sum_own(codec, frames, out)
+
+    def _decode_format(self, what: str, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
+        """Sum ``frames`` (sources, ..., F), or decode one."""
+        tensors = {"values": out, "frames": frames[0]}
+        call = _Call(self._spread, out.shape[-1], tensors, {}, frames=frames)
+        launch = call.format("decode", codec, out.dtype)
+        self._run(launch, out.device)
+        again = frames[0] if what == "decode" else frames
+        self._remember(launch, what, (codec,), {"frames": again, "values": out})
+
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
         """Whether kernels were compiled for it, and may be used."""
         ours = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
@@ -384,6 +444,11 @@ def _encoding(
         call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
         yield call.launch(file, f"encode_extents<{_any(codec)}>", blocks * parts)
         yield call.octets(file, f"encode_given<{_any(codec)}>")
+
+
+def _format(codec: OwnCodec) -> str:
+    """The class of :mod:`impl.codecs.formats`, whose name its type in C++ has too."""
+    return FORMATS[codec.name].partition(":")[2]
 
 
 def _any(codec: Blocked) -> str:

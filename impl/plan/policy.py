@@ -539,8 +539,8 @@ class Policy:
             )
         if self.blocks == "shape" or self.planes > 1:
             raise PolicyError(
-                f"budget '{budget}' chooses whole codecs, and blocks = {self.blocks!r} with planes = {self.planes} "
-                "change them by shape; use blocks = 'codec' and one plane"
+                f"budget '{budget}' chooses whole codecs, which blocks = {self.blocks!r} with planes = "
+                f"{self.planes} change by shape; use blocks = 'codec' and one plane"
             )
         if budget.gradients is not None and self.reduce != "two_hop":
             raise PolicyError(

@@ -217,11 +217,11 @@ inline void __syncwarp(unsigned mask = ~0u) {
 
 template <class T>
 T shuffled(unsigned mask, T value, unsigned argument, cuda_on_cpu::Source source) {
-    static_assert(sizeof(T) == 4, "shuffles move 32 bits");
-    unsigned bits;
-    std::memcpy(&bits, &value, 4);
-    bits = cuda_on_cpu::collective(mask, bits, argument, source);
-    std::memcpy(&value, &bits, 4);
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 32 or 64 bits");
+    unsigned words[sizeof(T) / 4];
+    std::memcpy(words, &value, sizeof(T));
+    for (unsigned& word : words) word = cuda_on_cpu::collective(mask, word, argument, source);
+    std::memcpy(&value, words, sizeof(T));
     return value;
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from impl.codecs.codec import IntCodec, parse
+from impl.codecs.codec import FORMATS, IntCodec, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
@@ -31,6 +31,11 @@ VARIANTS = {
     "dequantize.cu": [
         *("decode<Fp32, 8>", "decode<Bf16, 4>", "decode_sum<4, 4>"),
         *("decode_general<Scheme<0>>", "decode_general<Floats<0>>", "decode_sum_general<Scheme<0>>"),
+    ],
+    "formats.cu": [
+        f"{what}_format<{name.partition(':')[2]}, Fp32>"
+        for name in FORMATS.values()
+        for what in ("encode", "decode")
     ],
     "reduce.cu": [
         *(
@@ -67,6 +72,13 @@ def healthy(folder: Path) -> None:
         kernels.decode(codec, frames, x)
         if isinstance(codec, IntCodec) and codec.bits != 8:
             kernels.decode_sum(codec, frames, torch.empty(numel))
+    for text, numel in itertools.product(FORMATS, [1, 9, 130, 4_097]):
+        codec, x = parse(text), torch.randn(2, numel)
+        x[0, 0] = float("nan")
+        frames = torch.empty(2, codec.frame_bytes(numel), dtype=torch.uint8)
+        kernels.encode(codec, x, frames, noise=KEY.noise(0, (8,)))
+        kernels.decode(codec, frames, x)
+        kernels.decode_sum(codec, frames, torch.empty(numel))
     four, odd, mx = parse("int4:16"), parse("int3:5:asym"), parse("mxfp8")
     for (first, second), numel in itertools.product([(four, four), (odd, mx)], [1, 100, 257]):
         frames = torch.empty(3, first.frame_bytes(numel), dtype=torch.uint8)

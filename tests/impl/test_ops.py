@@ -81,7 +81,7 @@ def test_a_library_that_cannot_be_loaded_is_a_warning(
 
 
 def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> None:
-    """Each codec with scales is tried; what goes wrong is said with its name and the device's."""
+    """Each codec with scales and each format is tried; what goes wrong is said with its name and device."""
     asked: list[str] = []
 
     def fail(launch: Launch, _: torch.device) -> None:
@@ -91,10 +91,10 @@ def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> No
     for text in ("fp32", "bf16"):
         ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
     assert not asked
-    for text in ("int8:256", "int4:32:stochastic", "fp8e4m3:32"):
+    for text in ("int8:256", "int4:32:stochastic", "fp8e4m3:32", "nvfp4", "bf16sr"):
         with pytest.raises(RuntimeError, match=rf"{text}.* do not run on cpu: sm_200: no such architecture"):
             ops.try_codec(cuda.Kernels(fail), parse(text), torch.device("cpu"))
-    assert len(asked) == 3
+    assert len(asked) == 5
 
 
 def test_a_device_without_kernels_is_refused() -> None:

@@ -27,19 +27,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from impl.codecs.codec import parse
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.compilation import SOURCES, compile_kernels
 from impl.cuda.kernels import VARIANTS
 
 WARP: Final = 32
-PLAIN: Final = re.compile(r"(encode_held|decode|decode_sum|decode_sum_encode)<.*")  # kernels with a main path
+FORMAT: Final = re.compile(r"(encode|decode)_format<(\w+), (\w+)>")
+# Kernels with a main path.
+PLAIN: Final = re.compile(rf"(encode_held|decode|decode_sum|decode_sum_encode)<.*|{FORMAT.pattern}")
 PURPOSES: Final = {  # functions whose own lines reach global memory
     **dict.fromkeys(("load_octet", "store_octet"), "elements"),
     **dict.fromkeys(("load_singly", "store_singly"), "elements, one by one"),
     **dict.fromkeys(("load_codes", "store_codes"), "codes"),
     **dict.fromkeys(("load_float", "store_float", "load_scale", "store_scale"), "scales"),
+    **dict.fromkeys(("load_beside", "store_beside"), "scales"),
     "store_padding": "padding",
-    **dict.fromkeys(("encode_extents", "encode_given"), "extents"),
+    **dict.fromkeys(("encode_extents", "encode_given", "row_extent"), "extents"),
 }
 
 
@@ -91,18 +95,22 @@ class Device:
     cycles: dict[str, float]
 
 
-_CYCLES: Final = {"issue": 1.0, "FMA": 1.0, "IMAD": 2.0, "ALU": 2.0, "XU": 8.0, "LSU": 4.0, "uniform": 2.0}
+_CYCLES: Final = {
+    "issue": 1.0, "FMA": 1.0, "IMAD": 2.0, "ALU": 2.0, "FP64": 2.0, "XU": 8.0, "LSU": 4.0, "uniform": 2.0,
+}  # fmt: skip
 DEVICES: Final = {  # A100, H100 and B200 with SXM: peak bandwidths are 2.0, 3.35 and 8 TB/s
-    80: Device(108, 1.41e9, 1.75e12, _CYCLES | {"FMA": 2.0}),
+    80: Device(108, 1.41e9, 1.75e12, _CYCLES | {"FMA": 2.0, "FP64": 4.0}),
     90: Device(132, 1.755e9, 3.0e12, _CYCLES),
     100: Device(148, 1.85e9, 7.0e12, _CYCLES),
 }
 BUSY: Final = 0.86  # of its cycles, in which the busiest pipe has an instruction at hand
 BLOCK: Final = 256  # elements
 ADDED: Final = 8  # sources
+_LONG: Final = 1 << 24  # elements of a row
 PIPES: Final = {  # by an instruction's first name; others with U or R2UR are uniform, all else is ALU
     **dict.fromkeys(("FADD", "FMUL", "FFMA"), "FMA"),
     **dict.fromkeys(("IMAD", "HFMA2", "HADD2", "HMUL2"), "IMAD"),
+    **dict.fromkeys(("DADD", "DMUL", "DFMA"), "FP64"),
     **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F", "POPC", "FLO", "REDUX", "I2FP"), "XU"),
     **dict.fromkeys(("LDG", "STG", "LDS", "STS", "LDC", "SHFL", "S2R"), "LSU"),
     **dict.fromkeys(("BRA", "EXIT", "BSSY", "BSYNC", "BAR", "WARPSYNC", "NOP"), "control"),
@@ -391,8 +399,12 @@ def _work(kernel: str, main: Cubin) -> Work:
     said = values.split(", ")
     loads = name == "decode"
     octets = sum(each.purpose == "codes" and each.loads is loads for each in main.accesses) or 1
-    turns, moved = 0.0, 0.0
-    if name.startswith("decode_sum"):
+    turns, moved, coded = 0.0, 0.0, FORMAT.fullmatch(kernel)
+    if coded:
+        octets, elements = 1, (4 if coded[3] == "Fp32" else 2) * OCTET
+        turns = ADDED if coded[1] == "decode" and coded[3] == "Fp32" else 1.0
+        moved = elements + turns * OCTET * parse(coded[2].lower()).frame_bytes(_LONG) / _LONG
+    elif name.startswith("decode_sum"):
         turns, moved = ADDED / int(said[1]), ADDED * _coded(said[0])
         moved += _coded(said[2]) if name == "decode_sum_encode" else 4 * OCTET
     else:

@@ -12,7 +12,7 @@ from docs.tables.codecs import SHOWN, formula
 from harness import cli
 from harness.laws import adversarial_rows, command
 from harness.laws.subject import REPRESENTATIVE, missing
-from impl.codecs.codec import Codec, FloatCodec, Law, Raw, parse
+from impl.codecs.codec import FORMATS, Codec, FloatCodec, Law, OwnCodec, Raw, parse
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
@@ -23,6 +23,9 @@ def kinds(texts: tuple[str, ...]) -> set[tuple[object, ...]]:
     for codec in map(parse, texts):
         if isinstance(codec, Raw):
             found.add((codec.dtype,))
+            continue
+        if isinstance(codec, OwnCodec):
+            found.add((codec.name,))
             continue
         shard, options = codec.block == "shard", (bool(codec.hadamard), codec.stochastic)
         if isinstance(codec, FloatCodec):
@@ -69,7 +72,9 @@ def test_the_pages_example_is_real(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("texts", [SHOWN, REPRESENTATIVE])
 def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> None:
-    """The page's table and the command's default name every element type, width and option."""
+    """The page's table and the command's default name every element type, width and option; the command
+    tries every published format too.
+    """
     every = ("fp32", "bf16", "fp16", "int4:8:asym", "fp8e4m3:8", "fp8e5m2:8", "mxfp8", "mxfp8e5m2", "mxfp4")
     more = (
         "int8:shard",
@@ -80,6 +85,7 @@ def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> Non
     )
     assert kinds(texts) >= kinds((*every, *more)) | {(bits,) for bits in range(2, 9)}
     assert [str(parse(text)) for text in texts] == [*texts]
+    assert texts is SHOWN or kinds(texts) >= {(name,) for name in FORMATS}
 
 
 @pytest.mark.parametrize("text", SHOWN)

@@ -17,7 +17,7 @@ from harness.laws.adversarial_rows import ELEMENTS, LONGEST, cases, outcome, row
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
 from harness.laws.subject import of_codec, of_own
 from impl.codecs import reference
-from impl.codecs.codec import Codec, IntCodec, Law, own, parse
+from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, own, parse
 from impl.codecs.rounding_noise import Noise
 from tests.support.params import nightly
 from tests.support.strategies import codecs, stochastic_codecs
@@ -52,6 +52,23 @@ def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
 def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Case]) -> None:
     """Codecs keep all that they declare on hostile rows, in every type, on every backend."""
     keeps(backend, claim, *trial)
+
+
+@pytest.mark.needs("c++")
+@pytest.mark.parametrize("text", FORMATS)
+def test_kernels_of_a_published_format_are_held_to_its_reference(text: str) -> None:
+    """They are compared bit for bit, in every type, and one byte that differs is found."""
+    honest = of_codec(parse(text), "cpu")
+    assert Duty.BITS in honest.claims
+    assert Duty.BITS not in of_codec(parse(text), "reference").claims
+    assert outcome(honest, Duty.BITS, examples=10, seed=1, elements=300).violation is None
+
+    def wrong(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+        honest.encode(x, frames, noise)
+        frames[..., 0] ^= 1
+
+    with pytest.raises(Violation, match="byte 0 of the frame is"):
+        attempt(replace(honest, encode=wrong), Duty.BITS, Case(torch.randn(9)))
 
 
 @pytest.mark.parametrize("text", ["fp32", "bf16", "fp16"])

@@ -25,6 +25,8 @@ CEILINGS = {
     "decode_sum_general": 64,
     "decode_sum_encode": 64,
     "decode_sum_encode_general": 64,
+    "encode_format": 64,
+    "decode_format": 64,
 }
 FEW_THREADS = 128  # two octets of encode_general, and all before sm_80: a multiprocessor holds 512 threads
 
