@@ -72,8 +72,8 @@ def phases(derived: Derived) -> Table:
         Column("intra_mb", "Inside nodes, MB", number(4)),
         Column("published", "Published rate"),
         notes="Generate: the actor decodes; score: frozen reference and reward model pass over that; train: "
-        "the rest. Published: the RLHF figure of the ZeRO++ blog, whose generation is of its step 3, and whose "
-        "training of its step 1, supervised; other batches and models.",
+        "the rest. Published: the RLHF figure of the ZeRO++ blog, whose generation is of step 3 and whose "
+        "training of step 1, supervised; other batches and models.",
     )  # fmt: skip
 
 
