@@ -201,7 +201,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
                 if judges:
                     more = per_node_bytes(policy, topology, judges, trial, judges=True)
                     inter, intra = inter + more[0], intra + more[1]
-                    memory = together(memory, held.memory(policy, topology, judges))
+                    memory = together(memory, held.memory(policy, topology, judges, backward=False))
                 secondary = held.secondary_either_way(policy, topology, [*own, *judges])
                 step = step_asked(trial, own, parameters)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:

@@ -94,7 +94,8 @@ def computations(frames: Frames) -> pd.DataFrame:
 
 def before_training(timed: pd.DataFrame, *names: str) -> pd.Series[float]:
     """Sums of columns of steps that workload ``rlhf`` alone has; 0 for others."""
-    return timed[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
+    found: pd.Series[float] = timed[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
+    return found
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:

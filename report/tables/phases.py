@@ -50,7 +50,9 @@ def phases(derived: Derived) -> Table:
             "speedup": row["speedup"] if name == PROPOSED else 1.0,
             "published": f"{row[name]:g} {row['unit']}",
         }
-        for row in (published.rlhf().to_dict("records") if rows else [])
+        for row in (
+            published.rlhf().sort_values("phase").to_dict("records") if rows else []
+        )  # as the steps go
         for name in (BASELINE, PROPOSED)
     ]
     base = derived.compared.baseline if rows else ""

@@ -231,7 +231,7 @@ def _check_frozen(
         engine, elements = rank.memory.engine, sum(unit.piece for unit in actor)
         assert engine["gradients"] == 4 * elements
         assert engine["optimizer"] == 8 * elements
-        for part in ("masters", "frozen", "gradients", "optimizer", "secondary"):
+        for part in ("masters", "frozen", "gradients", "optimizer", "secondary", "gathered"):
             assert engine.get(part, 0) == rank.memory.formula[part] == planned[part], part
 
 
