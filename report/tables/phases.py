@@ -25,7 +25,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 def phases(derived: Derived) -> Table:
     """Table of what each phase of a step takes and sends."""
     ran = bool(derived.frames.steps["generate"].notna().any())
-    table = by_phase(derived) if ran else pd.DataFrame({"phase": []})
+    table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
         row
         | {
