@@ -95,6 +95,8 @@ def _trial_seconds(one: Forecast, computing: float) -> float:
     micro_batches = float(trial.accumulation)
     if trial.workload == "generate":
         micro_batches = _FORWARD * (1 + trial.generate.tokens / trial.sequence)
+    if trial.workload == "rlhf":  # and two frozen models pass over what was decoded
+        micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
     sent = one.egress if one.egress is not None else ring_egress(one)
     rate = trial.slowest_mbit
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0

@@ -12,7 +12,7 @@ import torch
 from harness.records.record import Step
 
 _DIGITS: Final = 6  # after the point: what scheduling adds to a reading is above a microsecond
-Part = Literal["forward", "backward", "optimizer"]
+Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 class StepClock:
@@ -45,7 +45,7 @@ class StepClock:
         start = self._now()
         waited = self._exposed()
         yield
-        self._seconds[name] += self._now() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
         if self._note is not None:
             self._note(name, start)
         after = self._exposed()
@@ -80,6 +80,8 @@ class StepClock:
                 total=round(self._now() - self._begun, _DIGITS),
                 exposed_forward=waited.get("forward"),
                 exposed_backward=waited.get("backward"),
+                exposed_generate=waited.get("generate"),
+                exposed_score=waited.get("score"),
                 loss=float(f"{loss:.9g}"),  # as many digits as tell any two fp32 apart
                 gradient_norm=norm,
                 cpu_seconds=round(computed, _DIGITS),

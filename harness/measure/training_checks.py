@@ -65,7 +65,7 @@ class TrainingChecks:
         self._data, self._world = data, trial.topology().world
         self._rank, self._sequences = rank, trial.accumulation * trial.tokens_per_rank // trial.sequence
         total = trial.warmup + trial.steps
-        self._due = measured_steps(total) if trial.workload == "train" else frozenset[int]()
+        self._due = measured_steps(total) if trial.workload != "generate" else frozenset[int]()
         self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
         self._schedule, self._clip = trial.schedule(), trial.clip
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]

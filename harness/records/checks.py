@@ -101,7 +101,7 @@ def counted_nodes(record: Record) -> Iterator[Counted]:
     Validation is in neither: its bytes stand under ``evaluate``, where those of decoding stand, too.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
-    decodes = record.trial.get("workload") == "generate"
+    decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
     for counters in record.interfaces or []:
         ranks = [rank for rank in record.ranks if rank.node == counters.node]
@@ -205,11 +205,7 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
 
 def _unslept(rank: int, steps: Sequence[Step], slept: Sequence[float]) -> str | None:
     """Of a rank that slept, and says that it waited far less for messages, what it says; None for others."""
-    waited = [
-        step.exposed_forward + step.exposed_backward
-        for step in steps
-        if step.exposed_forward is not None and step.exposed_backward is not None
-    ]
+    waited = [step.exposed for step in steps if step.exposed is not None]
     told, found = math.fsum(waited), math.fsum(slept)
     if len(waited) != len(slept) or told >= _AWAKE * found - _BESIDE[0] - _BESIDE[1] * len(slept):
         return None

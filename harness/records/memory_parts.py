@@ -22,3 +22,8 @@ def on_device(memory: dict[str, int]) -> dict[str, int]:
 def on_host(memory: dict[str, int]) -> dict[str, int]:
     """Bytes by part of what is offloaded to the host."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
+
+
+def together(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Bytes by part of two engines on one rank."""
+    return {part: one.get(part, 0) + other.get(part, 0) for part in one | other}

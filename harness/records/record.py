@@ -68,9 +68,9 @@ class Step(_Part):
     """Times of one optimizer step on one rank, in seconds.
 
     ``forward`` and ``backward`` contain ``exposed_forward`` and ``exposed_backward``: the time
-    the rank stood waiting for communication.  ``total`` runs from the step's begin to its end, and
-    ``cpu_seconds`` is what all threads of the rank's process computed in it; None in records from before
-    it was measured.
+    the rank stood waiting for communication; likewise ``generate`` and ``score``, which workload ``rlhf``
+    alone has.  ``total`` runs from the step's begin to its end, and ``cpu_seconds`` is what all threads of
+    the rank's process computed in it; None in records from before it was measured.
     """
 
     index: int
@@ -84,6 +84,18 @@ class Step(_Part):
     loss: float
     gradient_norm: float | None = None
     cpu_seconds: _Seconds | None = None
+    generate: _Seconds | None = None
+    score: _Seconds | None = None
+    exposed_generate: _Seconds | None = None
+    exposed_score: _Seconds | None = None
+
+    @property
+    def exposed(self) -> float | None:
+        """Seconds that the rank stood waiting for communication; None if not known."""
+        if self.exposed_forward is None or self.exposed_backward is None:
+            return None
+        before = (self.exposed_generate or 0.0) + (self.exposed_score or 0.0)
+        return before + self.exposed_forward + self.exposed_backward
 
 
 class Token(_Part):

@@ -47,11 +47,12 @@ def summarise(one: Record) -> Summary:
         sent = [token.inter_bytes for token in itertools.chain(*tokens) if token.inter_bytes is not None]
     elif one.ranks and timed[0]:
         seconds = slowest_seconds(one)
-        if timed[0][0].exposed_forward is not None:
-            waited = [(step.exposed_forward or 0.0) + (step.exposed_backward or 0.0) for step in timed[0]]
+        if timed[0][0].exposed is not None:
+            waited = [step.exposed or 0.0 for step in timed[0]]
         ledgers = [rank.ledger for rank in one.ranks if rank.ledger is not None]
+        decodes = one.trial.get("workload") == "rlhf"  # else evaluations belong to no step
         sent = [
-            sum(row.bytes for row in ledger if row.link == "inter" and row.phase in _TRAINING)
+            sum(row.bytes for row in ledger if row.link == "inter" and (decodes or row.phase in _TRAINING))
             for ledger in ledgers
         ]
         if not ledgers and one.interfaces:

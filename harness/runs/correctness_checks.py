@@ -50,7 +50,7 @@ from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batch, Data
+from harness.workloads.data import Batches
 from impl.adapters.joined import fsdp2_groups
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
@@ -216,7 +216,7 @@ class Comparison:
         events: the passes that were run before training, as ``impl.plan.traffic`` has them.
     """
 
-    def __init__(self, trial: Trial, model: nn.Module, data: Data, rank: Rank) -> None:
+    def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
         self.expected = single_process(trial, model, data, rank.topology)
         total = trial.warmup + trial.steps
@@ -315,7 +315,7 @@ class Comparison:
 def single_process(
     trial: Trial,
     model: nn.Module,
-    data: Data,
+    data: Batches,
     topology: Topology,
     *,
     step: int = 0,
@@ -359,7 +359,7 @@ def single_process(
 def _compute(
     trial: Trial,
     model: nn.Module,
-    data: Data,
+    data: Batches,
     layouts: Sequence[Layout] | None,
     policy: Policy | None = None,
     *,
@@ -402,7 +402,7 @@ def _compute(
     return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
 
 
-def _batches(data: Data, step: int) -> Iterator[Batch]:
+def _batches(data: Batches, step: int) -> Iterator[tuple[Tensor, Any]]:
     return itertools.chain.from_iterable(data.step(step))
 
 

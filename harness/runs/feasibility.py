@@ -18,7 +18,7 @@ from typing import Final
 from harness.cluster.interrupts import cleaning_up
 from harness.errors import Refusal
 from harness.measure import machine
-from harness.records.memory_parts import on_device, on_host, without_training
+from harness.records.memory_parts import on_device, on_host, together, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
 from harness.runs.predict import (
     Models,
@@ -28,6 +28,7 @@ from harness.runs.predict import (
     peer_memory,
     per_node_bytes,
     step_asked,
+    units_of_judges,
 )
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
@@ -69,7 +70,7 @@ class Forecast:
     Attributes:
         parameters: elements of the model, without padding.
         padded: elements of its units, with padding; None for peers.
-        inter: bytes between nodes in one optimizer step, or one generation, all ranks together; None for
+        inter: bytes between nodes in one step, or one generation, all ranks together; None for
             peers whose bytes do not go through our wire.
         intra: the same inside nodes.
         egress: bytes that one node sends to the others in one step.
@@ -196,7 +197,12 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
                 if isinstance(optimizer, int):
                     memory = with_state(memory, optimizer)
                 copied = copied_bytes(policy, topology, own, trial)
-                secondary = held.secondary_either_way(policy, topology, own)
+                judges = units_of_judges(trial, policy, model) if trial.workload == "rlhf" else []
+                if judges:
+                    more = per_node_bytes(policy, topology, judges, trial, judges=True)
+                    inter, intra = inter + more[0], intra + more[1]
+                    memory = together(memory, held.memory(policy, topology, judges, backward=False))
+                secondary = held.secondary_either_way(policy, topology, [*own, *judges])
                 step = step_asked(trial, own, parameters)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
             return replace(found, problems=(*problems, _unfit(trial, error)))

@@ -55,16 +55,20 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refu
 
 
 def per_node_bytes(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial, *, judges: bool = False
 ) -> tuple[int, int]:
     """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean; of a
     budget at most, as if its codecs were chosen anew after each step.
 
     All nodes send the same, so the ranks of node 0 are enough, and of those that send to equally many ranks
     of each node along every axis, one.
+    ``units`` are of the model that is trained, or decodes; or of the ``judges`` of workload ``rlhf``.
     """
-    loads, later = _loads(trial)
+    loads, later = _loads(policy, trial)
     begins = _begins(policy, trial)
+    if judges:  # their weights never change: what is kept of them is of all steps before
+        timed: list[traffic.Event] = ["evaluate"] * trial.steps
+        loads, later, begins = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
     gathers, replicas = policy.gather_axes(topology)[0], policy.replica_axes(topology)[0]
     axes = {topology.world_axis, *gathers, *replicas, *(axis for axis, _ in policy.reduce_axes(topology))}
     alike: dict[frozenset[tuple[object, ...]], list[int]] = {}
@@ -81,7 +85,7 @@ def per_node_bytes(
         for steps, before in begins:
             none, one, two = (
                 traffic.predict(policy, topology, units, ranks[0], before + events).sent
-                for events in ([], *(load.events(policy) for load in loads))
+                for events in ([], *loads)
             )
             step: dict[traffic.LedgerKey, int] = {}
             for key, sent in two.items():
@@ -92,6 +96,16 @@ def per_node_bytes(
             inter += len(ranks) * steps * of_step["inter"]
             intra += len(ranks) * steps * of_step["intra"]
     return inter // trial.steps, intra // trial.steps
+
+
+def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:
+    """The units of the frozen models of workload ``rlhf``; ``actor`` is on the meta device."""
+    from harness.workloads.models import unfilled
+    from harness.workloads.reinforcement import judges_of
+    from impl.zero import plan_units
+
+    with unfilled():
+        return plan_units(judges_of(trial, actor), trial.topology(), policy)
 
 
 def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[traffic.Event]]]:
@@ -125,16 +139,17 @@ def hosted_bytes(
     )
 
 
-def _loads(trial: Trial) -> tuple[tuple[traffic.Load, traffic.Load], int]:
-    """Loads of one and of two micro-batches (or tokens), and the number in a step after the first.
+def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[traffic.Event], list[traffic.Event]], int]:
+    """Passes of a step of one and of two micro-batches (or tokens), and the number in it after the first.
 
     Only the first all-gathers without a secondary shard: all later ones send equal bytes.
     """
     if trial.workload == "generate":
-        one, two = (traffic.Load(steps=0, evaluations=tokens) for tokens in (1, 2))
-        return (one, two), trial.generate.tokens - 1
+        return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
-    one, two = (traffic.Load(micro_batches=n, norms=norms) for n in (1, 2))
+    one, two = (traffic.Load(micro_batches=n, norms=norms).events(policy) for n in (1, 2))
+    if trial.workload == "rlhf":
+        return (["evaluate", *one], ["evaluate", "evaluate", *one]), trial.generate.tokens - 1
     return (one, two), trial.accumulation - 1
 
 
@@ -149,7 +164,7 @@ def _events(trial: Trial) -> list[traffic.Event]:
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
-    loads, later = _loads(trial)
+    loads, later = _loads(policy, trial)
     one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
     return one + later * (two - one)
 

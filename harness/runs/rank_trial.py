@@ -3,6 +3,7 @@
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
 link, and a grid of codecs tried on a backward pass of its own after everything timed; before three of the
 steps, in passes of their own, errors of what is sent.  A step trains or, in workload ``generate``, decodes.
+In workload ``rlhf`` it does both, and scores between them with frozen models of an engine of their own.
 Each rank returns raw values, which ``harness.runs.assemble`` merges.
 """
 
@@ -29,11 +30,12 @@ from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
 from harness.measure.gpu_use import Sampled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
+from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed, as_computed_by
 from harness.records.checks import Checked
 from harness.records.machine_use import NodeUse
-from harness.records.memory_parts import without_training
+from harness.records.memory_parts import together, without_training
 from harness.records.record import (
     Alone,
     ChosenCodec,
@@ -45,17 +47,19 @@ from harness.records.record import (
 )
 from harness.runs.correctness_checks import Compared, Comparison
 from harness.strategies.optimizers import built
-from harness.strategies.strategy import Strategy, prepare
-from harness.strategies.training import TrainingLoop
+from harness.strategies.rollouts import collect
+from harness.strategies.strategy import Sharded, Strategy, prepare, sharded
+from harness.strategies.training import TrainingLoop, unread_clock
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Data
+from harness.workloads.data import Batches, Data, Given
 from harness.workloads.generation import Counted, Generator
+from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
 from impl.plan.offload_plan import CopyKey
-from impl.plan.traffic import LedgerKey, Sent
+from impl.plan.traffic import Event, LedgerKey, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +133,18 @@ class TrialRun:
         self.data = Data(trial, rank.rank, self.device)
         torch.manual_seed(trial.seed)
         with self.device:
-            model = models.of_trial(trial)
+            actor = actor_of(trial) if trial.workload == "rlhf" else None
+            judges = None if actor is None else judges_of(trial, actor)
+            model = models.of_trial(trial) if actor is None else actor
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        batches: Batches = self.data
+        if judges is not None:  # of one process: what the sharded actor is compared on, too
+            batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=unread_clock())
         with rank.open_link():
-            self.comparison = Comparison(trial, model, self.data, rank)
+            self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
+            self.judges = None if judges is None else self._sharded(judges)
             why = (
                 None if trial.resolved_policy() is None else ops.warning_of(self.device)
             )  # peers have no codecs
@@ -144,6 +154,8 @@ class TrialRun:
                 )
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
+        self.loop.collect = None if judges is None else partial(self._collect, judges)
+        self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
         self.checks = self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
         self.checked_training = self.checks.found
         policy = trial.resolved_policy()
@@ -166,7 +178,8 @@ class TrialRun:
             self.rank.report(Progress("warm-up", index, trial.warmup))
             self.step(index)
         dist.barrier()
-        skipped, ledger_before = len(self.events), self.strategy.ledger()
+        predicted_before, ledger_before = self._predicted(), self.strategy.ledger()
+        skipped = len(self.events)
         copied_before = self.strategy.copied()
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
@@ -182,10 +195,13 @@ class TrialRun:
         counted = self._trained()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
-        ledger = self.strategy.ledger()
+        ledger, predicted = self.strategy.ledger(), self._predicted()
         engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula()
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
+        if self.judges is not None:
+            engine = together(engine, self.judges.engine.memory())
+            formula = together(formula, self.judges.formula())
         memory = Memory(
             engine=engine,
             formula=formula,
@@ -218,15 +234,17 @@ class TrialRun:
                 alone=self.alone,
             ),
             validations=self.validations,
-            predicted=_rows(
-                self.strategy.predicted(self.events), self.strategy.predicted(self.events[:skipped])
-            ),
+            predicted=_rows(predicted, predicted_before),
             sent=sent,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked_training,
             ran=ran,
-            units=[(unit.name, unit.numel, unit.padded) for unit in self.strategy.units()],
+            units=[
+                (unit.name, unit.numel, unit.padded)
+                for one in (self.strategy, self.judges)
+                for unit in (() if one is None else one.units())
+            ],
             parameters=self.parameters,
             machine_use=sampled.use,
             decoded=[] if self.generator is None else self.generator.sha256,
@@ -256,7 +274,7 @@ class TrialRun:
         """Time computation by itself, of ``model`` or one like it."""
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
-        if trial.workload == "generate" or trial.strategy == "single" or not count:
+        if trial.workload != "train" or trial.strategy == "single" or not count:
             return []
         self.rank.report(Progress("compute alone"))
         if model is None:
@@ -282,6 +300,28 @@ class TrialRun:
         self.events.append("forgotten")
         self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
         self.events += ["evaluate"] * self.trial.generate.tokens
+
+    def _sharded(self, judges: Judges) -> Sharded:
+        """The frozen models under the actor's policy, on its wire."""
+        wire, policy = self.strategy.wire, self.trial.resolved_policy()
+        assert wire is not None and policy is not None  # noqa: S101, PT018  # suites are checked
+        return sharded(self.trial, judges, wire, policy)
+
+    def _collect(self, judges: Judges, index: int, clock: StepClock) -> Given:
+        """What step ``index`` trains on."""
+        found = collect(
+            self.trial, self.data, self.strategy.model, judges, rank=self.rank.rank, index=index, clock=clock
+        )
+        self.events += ["evaluate"] * self.trial.generate.tokens
+        self.judged.append("evaluate")
+        return found
+
+    def _predicted(self) -> dict[LedgerKey, Sent] | None:
+        """Bytes of all passes so far as ``impl.plan.traffic`` predicts them; None for peers."""
+        found = self.strategy.predicted(self.events)
+        if found is None or self.judges is None:
+            return found
+        return found | self.judges.predicted(self.judged)  # no unit is of both
 
     def _generator(self) -> Generator:
         """A generator whose prompts are the beginnings of this rank's first batch."""

@@ -425,9 +425,10 @@ class Sharded(Strategy):
         return predict(self.policy, self.engine.wire.mesh.topology, self.units(), 0, events).copied
 
     def formula(self) -> dict[str, int]:
-        """See :meth:`Strategy.formula`."""
-        topology = self.engine.wire.mesh.topology
-        parts = memory(self.policy, topology, self.units(), micro_batches=self.micro_batches)
+        """See :meth:`Strategy.formula`; a model that is frozen as a whole is not passed backwards."""
+        topology, units = self.engine.wire.mesh.topology, self.units()
+        trained = any(unit.trainable for unit in units)
+        parts = memory(self.policy, topology, units, micro_batches=self.micro_batches, backward=trained)
         return with_state(parts, state_bytes_per_element(self.optimizer))
 
     def units(self) -> Sequence[UnitGeometry]:

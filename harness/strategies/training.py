@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from harness.measure.training_checks import TrainingChecks
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
-from harness.workloads.data import Batch, Data
+from harness.workloads.data import Batches, Data, Given
 from impl.engine.optimizer_step import Stepped
 from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
@@ -30,7 +32,7 @@ class Passes:
     """
 
     losses: list[Tensor] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[tuple[Tensor, Any]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -40,7 +42,7 @@ class Passes:
 
 
 def run_passes(
-    trial: Trial, strategy: Strategy, data: Data, index: int, clock: StepClock | None = None
+    trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
     """Run the passes of step ``index`` without taking it; all ranks must call it.
 
@@ -53,8 +55,7 @@ def run_passes(
     """
     found = Passes()
     if clock is None:
-        clock = StepClock(lambda: None, torch.device("cpu"))
-        clock.begin()
+        clock = unread_clock()
     for number, micro in enumerate(data.step(index)):
         strategy.begin(last=number == trial.accumulation - 1)
         for batch in micro:
@@ -70,6 +71,13 @@ def run_passes(
     return found
 
 
+def unread_clock() -> StepClock:
+    """A clock of which nobody reads what it times."""
+    clock = StepClock(lambda: None, torch.device("cpu"))
+    clock.begin()
+    return clock
+
+
 @dataclass(slots=True)
 class TrainingLoop:
     """Training steps of a trial on one rank.
@@ -78,6 +86,7 @@ class TrainingLoop:
         clock: with the times and the loss of each step so far.
         events: of all passes and steps so far.
         checks: of every step, if any.
+        collect: makes what a step trains on, as a part of it; None trains on the data as they are.
     """
 
     trial: Trial
@@ -88,6 +97,7 @@ class TrainingLoop:
     clock: StepClock
     events: list[Event]
     checks: TrainingChecks | None = None
+    collect: Callable[[int, StepClock], Given] | None = None
 
     @classmethod
     def of(cls, trial: Trial, strategy: Strategy, data: Data, device: torch.device) -> TrainingLoop:
@@ -104,7 +114,8 @@ class TrainingLoop:
         """Take one optimizer step; all ranks must call it."""
         clock, strategy = self.clock, self.strategy
         clock.begin()
-        passes = run_passes(self.trial, strategy, self.data, index, clock)
+        given = None if self.collect is None else self.collect(index, clock)
+        passes = run_passes(self.trial, strategy, given or self.data, index, clock)
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)
@@ -118,7 +129,7 @@ class TrainingLoop:
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
-            self.checks.read(index, passes.batches)
+            self.checks.read(index, passes.batches if given is None else given.drawn)
         return stepped
 
     @property

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
-from harness.suites.trial import RECIPE, Generate, LearningRates, Trial
+from harness.suites.trial import RECIPE, Generate, LearningRates, Reinforcement, Trial
 from impl.adapters.traffic import check_host
+from impl.plan.policy import Offload
 
 
 def check_recipe(trial: Trial) -> None:
@@ -155,20 +156,25 @@ def _beside_control(trial: Trial) -> Iterator[str]:
 
 
 def _beyond_workload(trial: Trial) -> Iterator[str]:
-    """What only the other workload can do."""
+    """What only another workload can do."""
     generate = trial.generate
+    if trial.workload != "rlhf" and trial.rlhf != Reinforcement():
+        yield "rlhf.group, rlhf.kl: expected workload = 'rlhf' with them"
     if trial.workload == "train":
         if generate != Generate():
-            yield "generate.prompt, generate.tokens: expected workload = 'generate' with them"
+            yield "generate.prompt, generate.tokens: expected workload = 'generate' or 'rlhf' with them"
         return
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
         able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-        yield f"workload = 'generate': model {trial.model.name!r} cannot; expected one of {able}"
+        yield f"workload = {trial.workload!r}: model {trial.model.name!r} cannot; expected one of {able}"
     if generate.prompt + generate.tokens > trial.sequence:
         yield (
             f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
             f"most sequence = {trial.sequence}"
         )
+    if trial.workload == "rlhf":
+        yield from _beyond_reinforcement(trial)
+        return
     if trial.validate_every is not None or trial.measure_quantisation or trial.clip is not None:
         yield (
             "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
@@ -181,6 +187,32 @@ def _beyond_workload(trial: Trial) -> Iterator[str]:
         )
     if trial.accumulation > 1:
         yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'generate'"
+
+
+def _beyond_reinforcement(trial: Trial) -> Iterator[str]:
+    """What cannot be said of a step that generates, scores and trains."""
+    policy, sequences = trial.resolved_policy(), trial.tokens_per_rank // trial.sequence
+    if policy is None or trial.host is not None:
+        yield (
+            f"workload = 'rlhf': strategy {trial.strategy!r} has no engine of ours for its frozen models; "
+            "expected a policy"
+        )
+    elif policy.offload != Offload():
+        yield "policy.offload_optimizer, policy.offload_weights: expected none with workload = 'rlhf'"
+    if trial.generate.prompt + trial.generate.tokens < trial.sequence:
+        yield (
+            f"generate.prompt = {trial.generate.prompt} and generate.tokens = {trial.generate.tokens}: with "
+            f"workload = 'rlhf' expected together sequence = {trial.sequence}, which is trained on"
+        )
+    if sequences % trial.rlhf.group:
+        yield (
+            f"tokens_per_rank = {trial.tokens_per_rank} of sequence = {trial.sequence} are {sequences} "
+            f"sequences: expected a multiple of rlhf.group = {trial.rlhf.group}"
+        )
+    if trial.validate_every is not None or trial.measure_quantisation or trial.control is not None:
+        yield "workload = 'rlhf': expected no validate_every, no measure_quantisation and no control"
+    if trial.accumulation > 1:
+        yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'rlhf'"
 
 
 def _beside_recipe(trial: Trial) -> Iterator[str]:

@@ -269,10 +269,24 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """What workload ``generate`` decodes for each of a rank's sequences: tokens after bytes of the corpus."""
+    """What workload ``generate``, and the actor of ``rlhf``, decodes for each of a rank's sequences: tokens
+    after bytes of the corpus.
+    """
 
     prompt: int = Field(32, ge=1)
     tokens: int = Field(32, ge=2)
+
+
+class Reinforcement(_Frozen):
+    """What workload ``rlhf`` learns by.
+
+    Attributes:
+        group: continuations of one prompt, whose rewards are compared with each other.
+        kl: weight of the divergence from the frozen reference.
+    """
+
+    group: int = Field(4, ge=2)
+    kl: float = Field(0.04, ge=0)
 
 
 class PeerSettings(_Frozen):
@@ -290,9 +304,9 @@ class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
     Attributes:
-        workload: ``train``, or ``generate``: decode tokens greedily with sharded weights.  Then a step is
-            one generation on weights that have just changed, as between two updates of a policy that
-            learns from what it generates.
+        workload: ``train``; ``generate``: decode tokens greedily with sharded weights, when a step is one
+            generation on weights that have just changed; or ``rlhf``: a step continues prompts, scores that
+            with two frozen models, and trains on it (``harness.workloads.reinforcement``).
         strategy: a peer (``harness.suites.peers``), a host with our collectives
             (``impl.adapters.traffic``), a preset of ``impl.plan.policy``, or ``recipe``, whose policy
             ``deepspeed_config`` says.
@@ -315,8 +329,9 @@ class Trial(_Frozen):
             wire; a trial that would hold more is recorded as a failure, and not run.
     """
 
-    workload: Literal["train", "generate"] = "train"
+    workload: Literal["train", "generate", "rlhf"] = "train"
     generate: Generate = Generate()
+    rlhf: Reinforcement = Reinforcement()
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
     peer: PeerSettings = PeerSettings()
@@ -364,6 +379,8 @@ class Trial(_Frozen):
         data = self.model_dump(mode="json")
         if self.workload == "train":
             del data["workload"], data["generate"]
+        if self.workload != "rlhf":
+            del data["rlhf"]
         for name in ("memory_limit", "deepspeed_config", "control", "tokenizer", "activation_checkpointing"):
             if not data[name]:
                 del data[name]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +14,42 @@ from harness.workloads import samples
 from harness.workloads.sampling import Pair
 
 Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
+
+
+class Batches(Protocol):
+    """What a step's passes read: :class:`Data`, or :class:`Given`."""
+
+    @property
+    def parts(self) -> int:
+        """Number of ranks whose batches these are."""
+
+    def first(self) -> Iterator[tuple[Tensor, Any]]:
+        """Batches of the first step, of all micro-batches."""
+
+    def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
+        """For each micro-batch of a step, the batches of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One batch that was made of others, whatever the step.
+
+    Attributes:
+        batch: what the model reads, and what it is to answer.
+        drawn: the batches of which it was made.
+    """
+
+    batch: tuple[Tensor, Any]
+    drawn: list[Batch]
+    parts: int = 1
+
+    def first(self) -> Iterator[tuple[Tensor, Any]]:
+        """See :class:`Batches`."""
+        yield self.batch
+
+    def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
+        """See :class:`Batches`."""
+        yield [self.batch]
 
 
 class Data:

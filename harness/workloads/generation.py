@@ -1,8 +1,8 @@
-"""Greedy decoding with sharded weights: workload ``generate``.
+"""Decoding with sharded weights: workload ``generate``, and a phase of ``rlhf``.
 
-The likeliest token each time, so that the output depends on weights and prompt alone.  Each rank caches
-keys and values of its sequences; every token after the first is one forward pass over one position,
-which still needs all weights.
+Workload ``generate`` takes the likeliest token each time, so that the output depends on weights and prompt
+alone.  Each rank caches keys and values of its sequences; every token after the first is one forward pass
+over one position, which still needs all weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,19 @@ from harness.workloads.models import KeysAndValues
 Number = TypeVar("Number", int, float)
 
 
-def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterator[Tensor]:
-    """Decode greedily after a prompt; the caller has set evaluation mode.
+def likeliest(logits: Tensor) -> Tensor:
+    """(B,) int64 of (B, vocab)."""
+    return logits.argmax(-1)
+
+
+def decode(
+    model: nn.Module,
+    prompt: Tensor,
+    tokens: int,
+    layers: int,
+    choose: Callable[[Tensor], Tensor] = likeliest,
+) -> Iterator[Tensor]:
+    """Decode after a prompt; the caller has set evaluation mode.
 
     Args:
         model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as
@@ -31,6 +42,7 @@ def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterat
         prompt: (B, T) int64.
         tokens: to decode for each sequence, one forward pass each.
         layers: of the model; each has a cache of keys and values.
+        choose: makes (B,) int64 tokens of (B, vocab) logits.
 
     Yields:
         (B,) int64, ``tokens`` times.
@@ -39,7 +51,7 @@ def decode(model: nn.Module, prompt: Tensor, tokens: int, layers: int) -> Iterat
     given = prompt
     for _ in range(tokens):
         with torch.no_grad():
-            chosen = model(given, None, past).argmax(-1)
+            chosen = choose(model(given, None, past))
         yield chosen
         given = chosen[:, None]
 

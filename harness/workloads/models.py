@@ -133,15 +133,28 @@ class GPT(nn.Module):
         Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
         ``tokens`` are those that it does not hold yet: several only if it is empty.
         """
+        x = self._through_blocks(tokens, past)
+        if targets is None:
+            return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
+        logits = self.head(self.norm(x))  # (B, T, vocab)
+        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) fp32, of each of (B, T) targets after (B, T) tokens; 0 where it is ``NO_TARGET``."""
+        logits = self.head(self.norm(self._through_blocks(tokens, None))).float()  # (B, T, vocab)
+        nats = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none"
+        )
+        return -nats.view_as(targets)
+
+    def _through_blocks(self, tokens: Tensor, past: Sequence[KeysAndValues] | None) -> Tensor:
+        """(B, T, width) of (B, T) tokens; ``past`` as of :meth:`forward`."""
         start = past[0].length if past is not None else 0
         places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(places)
         for index, block in enumerate(self.blocks):
             x = block(x, None if past is None else past[index])
-        if targets is None:
-            return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
-        logits = self.head(self.norm(x))  # (B, T, vocab)
-        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return x  # type: ignore[no-any-return]
 
 
 class BERT(GPT):

@@ -29,7 +29,12 @@ PARTS: Final = (
 
 
 def memory(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], *, micro_batches: int = 1
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    *,
+    micro_batches: int = 1,
+    backward: bool = True,
 ) -> dict[str, int]:
     """Bytes that one rank holds, by part, at the worst moment of a step.
 
@@ -41,7 +46,7 @@ def memory(
     those that stay for backward;
     ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
     the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
-    on top: at most ``prefetch`` elements.
+    on top: at most ``prefetch`` elements.  Without ``backward`` passes nothing stays for one.
 
     What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
     device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
@@ -74,7 +79,7 @@ def memory(
             parts["feedback"] += _feedback_bytes(own, topology, unit)
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
-    parts["gathered"] = item * _gathered(policy, units)
+    parts["gathered"] = item * _gathered(policy, units, backward=backward)
     trained = [unit for unit in units if unit.trainable]
     if micro_batches > 1 and not policy.reduces_each_micro_batch:
         parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
@@ -85,16 +90,17 @@ def memory(
     return parts
 
 
-def _gathered(policy: Policy, units: Sequence[UnitGeometry]) -> int:
+def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
     """Most elements of weights that are gathered at once, unless ahead of their use."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
     around = sum(unit.padded for unit in units if unit.outer)
     kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
-    return around + max(kept, _largest_block([unit for unit in units if not unit.outer]))
+    largest = _largest_block([unit for unit in units if not unit.outer], backward=backward)
+    return around + max(kept if backward else 0, largest)
 
 
-def _largest_block(units: Sequence[UnitGeometry]) -> int:
+def _largest_block(units: Sequence[UnitGeometry], *, backward: bool) -> int:
     """Most elements of blocks that are gathered together; ``units`` in the order in which they run.
 
     A block's units, trainable and frozen, and in a backward pass with them the frozen ones of the block
@@ -104,7 +110,7 @@ def _largest_block(units: Sequence[UnitGeometry]) -> int:
     frozen: dict[str, int] = defaultdict(int)
     for unit in units:
         whole[unit.block] += unit.padded
-        frozen[unit.block] += 0 if unit.trainable else unit.padded
+        frozen[unit.block] += unit.padded if backward and not unit.trainable else 0
     after = [*list(frozen.values())[1:], 0]
     return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
 

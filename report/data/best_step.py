@@ -80,13 +80,22 @@ def computations(frames: Frames) -> pd.DataFrame:
             "index": timed["index"],
             "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
             "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
-            "rest": timed["total"] - timed["forward"] - timed["backward"],
+            "rest": timed["total"]
+            - timed["forward"]
+            - timed["backward"]
+            - before_training(timed, "exposed_generate", "exposed_score"),
             "cpu_seconds": pd.to_numeric(timed["cpu_seconds"]).astype(float),
             "alone": False,
         }
     )
     found = [part for part in (by_itself, in_steps) if len(part)]
     return pd.concat(found, ignore_index=True) if found else in_steps
+
+
+def before_training(timed: pd.DataFrame, *names: str) -> pd.Series[float]:
+    """Sums of columns of steps that workload ``rlhf`` alone has; 0 for others."""
+    found: pd.Series[float] = timed[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
+    return found
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
@@ -113,13 +122,14 @@ def _bound_of(
     """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step,
     all (n,) for n samples.
 
-    None for strategies without a policy, and where bytes were sent at a rate that is not known.
+    None for strategies without a policy, for steps that do more than train, and where bytes were sent at a
+    rate that is not known.
     """
     trial, units = frames.ran[row["id"]], frames.units[row["id"]]
     sent = frames.unit_bytes[row["id"]]
     policy = trial.resolved_policy()
     rate = row["achieved_mbit"] * BITS_PER_MBIT
-    if policy is None or not units or (sent and math.isnan(rate)):
+    if policy is None or trial.workload != "train" or not units or (sent and math.isnan(rate)):
         return None
     passes, topology = trial.accumulation, trial.topology()
     between = any(topology.crosses(axis) for axis, _ in policy.reduce_axes(topology)[1:])

@@ -88,9 +88,11 @@ def alone_in_words(derived: Derived) -> str:
         " it was not measured by itself: it is what ranks did while they did not wait, and the engine's own "
         "stalls count as computation."
     )
+    only_train = all(trial.workload != "rlhf" for trial in derived.frames.ran.values())
+    why = "whose records are older" if only_train else "whose steps do more than train"
     if not by_itself:
-        return f" Of all trials, whose records are older,{rest}"
-    return f"{told} Of {len(ran) - by_itself} of {counted(len(ran), 'trial')}, whose records are older,{rest}"
+        return f" Of all trials, {why},{rest}"
+    return f"{told} Of {len(ran) - by_itself} of {counted(len(ran), 'trial')}, {why},{rest}"
 
 
 def modelled_in_words(derived: Derived) -> str:

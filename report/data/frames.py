@@ -28,6 +28,7 @@ from harness.records.record import (
     CommunicationError,
     Failure,
     InterfaceCounters,
+    LedgerRow,
     QuantisationError,
     Record,
     RecordError,
@@ -40,6 +41,7 @@ from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.trial import Trial
+from impl.plan.shard_layout import FROZEN
 from report.data.contender import label_of, order_of, shared_changes
 from report.data.text import plain
 
@@ -142,7 +144,7 @@ def frames_of(
     cells = _cells(trials)
     everything = [_trial_row(r, trials[r.id], shared) | _told_as_modelled(r, cells[r.id]) for r in records]
     ended = [record for record in records if record.failure is None]
-    finished = [record for record in ended if trials[record.id].workload == "train"]
+    finished = [record for record in ended if trials[record.id].workload != "generate"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
 
     pool_of = {record.id: record.pool for record in finished}
@@ -437,13 +439,21 @@ def _bytes_frame(records: list[Record]) -> pd.DataFrame:
                     yield {
                         "source": source,
                         **where,
-                        **entry.model_dump(exclude={"unit"}),
+                        **entry.model_dump(exclude={"unit", "phase"}),
+                        "phase": _phase(record, entry),
                         "padding": entry.bytes * pads.get(entry.unit, 0.0),
                         "headers": checks.segmented(entry),
                     }
 
     frame = _frame(records, (*_BY[1:], *_SUMMED), rows)
     return frame.groupby(list(_BY), as_index=False, sort=False)[list(_SUMMED)].sum()
+
+
+def _phase(record: Record, entry: LedgerRow) -> str:
+    """The phase of a row of a ledger; evaluations that are part of a step stand apart from validation."""
+    if entry.phase != "evaluate" or record.trial.get("workload") != "rlhf":
+        return entry.phase
+    return "score" if entry.unit.endswith(FROZEN) else "generate"
 
 
 def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:

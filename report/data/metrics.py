@@ -24,7 +24,13 @@ from harness.records.confidence_intervals import (
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.question import LEAST_STEPS
 from harness.suites.trial import PolicyChanges, Trial
-from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
+from report.data.best_step import (
+    BITS_PER_MBIT,
+    before_training,
+    computations,
+    processor_seconds,
+    schedule_seconds,
+)
 from report.data.contender import (
     BASELINE,
     NAMES,
@@ -40,7 +46,7 @@ from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
-TRAINING: Final = ("forward", "backward", "step")  # phases of a training step
+TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 _SOURCES: Final = ("ledger", "predicted")
@@ -103,6 +109,12 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
+    trained = table["id"].map({identity: trial.workload == "train" for identity, trial in frames.ran.items()})
+    for name in (
+        "m_bytes",
+        "first_loss",
+    ):  # of other workloads, of no meaning: several models, a loss around 0
+        table[name] = table[name].where(trained.astype(bool))
     table["tflops"] = [
         _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
         for row in table[["id", "step_seconds", "processes"]].to_dict("records")
@@ -115,9 +127,9 @@ def trials(frames: Frames) -> pd.DataFrame:
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
-    """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know."""
+    """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know, and of ``rlhf``."""
     model = trial.model
-    preset = PRESETS.get(model.name)
+    preset = PRESETS.get(model.name) if trial.workload == "train" else None
     if preset is None or not set(model.arguments) <= {field.name for field in fields(preset)}:
         return math.nan
     changed: dict[str, Any] = asdict(preset) | model.arguments
@@ -136,7 +148,12 @@ def _timed(frames: Frames) -> pd.DataFrame:
     """Timed steps with their exposed communication."""
     timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
     exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
-    return timed.assign(exposed=exposed)
+    return timed.assign(exposed=exposed + before_training(timed, "exposed_generate", "exposed_score"))
+
+
+def slowest_steps(frames: Frames) -> pd.DataFrame:
+    """For each timed step of each trial, the row of the rank that took longest, with its ``exposed``."""
+    return _slowest(_timed(frames))
 
 
 def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
@@ -425,10 +442,14 @@ def split(frames: Frames) -> pd.DataFrame:
     Means, so that the parts add up to the mean step; one row per trial and part.  Where exposed
     communication was not measured (peers), it stays inside forward and backward.
     """
-    slowest = _slowest(_timed(frames))
+    slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()
     parts["other"] = slowest["total"] - slowest[["forward", "backward", "optimizer"]].sum(axis=1)
-    for name in ("forward", "backward"):
+    parts["other"] -= before_training(slowest, "generate", "score")
+    parts = parts.assign(
+        **{name: pd.to_numeric(slowest[name]).astype(float) for name in ("generate", "score")}
+    )
+    for name in ("forward", "backward", "generate", "score"):
         exposed = slowest[f"exposed_{name}"].astype(float)
         parts = parts.assign(**{name: parts[name] - exposed.fillna(0), f"exposed in {name}": exposed})
     means = parts.groupby("id").mean()

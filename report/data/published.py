@@ -67,6 +67,11 @@ def generation() -> pd.DataFrame:
 
     One row per model: ``source``, ``model``, ``gpus``, ``unit``, ``zero3``, ``zeropp``, ``speedup``.
     """
+    shown = rlhf()
+    return shown[shown["phase"] == "generation"].reset_index(drop=True)
+
+
+def rlhf() -> pd.DataFrame:
+    """The same of all phases of that figure: its ``training`` is of supervised fine-tuning (step 1)."""
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
-    shown = table[table["phase"] == "generation"].reset_index(drop=True)
-    return shown.assign(speedup=shown["zeropp"] / shown["zero3"])
+    return table.assign(speedup=table["zeropp"] / table["zero3"])

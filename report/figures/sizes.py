@@ -25,7 +25,7 @@ def _place(row: pd.Series) -> str:
 
 
 def _volume(derived: Derived) -> pd.DataFrame:
-    table = derived.trials[derived.trials["nodes"] > 1].sort_values(_PLACE, kind="stable")
+    table = derived.trials[derived.trials["m_bytes"].notna()].sort_values(_PLACE, kind="stable")
     named = table[["id", "strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]]
     parts = [bytes_and_memory.volume(derived.frames, table).assign(kind="bar")]
     totals = {"predicted": "predicted_bytes", "interfaces": "interface_bytes"}

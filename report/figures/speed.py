@@ -68,6 +68,11 @@ def _at_one_rate(derived: Derived) -> pd.DataFrame:
     return rows.drop(metrics.several_rates(rows).index)
 
 
+def _beside_possible(derived: Derived) -> pd.DataFrame:
+    rows = _at_one_rate(derived)
+    return rows if rows["share"].notna().any() else rows.iloc[:0]
+
+
 def _over_rates(derived: Derived) -> pd.DataFrame:
     return _by_size(metrics.several_rates(_pairs(derived)))
 
@@ -101,9 +106,9 @@ SHARE: Final = Figure(
     name="share",
     title="Steps beside the shortest possible",
     question="How near is each contender's step to the shortest possible?",
-    table=_at_one_rate,
+    table=_beside_possible,
     mark=Rows((_SHARE,)),
-    needs="two contenders in one cell, on two nodes or more, at one rate of the link",
+    needs="two contenders in one cell, on two nodes or more, at one rate of the link, whose steps only train",
     notes=(_above_in_words,),
 )
 OVER_RATES: Final = Figure(
@@ -292,7 +297,18 @@ STEP_SPLIT: Final = Figure(
         "seconds per step",
         "The step of the Summary, divided as the mean of all timed steps and repeats is; pale, exposed "
         "communication: time in which the rank only waited",
-        ("forward", "exposed in forward", "backward", "exposed in backward", "optimizer", "other"),
+        (
+            "generate",
+            "exposed in generate",
+            "score",
+            "exposed in score",
+            "forward",
+            "exposed in forward",
+            "backward",
+            "exposed in backward",
+            "optimizer",
+            "other",
+        ),
     ),
     needs="trained steps",
     notes=(_unexposed_in_words,),

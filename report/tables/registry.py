@@ -10,6 +10,7 @@ from report.data import footnotes
 from report.data.metrics import Derived
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
+from report.tables.phases import phases
 from report.tables.provenance import energy, environment, failures, links, published_throughput, setting
 from report.tables.rates import break_even, generation, parity
 from report.tables.sizes import checks, memory, volume
@@ -19,9 +20,9 @@ from report.tables.table import Table
 MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
-        summary, peers, time, energy, losses, failures, generation, volume, checks, parity, break_even,
-        memory, sent_error, chosen_codecs, quantisation, largest_error, links, published_throughput, setting,
-        environment,
+        summary, peers, time, energy, losses, failures, generation, phases, volume, checks, parity,
+        break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, links,
+        published_throughput, setting, environment,
     )
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ def volume(derived: Derived) -> Table:
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     rows: list[dict[str, Any]] = []
     keys = ["nodes", "ranks_per_node", "model", "accumulation"]
-    between = derived.trials[derived.trials["nodes"] > 1].sort_values(keys, kind="stable")
+    between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     for row, strategy, mine in rows_of(between, *keys):
         m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
         first = mine.iloc[0]

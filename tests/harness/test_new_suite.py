@@ -16,7 +16,8 @@ from harness.suites.suite_file import load
 GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
 NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said for the whole suite
-    "workload", "generate.prompt", "generate.tokens", "strategy", "peer.compute", "deepspeed_config",
+    "workload", "generate.prompt", "generate.tokens", "rlhf.group", "rlhf.kl", "strategy", "peer.compute",
+    "deepspeed_config",
     "control", "policy.gather", "policy.largest_unit",
     "cluster.link", "cluster.slow", "cluster.inner_rate", "cluster.hcas", "cluster.device",
     "cluster.launcher", "cluster.hosts",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
@@ -39,9 +40,9 @@ from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
 from impl.codecs.codec import Codec, IntCodec
 from impl.plan.memory import memory
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from impl.plan.traffic import LedgerKey, Load, Sent, predict
+from impl.plan.traffic import Event, LedgerKey, Load, Sent, predict
 
 COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
 POOL: Final = "0123456789ab"
@@ -269,13 +270,30 @@ def _ledgers(
 ) -> list[list[LedgerRow]]:
     if policy is None:
         return []
+    load: Load | tuple[Event, ...]
     load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
-    return [list(_ledger(policy, topology, tuple(units), rank, load)) for rank in range(topology.world)]
+    if trial.workload != "rlhf":
+        return [list(_ledger(policy, topology, tuple(units), rank, load)) for rank in range(topology.world)]
+    decoded: list[Event] = ["evaluate"] * trial.generate.tokens
+    load = (*decoded, *Load().events(policy)) * trial.steps
+    frozen = tuple(replace(unit, name=unit.name + FROZEN, trainable=False) for unit in units)
+    passes: tuple[Event, ...] = ("evaluate",) * trial.steps
+    return [
+        [
+            *_ledger(policy, topology, tuple(units), rank, load),
+            *_ledger(policy, topology, frozen, rank, passes),
+        ]
+        for rank in range(topology.world)
+    ]
 
 
 @functools.cache
 def _ledger(
-    policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, load: Load
+    policy: Policy,
+    topology: Topology,
+    units: tuple[UnitGeometry, ...],
+    rank: int,
+    load: Load | tuple[Event, ...],
 ) -> tuple[LedgerRow, ...]:
     """One rank's ledger: the same in trials that differ in seed or repeat alone."""
     found = predict(policy, topology, units, rank, load).sent
@@ -310,11 +328,16 @@ def _steps(
     for index in range(trial.warmup + trial.steps):
         stretch = 1 + 0.02 * abs(noise.standard_normal())
         waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
+        before = {}
+        if trial.workload == "rlhf":
+            before = {"generate": 0.5 * step, "score": 0.1 * step, "exposed_generate": 0.2 * step}
+            before |= {"exposed_score": 0.02 * step}
         steps.append(
             Step(
                 index=index,
                 warmup=index < trial.warmup,
-                total=step * stretch,
+                total=step * stretch + before.get("generate", 0.0) + before.get("score", 0.0),
+                **before,
                 forward=(0.3 * compute + 0.4 * exposed) * stretch,
                 backward=(0.62 * compute + 0.6 * exposed) * stretch,
                 optimizer=0.06 * compute * stretch,
@@ -546,6 +569,13 @@ def _generation(repeats: Iterable[int]) -> Iterable[Trial]:
     )
 
 
+def _rlhf(repeats: Iterable[int]) -> Iterable[Trial]:
+    return (
+        _with(strategy=s, repeat=r, workload="rlhf", sequence=64, generate=Generate(prompt=32, tokens=32))
+        for r, s in product(repeats, ("zero3", "hpz", "zeropp"))
+    )
+
+
 def _nodes(repeats: Iterable[int]) -> Iterable[Trial]:
     sizes = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))
     return (
@@ -578,6 +608,7 @@ _SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
     "bandwidth": _bandwidth,
     "convergence": _convergence,
     "generation": _generation,
+    "rlhf": _rlhf,
     "nodes": _nodes,
     "stages": _stages,
 }

@@ -1,0 +1,126 @@
+"""Seconds and bytes of workload ``rlhf`` by phase, beside the published rates.
+
+Formulas: docs/reference/metrics.md.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import pandas as pd
+
+from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
+from report.data import published
+from report.data.contender import BASELINE, PROPOSED, is_baseline, name_of
+from report.data.metrics import PAIR, Derived, slowest_steps, timed_steps
+from report.data.text import NOTHING, number
+from report.tables.columns import CONTENDER, RATIO, TRIALS, rows_of
+from report.tables.table import Column, Table, made
+
+PHASES: Final = ("generate", "score", "train")
+_PUBLISHED: Final = {"generation": "generate", "training": "train"}
+
+
+def phases(derived: Derived) -> Table:
+    """Table of what each phase of a step takes and sends."""
+    ran = bool(derived.frames.steps["generate"].notna().any())
+    table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
+    rows: list[dict[str, Any]] = [
+        row
+        | {
+            "phase": mine["phase"].iloc[0],
+            "seconds": _seconds(mine),
+            "speedup": _speedup(mine) if mine["baseline_seconds"].notna().any() else math.nan,
+            "exposed": mine["exposed"].median(),
+            "inter_mb": mine["inter_bytes"].median() / 1e6,
+            "bytes_ratio": (mine["inter_bytes"] / mine["baseline_bytes"]).median(),
+            "intra_mb": mine["intra_bytes"].median() / 1e6,
+        }
+        for phase in PHASES
+        for row, _, mine in rows_of(table[table["phase"] == phase])
+    ]
+    rows += [
+        {
+            "where": rows[0]["where"],
+            "phase": _PUBLISHED[row["phase"]],
+            "contender": f"published: {name_of(name)}, {row['model']} on {row['gpus']} GPUs",
+            "trials": NOTHING,
+            "_taken": "",
+            "speedup": row["speedup"] if name == PROPOSED else 1.0,
+            "published": f"{row[name]:g} {row['unit']}",
+        }
+        for row in (
+            published.rlhf().sort_values("phase").to_dict("records") if rows else []
+        )  # as the steps go
+        for name in (BASELINE, PROPOSED)
+    ]
+    base = derived.compared.baseline if rows else ""
+    return made(
+        "phases",
+        "RLHF by phase",
+        rows,
+        Column("phase", "Phase"),
+        CONTENDER,
+        TRIALS,
+        Column(
+            "seconds", "Seconds", number(3),
+            "Seconds: of a step's phase on its slowest rank, medians of trials, geometric means over them.",
+        ),
+        Column("speedup", f"over {base}'s", RATIO),
+        Column("exposed", "Exposed share", number(2)),
+        Column("inter_mb", "Between nodes, MB", number(4), "Bytes: by the ledger, all ranks, of one step."),
+        Column("bytes_ratio", f"of {base}'s", number(3)),
+        Column("intra_mb", "Inside nodes, MB", number(4)),
+        Column("published", "Published rate"),
+        notes="Generate: the actor decodes; score: frozen reference and reward model pass over that; train: "
+        "the rest. Published: the RLHF figure of the ZeRO++ blog, whose generation is of step 3 and whose "
+        "training of step 1, supervised; other batches and models.",
+    )  # fmt: skip
+
+
+def by_phase(derived: Derived) -> pd.DataFrame:
+    """One row per trial and phase: the columns of ``derived.trials``, and
+
+    phase: of :data:`PHASES`; ``train`` is what is left of a step.
+    seconds: median over timed steps of the slowest rank's.
+    exposed: share of them that this rank stood waiting for communication.
+    inter_bytes, intra_bytes: that all ranks sent in a step, between nodes and inside them (ledger).
+    baseline_seconds, baseline_bytes: of the baseline's trial of the same cell, seed and repeat.
+    """
+    frames = derived.frames
+    steps = slowest_steps(frames).dropna(subset=["generate"])
+    kept = ["id", "generate", "score", "exposed_generate", "exposed_score", "total", "exposed"]
+    steps = steps[kept].set_index("id").astype(float)
+    left = steps["total"] - steps["generate"] - steps["score"]
+    waited = steps["exposed"] - steps["exposed_generate"] - steps["exposed_score"]
+    steps = steps.assign(train=left, exposed_train=waited)
+    parts = [
+        steps[[phase, f"exposed_{phase}"]].set_axis(["seconds", "waited"], axis=1).assign(phase=phase)
+        for phase in PHASES
+    ]
+    found = pd.concat(parts).groupby(["id", "phase"])[["seconds", "waited"]].median()
+    found["exposed"] = found.pop("waited") / found["seconds"]
+    sent = frames.bytes[frames.bytes["source"] == "ledger"]
+    sent = sent.assign(phase=sent["phase"].where(sent["phase"].isin(PHASES), "train"))
+    sums = sent.pivot_table(index=["id", "phase"], columns="link", values="bytes", aggfunc="sum")
+    sums = sums.reindex(index=found.index, columns=["inter", "intra"]).astype(float).fillna(0.0)
+    per_step = sums.div(timed_steps(frames), axis=0, level="id")
+    found = found.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
+    table = derived.trials.merge(found, on="id")
+    base = table[is_baseline(table)][[*PAIR, "phase", "seconds", "inter_bytes"]]
+    base = base.drop_duplicates([*PAIR, "phase"])
+    base = base.rename(columns={"seconds": "baseline_seconds", "inter_bytes": "baseline_bytes"})
+    return table.merge(base, on=[*PAIR, "phase"], how="left")
+
+
+def _seconds(group: pd.DataFrame) -> Interval:
+    """Geometric mean of a phase over trials, with its interval; ``group`` are rows of :func:`by_phase`."""
+    return geometric_interval(list(group["seconds"]), list(group["sweep"]))
+
+
+def _speedup(group: pd.DataFrame) -> Interval:
+    """Geometric mean of the baseline's seconds over ours, paired by seed and repeat, with its interval."""
+    paired = group.dropna(subset=["baseline_seconds"]).set_index(["seed", "repeat"])
+    columns = (paired[name].to_dict() for name in ("baseline_seconds", "seconds", "sweep"))
+    return paired_ratio_interval(*columns)

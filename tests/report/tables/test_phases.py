@@ -1,0 +1,53 @@
+"""The table of a step that generates, scores and trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from report.data.frames import frames_of
+from report.data.metrics import derive, split
+from report.tables.phases import PHASES, by_phase, phases
+from report.tables.sizes import volume
+from tests.report.records import records_of
+
+
+def test_phases_add_up_to_the_step() -> None:
+    """Each trial has all phases; their bytes between nodes are the step's, and so are their seconds."""
+    derived = derive(frames_of(records_of("rlhf")))
+    table = by_phase(derived)
+    assert len(table) == 3 * len(derived.trials)
+    for identity, mine in table.groupby("id"):
+        (row,) = derived.trials[derived.trials["id"] == identity].to_dict("records")
+        assert tuple(mine["phase"].sort_values()) == PHASES
+        assert mine["inter_bytes"].sum() == row["sent_bytes"] == row["predicted_bytes"]
+        assert mine["seconds"].sum() == pytest.approx(row["step_seconds"], rel=0.01)
+        waited = (mine["seconds"] * mine["exposed"]).sum()
+        assert waited == pytest.approx(row["exposed_seconds"], rel=0.05)
+        parts = split(derived.frames)
+        assert {"generate", "exposed in score"} <= set(parts[parts["id"] == identity]["part"])
+    kept = table[(table["phase"] == "score") & (table["strategy"] == "hpz")]
+    sent = table[(table["phase"] == "score") & (table["strategy"] == "zero3")]
+    assert kept["inter_bytes"].max() < sent["inter_bytes"].min()
+
+
+def test_the_table_stands_beside_the_published_rates() -> None:
+    """A row for each contender and phase, then the blog's four pairs, each by its phase."""
+    derived = derive(frames_of(records_of("rlhf", repeats=6)))
+    rows = phases(derived).data
+    ours = rows[rows["published"].isna()]
+    assert list(ours["phase"]) == [phase for phase in PHASES for _ in range(3)]
+    found = {(row["phase"], row["contender"]): row for row in rows.to_dict("records")}
+    assert found["generate", "ZeRO-3"]["speedup"].estimate == 1
+    faster = found["train", "ZeRO++"]["speedup"]
+    assert faster.known
+    assert faster.low > 1
+    blog = found["generate", "published: ZeRO++, 66B on 32 GPUs"]
+    assert (blog["published"], round(blog["speedup"], 2)) == ("0.834 tokens/s/GPU", 2.25)
+    assert found["train", "published: ZeRO-3, 30B on 16 GPUs"]["published"] == "5.68 samples/s/GPU"
+    assert volume(derived).data.empty  # M is of one model
+
+
+def test_other_suites_have_no_such_table() -> None:
+    """Steps that only train are of one phase."""
+    assert phases(derive(frames_of(records_of("quickstart", repeats=1)))).data.empty
+    assert phases(derive(frames_of(records_of("generation", repeats=1)))).data.empty
