@@ -36,7 +36,6 @@ class Errors:
         self, feedback: Feedback, shapes: Sequence[Sequence[int] | None], device: torch.device
     ) -> None:
         self.feedback = feedback
-        self._hops = len(shapes)
         self._errors = {  # by hop
             hop: torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
             for hop, shape in enumerate(shapes)
@@ -52,23 +51,6 @@ class Errors:
             return None
         kept = zip(encoded_shapes(policy, topology, shard), policy.feedback_hops(topology), strict=True)
         return cls(policy.feedback, [shape if keep else None for shape, keep in kept], device)
-
-    def check(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Refuse hops that encode something else than these errors are of.
-
-        Args:
-            shapes: of what each hop encodes.
-
-        Raises:
-            ValueError: naming the first hop that differs.
-        """
-        if len(shapes) != self._hops:
-            raise ValueError(f"errors of {self._hops} hops, but {len(shapes)} send")
-        for hop, error in self._errors.items():
-            if tuple(error.shape) != tuple(shapes[hop]):
-                raise ValueError(
-                    f"hop {hop} encodes {tuple(shapes[hop])}, its errors are {tuple(error.shape)}"
-                )
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
