@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from impl.comm.all_gather import scattered
 from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
-from impl.engine.owners import Owner, find
+from impl.engine.optimizer_hooks import Owner, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
