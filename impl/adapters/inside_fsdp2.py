@@ -67,9 +67,6 @@ class InFSDP2(Joined):
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self._phase: Phase = "forward"
-        largest = max(group.shard for group in groups)
-        axes, _ = policy.gather_axes(wire.mesh.topology)
-        self._reserve(axes, policy.weights, largest, max(group.piece for group in groups))
         for group in groups:
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
