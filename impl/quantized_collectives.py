@@ -23,7 +23,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
-from impl.codecs.rounding_noise import Key, apart
+from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
@@ -66,7 +66,6 @@ def quantized_all_gather(
     codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
     _check_type(x)
     _check_key(key, codec)
-    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     wire = wire or Wire(mesh)
     out = x.new_empty((world, *x.shape)) if out is None else out
     if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous():
@@ -76,20 +75,49 @@ def quantized_all_gather(
         )
     if numel == 0:
         return out
-    nbytes = codec.frame_bytes(numel)
     noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
-    flat = x.detach().reshape(-1)
-
-    whole = out.view(-1)
-    into = as_frames(codec, whole, numel)
-    hops = FrameGather(wire, axes, nbytes, ring=gather == "flat")
-    ops.encode(codec, flat, hops.open(Tag("forward", "weights"), into), noise=noise)
-    hops.post()
-    frames = hops.frames()
-    if into is None or frames.data_ptr() != into.data_ptr():
-        ops.decode(codec, frames, placed(whole, axes[::-1], numel))
-    hops.close()
+    Gathering(
+        Tag("forward", "weights"), codec, x.detach().reshape(-1), out, wire=wire, gather=gather, noise=noise
+    ).finish()
     return out
+
+
+class Gathering:
+    """An all-gather of one shard of every rank, each encoded by its owner; under way once it is made.
+
+    Args:
+        shard: (S,) this rank's.
+        whole: (ranks * S) elements side by side, where all are to come, in rank order.
+        noise: of a stochastic codec.
+    """
+
+    def __init__(
+        self,
+        tag: Tag,
+        codec: Codec,
+        shard: Tensor,
+        whole: Tensor,
+        *,
+        wire: Wire,
+        gather: Gather,
+        noise: Noise | None = None,
+    ) -> None:
+        axes, _ = Policy(weights=codec, gather=gather).gather_axes(wire.mesh.topology)
+        numel, whole = shard.numel(), whole.view(-1)
+        self._codec, self._into = codec, as_frames(codec, whole, numel)
+        self._target = placed(
+            whole, axes[::-1], numel
+        )  # (sizes of the axes from the last to the first..., S)
+        self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=gather == "flat")
+        ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
+        self._hops.post()
+
+    def finish(self) -> None:
+        """Wait for all shards, and decode them."""
+        frames = self._hops.frames()
+        if self._into is None or frames.data_ptr() != self._into.data_ptr():
+            ops.decode(self._codec, frames, self._target)
+        self._hops.close()
 
 
 def quantized_reduce_scatter(
