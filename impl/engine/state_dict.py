@@ -108,7 +108,7 @@ def load_communication_state(units: Sequence[Unit], clock: Clock, state: Mapping
     for unit in units:
         prefix = f"{unit.geometry.name}/"
         own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-        copies = {name: own.pop(name) for name in ("copy", "begun") if name in own}
+        copies: dict[str, Tensor] = {name: own.pop(name) for name in ("copy", "begun") if name in own}
         unit.weight_gather.secondary.check_state(copies)
         feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
         if feedback is None and own:
