@@ -31,6 +31,7 @@ from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
+from impl.plan.topology import Axis
 
 CodecOrText = Codec | str
 
@@ -66,6 +67,7 @@ def quantized_all_gather(
     codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
     _check_type(x)
     _check_key(key, codec)
+    axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     wire = wire or Wire(mesh)
     out = x.new_empty((world, *x.shape)) if out is None else out
     if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous():
@@ -76,9 +78,8 @@ def quantized_all_gather(
     if numel == 0:
         return out
     noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
-    Gathering(
-        Tag("forward", "weights"), codec, x.detach().reshape(-1), out, wire=wire, gather=gather, noise=noise
-    ).finish()
+    flat, whole, tag = x.detach().reshape(-1), out.view(-1), Tag("forward", "weights")
+    Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
     return out
 
 
@@ -86,29 +87,29 @@ class Gathering:
     """An all-gather of one shard of every rank, each encoded by its owner; under way once it is made.
 
     Args:
+        axes: that together number the ranks, the first hop's first.
         shard: (S,) this rank's.
-        whole: (ranks * S) elements side by side, where all are to come, in rank order.
+        whole: (ranks * S,) where all are to come, in rank order.
+        ring: the hop is the library's ring over the whole world.
         noise: of a stochastic codec.
     """
 
     def __init__(
         self,
-        tag: Tag,
+        wire: Wire,
         codec: Codec,
+        axes: Sequence[Axis],
         shard: Tensor,
         whole: Tensor,
         *,
-        wire: Wire,
-        gather: Gather,
+        tag: Tag,
+        ring: bool,
         noise: Noise | None = None,
     ) -> None:
-        axes, _ = Policy(weights=codec, gather=gather).gather_axes(wire.mesh.topology)
-        numel, whole = shard.numel(), whole.view(-1)
+        numel = shard.numel()
         self._codec, self._into = codec, as_frames(codec, whole, numel)
-        self._target = placed(
-            whole, axes[::-1], numel
-        )  # (sizes of the axes from the last to the first..., S)
-        self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=gather == "flat")
+        self._target = placed(whole, axes[::-1], numel)
+        self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=ring)
         ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
         self._hops.post()
 

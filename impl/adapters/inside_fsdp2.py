@@ -98,8 +98,10 @@ class InFSDP2(Joined):
 
     def gather(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> _Pending:
         """Post the gather of ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
-        tag, codec = Tag(self._phase, "weights", group.name), self.policy.weights
-        return _Pending(Gathering(tag, codec, shard, whole, wire=self.wire, gather=self.policy.gather))
+        policy, tag = self.policy, Tag(self._phase, "weights", group.name)
+        axes, _ = policy.gather_axes(self.wire.mesh.topology)
+        ring = policy.gather == "flat"
+        return _Pending(Gathering(self.wire, policy.weights, axes, shard, whole, tag=tag, ring=ring))
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Refuse a message that is not the group's, naming the group and what does not fit."""

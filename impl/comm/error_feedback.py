@@ -49,8 +49,10 @@ class Errors:
         """No errors yet, for shards of ``shard`` elements under ``policy``; None without feedback."""
         if policy.feedback is None:
             return None
-        kept = zip(encoded_shapes(policy, topology, shard), policy.feedback_hops(topology), strict=True)
-        return cls(policy.feedback, [shape if keep else None for shape, keep in kept], device)
+        sizes, kept = [axis.size for axis, _ in policy.reduce_axes(topology)], policy.feedback_hops(topology)
+        # Each hop encodes (ranks along its axis and those to come..., S).
+        shapes = [(*sizes[hop:], shard) if keep else None for hop, keep in enumerate(kept)]
+        return cls(policy.feedback, shapes, device)
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
@@ -98,9 +100,3 @@ class Errors:
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])
-
-
-def encoded_shapes(policy: Policy, topology: Topology, shard: int) -> list[tuple[int, ...]]:
-    """Of what each hop of a reduction encodes: (ranks along its axis and those to come..., S)."""
-    sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-    return [(*sizes[hop:], shard) for hop in range(len(sizes))]
