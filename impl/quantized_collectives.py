@@ -23,15 +23,15 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
-from impl.codecs.rounding_noise import Key, apart
+from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, as_frames, placed
-from impl.comm.error_feedback import Errors, encoded_shapes
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
-from impl.plan.policy import Feedback, Gather, Policy, Reduce
+from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
+from impl.plan.topology import Axis
 
 CodecOrText = Codec | str
 
@@ -77,20 +77,48 @@ def quantized_all_gather(
         )
     if numel == 0:
         return out
-    nbytes = codec.frame_bytes(numel)
     noise = key.noise(mesh.rank * apart(numel)) if key is not None and codec.stochastic else None
-    flat = x.detach().reshape(-1)
-
-    whole = out.view(-1)
-    into = as_frames(codec, whole, numel)
-    hops = FrameGather(wire, axes, nbytes, ring=gather == "flat")
-    ops.encode(codec, flat, hops.open(Tag("forward", "weights"), into), noise=noise)
-    hops.post()
-    frames = hops.frames()
-    if into is None or frames.data_ptr() != into.data_ptr():
-        ops.decode(codec, frames, placed(whole, axes[::-1], numel))
-    hops.close()
+    flat, whole, tag = x.detach().reshape(-1), out.view(-1), Tag("forward", "weights")
+    Gathering(wire, codec, axes, flat, whole, tag=tag, ring=gather == "flat", noise=noise).finish()
     return out
+
+
+class Gathering:
+    """An all-gather of one shard of every rank, each encoded by its owner; under way once it is made.
+
+    Args:
+        axes: that together number the ranks, the first hop's first.
+        shard: (S,) this rank's.
+        whole: (ranks * S,) where all are to come, in rank order.
+        ring: the hop is the library's ring over the whole world.
+        noise: of a stochastic codec.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        codec: Codec,
+        axes: Sequence[Axis],
+        shard: Tensor,
+        whole: Tensor,
+        *,
+        tag: Tag,
+        ring: bool,
+        noise: Noise | None = None,
+    ) -> None:
+        numel = shard.numel()
+        self._codec, self._into = codec, as_frames(codec, whole, numel)
+        self._target = placed(whole, axes[::-1], numel)
+        self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=ring)
+        ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
+        self._hops.post()
+
+    def finish(self) -> None:
+        """Wait for all shards, and decode them."""
+        frames = self._hops.frames()
+        if self._into is None or frames.data_ptr() != self._into.data_ptr():
+            ops.decode(self._codec, frames, self._target)
+        self._hops.close()
 
 
 def quantized_reduce_scatter(
@@ -103,7 +131,6 @@ def quantized_reduce_scatter(
     chunks: int = 1,
     wire: Wire | None = None,
     key: Key | None = None,
-    errors: Errors | None = None,
 ) -> Tensor:
     """This rank's part of the mean (or sum) of all ranks' ``x``, accumulated in fp32.
 
@@ -115,17 +142,14 @@ def quantized_reduce_scatter(
         op: what of the ranks' values.
         chunks: pieces whose two hops overlap.
         wire: what sends.
-        key: of stochastic codecs' random bits, and of feedback's resets; change its step from call to
-            call.
-        errors: for error feedback, kept by the caller from call to call; see
-            :func:`errors_for`.
+        key: of stochastic codecs' random bits; change its step from call to call.
 
     Returns:
         (n, ...) fp32.
 
     Raises:
         ValueError: for another type or ``op``, a first dimension that the world does not divide, a
-            stochastic codec or a reset without a key, or errors of other shapes.
+            stochastic codec without a key, or another number of codecs.
         CodecError: for a text that is no codec.
         PolicyError: for a combination that cannot be carried out.
     """
@@ -139,19 +163,9 @@ def quantized_reduce_scatter(
         raise ValueError(f"op = {op!r}: expected mean or sum")
     gradients = _pair(codecs)
     _check_key(key, *gradients)
-    policy = Policy(
-        gradients=gradients,
-        reduce=reduce,
-        chunks=chunks,
-        feedback=None if errors is None else errors.feedback,
-    )
+    policy = Policy(gradients=gradients, reduce=reduce, chunks=chunks)
     shape = (x.shape[0] // world, *x.shape[1:])
     shard = math.prod(shape)
-    if errors is not None:
-        errors.check(encoded_shapes(policy, mesh.topology, shard))
-        if errors.feedback.reset and key is None:
-            raise ValueError(f"feedback {errors.feedback} counts steps: it needs a key, whose step changes")
-        errors.begin(0 if key is None else key.step)
     if shard == 0:
         return torch.zeros(shape, device=x.device)
     how = Reduction(
@@ -163,29 +177,8 @@ def quantized_reduce_scatter(
         stays=True,
     )
     own_key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    mean = Average(how, reduce, x.detach().reshape(-1), key=own_key, errors=errors).finish()
+    mean = Average(how, reduce, x.detach().reshape(-1), key=own_key).finish()
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
-
-
-def errors_for(
-    feedback: Feedback,
-    codecs: CodecOrText | Sequence[CodecOrText],
-    mesh: Mesh,
-    numel: int,
-    reduce: Reduce = "two_hop",
-) -> Errors:
-    """Errors of :func:`quantized_reduce_scatter` for tensors of ``numel`` elements, all zero.
-
-    Raises:
-        ValueError: if the world does not divide ``numel``.
-        PolicyError: for a combination that cannot be carried out.
-    """
-    if numel % mesh.topology.world:
-        raise ValueError(f"{mesh.topology.world} ranks cannot share {numel} elements")
-    policy = Policy(gradients=_pair(codecs), reduce=reduce, feedback=feedback)
-    errors = Errors.zero(policy, mesh.topology, numel // mesh.topology.world, mesh.device)
-    assert errors is not None  # noqa: S101  # there is feedback
-    return errors
 
 
 def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> tuple[Codec, Codec]:

@@ -54,8 +54,6 @@ class InDDP(Joined):
         self._model = model
         trained = [unit for unit in self.units if unit.trainable]
         self._replicas = policy.replica_axes(wire.mesh.topology)
-        piece = max((unit.piece for unit in trained), default=0)
-        self._reserve(*self._replicas, piece, piece)
         parameters = dict(model.module.named_parameters())
         self._units = [_Unit(unit, torch.zeros(unit.padded)) for unit in trained]
         self._places = {

@@ -22,12 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.tensor import DTensor
 
-from impl import ops
 from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
-from impl.codecs.codec import Codec
 from impl.codecs.reference import NAMES
-from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Average
 from impl.comm.wire import Wire
@@ -35,6 +32,7 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
 from impl.plan.topology import Topology
 from impl.plan.traffic import Phase
+from impl.quantized_collectives import Gathering
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does
 
@@ -67,9 +65,6 @@ class InFSDP2(Joined):
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self._phase: Phase = "forward"
-        largest = max(group.shard for group in groups)
-        axes, _ = policy.gather_axes(wire.mesh.topology)
-        self._reserve(axes, policy.weights, largest, max(group.piece for group in groups))
         for group in groups:
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
@@ -103,13 +98,10 @@ class InFSDP2(Joined):
 
     def gather(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> _Pending:
         """Post the gather of ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
-        policy, numel = self.policy, shard.numel()
+        policy, tag = self.policy, Tag(self._phase, "weights", group.name)
         axes, _ = policy.gather_axes(self.wire.mesh.topology)
-        hops = FrameGather(self.wire, axes, policy.weights.frame_bytes(numel), ring=policy.gather == "flat")
-        into = as_frames(policy.weights, whole, numel)
-        ops.encode(policy.weights, shard, hops.open(Tag(self._phase, "weights", group.name), into))
-        hops.post()
-        return _Pending(hops, policy.weights, into, placed(whole, axes[::-1], numel))
+        ring = policy.gather == "flat"
+        return _Pending(Gathering(self.wire, policy.weights, axes, shard, whole, tag=tag, ring=ring))
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Refuse a message that is not the group's, naming the group and what does not fit."""
@@ -129,28 +121,17 @@ class InFSDP2(Joined):
 
 
 class _Pending(dist.Work):
-    """A gather under way, as FSDP2 waits for it.
+    """A gather under way, as FSDP2 waits for it."""
 
-    Args:
-        hops: that were posted.
-        codec: of the frames.
-        into: (bytes,) where they may arrive.
-        target: (sizes of the axes from the last to the first..., S) where their elements belong.
-    """
-
-    def __init__(self, hops: FrameGather, codec: Codec, into: Tensor | None, target: Tensor) -> None:
+    def __init__(self, gathering: Gathering) -> None:
         super().__init__()
-        self._hops: FrameGather | None = hops
-        self._codec, self._into, self._target = codec, into, target
+        self._gathering: Gathering | None = gathering
 
     def wait(self, timeout: Any = None) -> bool:
         """Carry the gather to its end; the wire's own timeout holds."""
-        if self._hops is not None:
-            frames = self._hops.frames()
-            if self._into is None or frames.data_ptr() != self._into.data_ptr():
-                ops.decode(self._codec, frames, self._target)
-            self._hops.close()
-            self._hops = None
+        if self._gathering is not None:
+            self._gathering.finish()
+            self._gathering = None
         return True
 
 

@@ -13,14 +13,13 @@ from torch import nn
 
 from impl import ops
 from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
-from impl.codecs.codec import Codec
 from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
-from impl.plan.topology import Axis, Topology
+from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent
 
 
@@ -62,22 +61,6 @@ class Joined:
             "kernels": ops.backend_of(device),
             **({} if warning is None else {"kernels_warning": warning}),
         }
-
-    def _reserve(self, axes: Iterable[Axis], codec: Codec, shard: int, piece: int) -> None:
-        """Make room in shared memory for the largest messages, so that each arena is made once.
-
-        The largest gather, along ``axes`` in ``codec``, has messages of ``shard`` elements, and the largest
-        reduction ends with ``piece`` elements of a rank.
-        """
-        held = codec.frame_bytes(shard)
-        for axis in axes:
-            self.wire.reserve(axis, held)
-            held *= axis.size
-        slices = self.wire.mesh.topology.world
-        for axis, own in self.policy.reduce_axes(self.wire.mesh.topology):
-            largest = max(own.frame_bytes(end - start) for start, end in chunks_of(self.policy, piece))
-            self.wire.reserve(axis, slices * largest)
-            slices //= axis.size
 
     def _reduction(self, name: str, piece: int) -> Reduction:
         return Reduction(

@@ -142,11 +142,19 @@ def _check_between_steps(zero: Zero) -> None:
 
 def _identity(zero: Zero) -> dict[str, str]:
     """What must be equal for a run to take over the state of codecs."""
+    policy, topology = zero.policy, zero.wire.mesh.topology
     return {
-        "topology": str(zero.wire.mesh.topology),
-        "stage": str(zero.policy.stage),
-        "frozen": str(zero.policy.frozen or "none"),
-        **state.run_identity(zero.clock, zero.wire, zero.policy),
+        "topology": str(topology),
+        "stage": str(policy.stage),
+        "frozen": str(policy.frozen or "none"),
+        "weights": str(policy.weights),
+        "gradients": "/".join(map(str, policy.gradients)),
+        "reduction": policy.reduce,
+        "group": str(policy.group_ranks(topology)),
+        "feedback": str(policy.feedback or "none"),
+        "differences": f"{policy.differences} of {policy.kept}" if policy.differences else "none",
+        "budget": str(policy.budget or "none"),
+        "seed": str(zero.clock.seed),
         "layout": hashlib.sha256(repr([unit.geometry for unit in zero.units]).encode()).hexdigest()[:16],
     }
 

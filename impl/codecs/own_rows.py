@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import LARGEST, CodecError, OwnCodec
+from impl.codecs.codec import CodecError, OwnCodec
 from impl.codecs.rounding_noise import Noise
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,19 +51,22 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the elements (..., S) of ``frames`` (..., F) uint8, saturated where ``out`` is narrower."""
-    _in_known(codec, codec.thing.decode, _own_frames(codec, frames, out.shape[-1]), out)
+    kind = _known(codec, out[..., :0]).dtype
+    held = torch.empty(out.shape, dtype=kind, device=out.device)
+    by_rows(codec.thing.decode)(_own_frames(codec, frames, out.shape[-1]).clone(), held)
+    largest = torch.finfo(out.dtype).max
+    out.copy_(held if kind == out.dtype else torch.where(held.isinf(), held, held.clamp(-largest, largest)))
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the fp32 sum (..., S) of ``frames`` (sources, ..., F), in ascending order."""
     own, function = _own_frames(codec, frames, out.shape[-1]), codec.thing.decode_sum
     if function is not None:
-        held = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        held = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         rows = own.clone().movedim(0, -2).reshape(-1, own.shape[0], own.shape[-1])  # (rows, sources, F)
         for row, one in zip(rows, held.view(-1, held.shape[-1]), strict=True):
             function(row, one)
-        if held is not out:
-            out.copy_(held)
+        out.copy_(held)
         return
     decode(codec, frames[0], out)
     one = torch.empty_like(out)
@@ -95,18 +98,3 @@ def _known(codec: OwnCodec, x: Tensor) -> Tensor:
     if "fp32" not in kinds:
         raise CodecError(f"{codec}: its kinds are {', '.join(kinds)}, and it was given {x.dtype}; add fp32")
     return x.float()
-
-
-def _in_known(
-    codec: OwnCodec, function: Callable[[Tensor, Tensor], None], frames: Tensor, out: Tensor
-) -> None:
-    kind = _known(codec, out[..., :0]).dtype
-    held = out
-    if kind != out.dtype or not out.is_contiguous():
-        held = torch.empty(out.shape, dtype=kind, device=out.device)
-    by_rows(function)(frames.clone(), held)
-    if held is not out:
-        name = next(name for name, dtype in _DTYPES.items() if dtype == out.dtype)
-        largest = LARGEST[name]
-        infinite = held.isinf()
-        out.copy_(torch.where(infinite, held, held.clamp(-largest, largest)))

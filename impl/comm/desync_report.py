@@ -12,9 +12,9 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import psutil
 from torch.distributed.distributed_c10d import Store
@@ -24,20 +24,6 @@ from impl.plan.topology import ranks_in_words
 
 _PATIENCE_SECONDS: Final = 5.0  # for what others write
 _SHOWN: Final = 3  # exchanges of a rank
-
-
-class Standing(NamedTuple):
-    """Where a rank stands, by itself or as far as is known of it.
-
-    Attributes:
-        says: lines, of which the first tells what it does.
-        steps: its last exchanges, oldest first.
-        gone: ranks of its machine that have exited.
-    """
-
-    says: Sequence[str]
-    steps: Sequence[Step] = ()
-    gone: Sequence[int] = ()
 
 
 class DesyncReporter:
@@ -50,8 +36,7 @@ class DesyncReporter:
     """
 
     def __init__(self, store: Store, rank: int, world: int, collective_log: CollectiveLog) -> None:
-        self._store, self._rank, self._collective_log = store, rank, collective_log
-        self._others = set(range(world)) - {rank}
+        self._store, self._rank, self._world, self._log = store, rank, world, collective_log
         self._mark = f"zeropp/{store.add(f'zeropp/wires/{rank}', 1)}"
         self._who: dict[int, tuple[str, int]] = {}  # machine and process of each rank, as far as known
         store.set(f"{self._mark}/who/{rank}", json.dumps((_machine(), psutil.Process().pid)))
@@ -75,58 +60,47 @@ class DesyncReporter:
         Raises:
             RuntimeError: where the store cannot be reached.
         """
-        log = self._collective_log
-        steps = log.steps()
+        log, steps = self._log, self._log.steps()
         says = [does, *(f"    opened {told(step)}" for step in steps[-_SHOWN:])]
         if log.finished is not None:
             says.append(f"    finished last: {told(log.finished)}")
-        standing = Standing(says, steps, self.exited(self._others))
+        standing = says, steps, self.exited(range(self._world))
         self._store.set(f"{self._mark}/stands/{self._rank}", json.dumps(standing))
 
-    def collect(self) -> dict[int, Standing]:
-        """Where every rank stands, by rank.
+    def report(self) -> str:
+        """Where the ranks stand, and where their orders part, as lines of text.
 
         Takes up to 5 s; ends at once when all have written or exited.
 
         Raises:
             RuntimeError: where the store cannot be reached.
         """
-        found: dict[int, Standing] = {}
-        missing = {self._rank, *self._others}
+        says: dict[int, str] = {}
+        histories: dict[int, Sequence[Step]] = {}
+        gone: set[int] = set()
+        missing = set(range(self._world))
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 if self._store.check([f"{self._mark}/stands/{rank}"]):
-                    found[rank] = _read(self._store.get(f"{self._mark}/stands/{rank}"))
-            missing -= set(found)
-            found |= dict.fromkeys(self.exited(missing), Standing(["has exited"]))
-            missing -= set(found)
+                    lines, histories[rank], theirs = json.loads(
+                        self._store.get(f"{self._mark}/stands/{rank}")
+                    )
+                    says[rank] = "\n".join(lines)
+                    gone.update(theirs)
+            missing -= says.keys()
+            gone.update(self.exited(missing))
+            missing -= gone
             time.sleep(0.02)
-        gone = {rank for standing in found.values() for rank in standing.gone}
-        for rank in missing:
-            silent = (
-                f"waits for no exchange that failed within {_PATIENCE_SECONDS:.0f} s: it computes, or is lost"
-            )
-            found[rank] = Standing(["has exited" if rank in gone else silent])
-        return dict(sorted(found.items()))
-
-
-def report(standings: Mapping[int, Standing]) -> str:
-    """Where the ranks stand, and where their orders part, as lines of text."""
-    parted = parting({rank: standing.steps for rank, standing in standings.items()})
-    alike: dict[tuple[str, ...], list[int]] = {}  # ranks by what is said of them
-    for rank, standing in standings.items():
-        alike.setdefault(tuple(standing.says), []).append(rank)
-    lines = [] if parted is None else [parted]
-    for (first, *rest), ranks in alike.items():
-        lines += [f"{ranks_in_words(ranks)}: {first}", *rest]
-    return "\n".join(lines)
-
-
-def _read(text: bytes) -> Standing:
-    """What another rank wrote to the store."""
-    says, steps, gone = json.loads(text)
-    return Standing(says, [(number, tuple(fields), mark) for number, fields, mark in steps], gone)
+        silent = (
+            f"waits for no exchange that failed within {_PATIENCE_SECONDS:.0f} s: it computes, or is lost"
+        )
+        alike: dict[str, list[int]] = {}  # ranks by what is said of them
+        for rank in range(self._world):
+            alike.setdefault(says.get(rank, "has exited" if rank in gone else silent), []).append(rank)
+        parted = parting(histories)
+        lines = [] if parted is None else [parted]
+        return "\n".join([*lines, *(f"{ranks_in_words(ranks)}: {said}" for said, ranks in alike.items())])
 
 
 def _runs(process: int) -> bool:

@@ -36,7 +36,6 @@ class Errors:
         self, feedback: Feedback, shapes: Sequence[Sequence[int] | None], device: torch.device
     ) -> None:
         self.feedback = feedback
-        self._hops = len(shapes)
         self._errors = {  # by hop
             hop: torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
             for hop, shape in enumerate(shapes)
@@ -50,25 +49,10 @@ class Errors:
         """No errors yet, for shards of ``shard`` elements under ``policy``; None without feedback."""
         if policy.feedback is None:
             return None
-        kept = zip(encoded_shapes(policy, topology, shard), policy.feedback_hops(topology), strict=True)
-        return cls(policy.feedback, [shape if keep else None for shape, keep in kept], device)
-
-    def check(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Refuse hops that encode something else than these errors are of.
-
-        Args:
-            shapes: of what each hop encodes.
-
-        Raises:
-            ValueError: naming the first hop that differs.
-        """
-        if len(shapes) != self._hops:
-            raise ValueError(f"errors of {self._hops} hops, but {len(shapes)} send")
-        for hop, error in self._errors.items():
-            if tuple(error.shape) != tuple(shapes[hop]):
-                raise ValueError(
-                    f"hop {hop} encodes {tuple(shapes[hop])}, its errors are {tuple(error.shape)}"
-                )
+        sizes, kept = [axis.size for axis, _ in policy.reduce_axes(topology)], policy.feedback_hops(topology)
+        # Each hop encodes (ranks along its axis and those to come..., S).
+        shapes = [(*sizes[hop:], shard) if keep else None for hop, keep in enumerate(kept)]
+        return cls(policy.feedback, shapes, device)
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""
@@ -116,9 +100,3 @@ class Errors:
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])
-
-
-def encoded_shapes(policy: Policy, topology: Topology, shard: int) -> list[tuple[int, ...]]:
-    """Of what each hop of a reduction encodes: (ranks along its axis and those to come..., S)."""
-    sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-    return [(*sizes[hop:], shard) for hop in range(len(sizes))]

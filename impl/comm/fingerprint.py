@@ -43,10 +43,9 @@ def described(fields: Fields) -> str:
 Step = tuple[int, Fields, int]
 
 
-def told(step: Step) -> str:
-    """The number of an exchange, and what it is."""
-    number, fields, _ = step
-    return f"{number}, {described(fields)}"
+def told(waiting: Step | str) -> str:
+    """The number of an exchange, and what it is; of anything else, its words."""
+    return waiting if isinstance(waiting, str) else f"exchange {waiting[0]}, {described(waiting[1])}"
 
 
 @lru_cache(1 << 14)
@@ -88,29 +87,20 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Sequence[Step]]) -> str | None:
-    """The first exchange in which ranks differ, in words; None if each only is further on than another.
+    """The first exchange that ranks remember differently, in words; None if each only is further on.
 
     Args:
         histories: by rank, its last exchanges, oldest first.
     """
-    known = {rank: steps for rank, steps in sorted(histories.items()) if steps}
-    if len(known) < 2:
-        return None
-    # A rank that is behind everything that another remembers shares no number with it.
-    oldest, newest = (
-        max(steps[0][0] for steps in known.values()),
-        max(steps[-1][0] for steps in known.values()),
-    )
-    by_number = {rank: {step[0]: step[1:] for step in steps} for rank, steps in known.items()}
-    for number in range(oldest, newest + 1):
-        here = {rank: steps[number] for rank, steps in by_number.items() if number in steps}
-        opened: dict[Fields, list[int]] = {}
-        for rank, (fields, _) in here.items():
-            opened.setdefault(fields, []).append(rank)
-        if len(opened) > 1:
-            sides = (f"{ranks_in_words(ranks)} opened {described(one)}" for one, ranks in opened.items())
-            return f"the ranks part at exchange {number}: {'; '.join(sides)}"
-        if len({fingerprint for _, fingerprint in here.values()}) > 1:
+    opened: dict[int, dict[tuple[str, int], list[int]]] = {}  # by number, and by what was opened, the ranks
+    for rank, steps in sorted(histories.items()):
+        for number, fields, fingerprint in steps:
+            opened.setdefault(number, {}).setdefault((described(fields), fingerprint), []).append(rank)
+    for number, sides in sorted(opened.items()):
+        if len({text for text, _ in sides}) > 1:
+            said = (f"{ranks_in_words(ranks)} opened {text}" for (text, _), ranks in sides.items())
+            return f"the ranks part at exchange {number}: {'; '.join(said)}"
+        if len(sides) > 1:
             return (
                 f"the ranks parted before exchange {number}, the oldest that all remember: check the order "
                 "more often"

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before a group is there: its defaults would hold it for ever
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from impl.plan.topology import Axis, Topology
 from impl.transport.group import Group, MeshError
@@ -49,71 +47,36 @@ class Mesh:
 
     Attributes:
         rank: this rank, ``node * ranks_per_node + local``.
-        members: torch's rank of each of its ranks; None where these are all, in order.
     """
 
     topology: Topology
     rank: int
     device: torch.device
-    members: tuple[int, ...] | None = None
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
     @classmethod
-    def create(
-        cls, topology: Topology, device: torch.device | None = None, *, group: dist.ProcessGroup | None = None
-    ) -> Mesh:
-        """Wrap a process group, by default the whole: ranks of others take no part in what the mesh does.
+    def create(cls, topology: Topology, device: torch.device | None = None) -> Mesh:
+        """Wrap the default process group.
 
         Args:
-            topology: where the group's ranks stand, in its order.
+            topology: where its ranks stand, in their order.
             device: of their tensors; the CPU by default.
-            group: those that train one replica of the data together, beside tensor or pipeline parallelism.
 
         Raises:
-            MeshError: for what is no topology, if the group's size is not ``topology.world``, or if this
-                rank is not in it.
+            MeshError: for what is no topology, or if the group's size is not ``topology.world``.
         """
         if not isinstance(topology, Topology):
             raise MeshError(f"topology {topology!r} is a {type(topology).__name__}: expected a Topology")
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        if rank < 0:
-            raise MeshError(f"rank {dist.get_rank()} is not in the group that a mesh was to be made of")
-        if world != topology.world:
+        if (world := dist.get_world_size()) != topology.world:
             raise MeshError(
                 f"topology {topology} needs {topology.world} ranks, the process group has {world}"
             )
-        members = None if group is None else tuple(dist.get_process_group_ranks(group))
-        if members == tuple(range(dist.get_world_size())):
-            members = None
-        return cls(topology, rank, device or torch.device("cpu"), members)
-
-    @classmethod
-    def of_group(cls, group: dist.ProcessGroup, device: torch.device | None = None) -> Mesh:
-        """Wrap a process group whose ranks torchrun started: ``LOCAL_WORLD_SIZE`` says which share a node.
-
-        Raises:
-            MeshError: for a size that is no number from 1, if its nodes have unequal numbers of its ranks,
-                or as :meth:`create`.
-        """
-        ranks = dist.get_process_group_ranks(group)
-        said = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-        if not said.isdecimal() or int(said) < 1:
-            raise MeshError(f"LOCAL_WORLD_SIZE={said!r}: expected a node's number of ranks, from 1")
-        each = int(said)
-        counts = Counter(rank // each for rank in ranks)
-        if len(set(counts.values())) != 1 or sorted(ranks, key=lambda rank: rank // each) != ranks:
-            raise MeshError(
-                f"ranks {ranks} stand as {dict(counts)} on nodes of {each}: expected equally many"
-            )
-        return cls.create(Topology(len(counts), len(ranks) // len(counts)), device, group=group)
+        return cls(topology, dist.get_rank(), device or torch.device("cpu"))
 
     def store(self) -> Store | None:
-        """What its ranks exchange words through, apart from other meshes'; None where there is none."""
+        """What its ranks exchange words through; None where there is none."""
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
-        found = None if world is None else world.get_group_store()
-        if found is None or self.members is None:
-            return found
-        return PrefixStore(f"zeropp/{'-'.join(map(str, self.members))}", found)
+        return None if world is None else world.get_group_store()
 
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.
@@ -124,14 +87,10 @@ class Mesh:
         if axis not in self._groups:
             mine: dist.ProcessGroup | None = None
             ranks = axis.group(self.rank)
-            if self.members is not None:  # those of other meshes are not asked
-                members = [self.members[rank] for rank in ranks]
-                mine = dist.new_group(members, use_local_synchronization=True)
-            else:
-                for others in sorted({axis.group(rank) for rank in range(self.topology.world)}):
-                    made = dist.new_group(list(others))
-                    if self.rank in others:
-                        mine = made
+            for others in sorted({axis.group(rank) for rank in range(self.topology.world)}):
+                made = dist.new_group(list(others))
+                if self.rank in others:
+                    mine = made
             assert mine is not None  # noqa: S101  # every rank is in one group of every axis
             same_node = len({self.topology.node_of(rank) for rank in ranks}) == 1
             self._groups[axis] = Group(axis, ranks, ranks.index(self.rank), same_node, weakref.ref(mine))

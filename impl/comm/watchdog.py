@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from impl.comm.desync_report import DesyncReporter, report
+from impl.comm.desync_report import DesyncReporter
 from impl.comm.fingerprint import CollectiveLog, Step, told
 from impl.comm.mesh import Mesh
 from impl.comm.timeline import ACROSS, WAITING, WITHIN, Timeline
@@ -96,13 +96,13 @@ class Watchdog:
         return () if self._desync_reporter is None else self._desync_reporter.exited(ranks)
 
     @contextlib.contextmanager
-    def waiting(self, step: Step, *, across: bool = False) -> Iterator[None]:
-        """While this rank waits in an exchange, ``across`` nodes or inside one.
+    def waiting(self, for_what: Step | str, *, across: bool = False) -> Iterator[None]:
+        """While this rank waits in an exchange, ``across`` nodes or inside one, or for what it names.
 
         Raises:
             WireError: for what gloo, shared memory or the clock raises inside.
         """
-        self.collective_log.waiting = step
+        self.collective_log.waiting = for_what
         begin = time.perf_counter()
         try:
             with contextlib.nullcontext() if self.stalls is None else self.stalls.noted():
@@ -110,57 +110,44 @@ class Watchdog:
         except (RuntimeError, ConnectionError, TimeoutError) as error:
             if isinstance(error, SharedMemoryError | WireError):  # says all that there is to say
                 raise
-            raise self.stuck(step, error) from error
+            raise self.stuck(for_what, error) from error
         self.collective_log.waiting = None
         self._waited += time.perf_counter() - begin
         if self.timeline is not None:
             self.timeline.add(WAITING, ACROSS if across else WITHIN, begin)
 
-    @contextlib.contextmanager
-    def making(self, what: str) -> Iterator[None]:
-        """While the ranks of a group make ``what`` together.
+    def making(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """While the ranks of a group make ``what`` together; as :meth:`waiting`."""
+        return self.waiting(f"the making of {what}")
 
-        Raises:
-            WireError: if another rank did not come.
-        """
-        self.collective_log.waiting = f"{what} to be made"
-        try:
-            yield
-        except SharedMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self.error(f"could not make {what}", error) from error
-        finally:
-            self.collective_log.waiting = None
-
-    def stuck(self, step: Step, error: Exception) -> WireError:
+    def stuck(self, in_what: Step | str, error: Exception) -> WireError:
         """The error of a rank that an exchange failed."""
-        self.collective_log.waiting = step
-        return self.error(f"could not finish exchange {told(step)}", error)
+        self.collective_log.waiting = in_what
+        return self.error(f"could not finish {told(in_what)}", error)
 
     def parted(self, step: Step) -> WireError:
         """The error of a rank that finds another exchange in the place of its own."""
         self.collective_log.waiting = step
-        return self.error("found that the ranks' exchanges differ", f"it is in exchange {told(step)}")
+        return self.error("found that the ranks' exchanges differ", f"it is in {told(step)}")
 
     def error(self, what: str, why: object) -> WireError:
         """The error of a rank that cannot go on: what, why, and where all ranks stand."""
         # gloo puts its source line before, and advice after its first sentence.
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(why).split("\n", 1)[0])
-        first = f"rank {self._mesh.rank} {what}: {reason}"
+        first, log = f"rank {self._mesh.rank} {what}: {reason}", self.collective_log
         if self._desync_reporter is None:
-            last = f"exchange {self.collective_log.count} was the last that it opened"
+            last = f"exchange {log.count} was the last that it opened"
             return WireError(f"{first}; {last}; the other ranks have no store to be asked by")
-        log = self.collective_log
-        now = f"exchange {told(log.waiting)}" if isinstance(log.waiting, tuple) else log.waiting
-        does = f"gave up waiting for {now}" if now else f"gave up after {log.count} exchanges"
         try:
-            self._desync_reporter.write(does)
-            found = self._desync_reporter.collect()
+            self._desync_reporter.write(
+                f"gave up waiting for {told(log.waiting)}"
+                if log.waiting
+                else f"gave up after {log.count} exchanges"
+            )
+            return WireError(f"{first}\n{self._desync_reporter.report()}")
         except RuntimeError as lost:
             why_lost = str(lost).split("\n", 1)[0]
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({why_lost})")
-        return WireError(f"{first}\n{report(found)}")
 
     def close(self) -> None:
         """Tell ranks that may wait in vain that this one has closed its wire."""

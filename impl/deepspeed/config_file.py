@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from impl.deepspeed.keys import KEYS, SECTIONS
-from impl.strict_json import StrictError, parsed
 
 AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 
@@ -35,14 +34,30 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
             raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
     try:
-        found = parsed(text)
-    except StrictError as error:
+        found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except DeepSpeedError as error:
         raise DeepSpeedError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise DeepSpeedError(f"{where}: not JSON: {reason}") from None
     if not isinstance(found, dict):
         raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
     return found
+
+
+def _refuse(word: str) -> None:
+    """Of numbers that JSON has not, and Python takes."""
+    raise DeepSpeedError(f"{word} is not a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, of whose equal keys Python would let the last one win."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise DeepSpeedError(f"key {key!r} stands twice")
+        table[key] = value
+    return table
 
 
 def shown(value: Any) -> str:

@@ -307,17 +307,15 @@ class Zero:
         """What this rank's codecs depend on beside weights
         (:func:`impl.engine.state_dict.communication_state`).
         """
-        return state.communication_state(self.units, self.clock, self.wire, self.policy, renewal=self.renewal)
+        return state.communication_state(self.units, self.clock, renewal=self.renewal)
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank.
 
         Raises:
-            ZeroError: if it is of another run, or not whole; nothing is changed then.
+            ZeroError: for errors or copies that do not fit; nothing is changed then.
         """
-        state.load_communication_state(
-            self.units, self.clock, self.wire, self.policy, given, renewal=self.renewal
-        )
+        state.load_communication_state(self.units, self.clock, given, renewal=self.renewal)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.

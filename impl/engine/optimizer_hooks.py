@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, MutableMapping
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.utils import clip_grad
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from impl.engine.hooks import Hooks
 from impl.errors import ZeroError
 from impl.unit.unit import Unit
 
@@ -30,11 +31,21 @@ NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 class Engine(Protocol):
     """Who is told of steps: :class:`impl.engine.engine.Zero`."""
 
+    hooks: Hooks
+
     def check_step(self) -> None:
         """Refuse a step now."""
 
     def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
         """An optimizer that holds ``masters`` has stepped."""
+
+
+class Owner(NamedTuple):
+    """Whose a parameter is: its engine, its unit and its number there."""
+
+    engine: Engine
+    unit: Unit
+    number: int
 
 
 # Keyed by identity: tensors compare elementwise.
@@ -85,8 +96,8 @@ def _watch_norms() -> None:
     clip_grad._get_total_norm = total_norm  # noqa: SLF001
 
 
-def owner_of(parameter: Tensor) -> tuple[Engine, Unit, int] | None:
-    """The engine, the unit and the number there of what modules of a sharded model show; None of others.
+def find(parameter: Tensor) -> Owner | None:
+    """Whose ``parameter`` is, if it is one that modules of a sharded model show.
 
     Raises:
         ZeroError: if the engine is gone.
@@ -98,7 +109,7 @@ def owner_of(parameter: Tensor) -> tuple[Engine, Unit, int] | None:
     engine, unit, number = place[0](), place[1](), place[2]
     if engine is None or unit is None:
         raise ZeroError("a parameter of a sharded model whose engine is gone")
-    return engine, unit, number
+    return Owner(engine, unit, number)
 
 
 def _owners_of(optimizer: Optimizer) -> set[Engine]:

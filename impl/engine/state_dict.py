@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.rounding_noise import Clock
-from impl.comm.wire import Wire
 from impl.engine.bit_renewal import Renewal
 from impl.errors import ZeroError
-from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 
@@ -88,100 +85,51 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
             load_entry(model, name, value, state[name])
 
 
-def communication_state(
-    units: Sequence[Unit], clock: Clock, wire: Wire, policy: Policy, *, renewal: Renewal | None
-) -> dict[str, Tensor]:
+def communication_state(units: Sequence[Unit], clock: Clock, *, renewal: Renewal | None) -> dict[str, Tensor]:
     """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies that
     differences of weights begin with, codecs that a budget chose.
 
     With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
-    an uninterrupted one, bit for bit.  ``of`` says whose it is, as JSON in bytes.
+    an uninterrupted one, bit for bit.
     """
-    of = json.dumps(_identity(clock, wire, policy), sort_keys=True)
-    state = {
-        "of": torch.tensor(list(of.encode()), dtype=torch.uint8),
-        "step": torch.tensor(clock.step),
-        "micro_batch": torch.tensor(clock.micro_batch),
-    }
+    state = {"step": torch.tensor(clock.step), "micro_batch": torch.tensor(clock.micro_batch)}
     if renewal is not None:
         state["budget"] = renewal.state()
     for unit in units:
         held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state(unit.master_shard.version)
-        for name, value in held.items():
-            state[f"{unit.geometry.name}/{name}"] = value
+        state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
     return state
 
 
 def load_communication_state(
-    units: Sequence[Unit],
-    clock: Clock,
-    wire: Wire,
-    policy: Policy,
-    state: Mapping[str, Tensor],
-    *,
-    renewal: Renewal | None,
+    units: Sequence[Unit], clock: Clock, state: Mapping[str, Tensor], *, renewal: Renewal | None
 ) -> None:
-    """Take over what :func:`communication_state` gave on the same rank.
+    """Take over what :func:`communication_state` gave on the same rank of the same topology and policy.
 
     Raises:
-        ZeroError: if it is of another topology, policy, rank or seed, or not whole, naming what
-            differs; nothing is changed then.
+        ZeroError: for errors or copies that do not fit, naming their unit; nothing is changed then.
     """
-    if missing := sorted({"of", "step", "micro_batch"} - state.keys()):
-        raise ZeroError(f"communication state lacks {missing[0]!r}")
-    given = json.loads(bytes(state["of"].tolist()).decode())
-    for name, value in _identity(clock, wire, policy).items():
-        if given.get(name, "none") != value:  # one from before there was such a name has none
-            raise ZeroError(f"communication state is of {name} {given.get(name)}, not {value}")
-    errors = {
-        unit: {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        for unit in units
-        for prefix in [f"{unit.geometry.name}/"]
-    }
-    taken = 3 + ("budget" in state) + sum(len(one) for one in errors.values())
-    if taken != len(state):
-        raise ZeroError(f"communication state has {len(state) - taken} entries of unknown units")
-    copies: dict[Unit, dict[str, Tensor]] = {
-        unit: {name: one.pop(name) for name in ("copy", "begun") if name in one}
-        for unit, one in errors.items()
-    }
-    for unit, one in errors.items():
-        unit.weight_gather.secondary.check_state(copies[unit])
+    found: list[tuple[Unit, dict[str, Tensor], dict[str, Tensor]]] = []  # errors, and copies
+    for unit in units:
+        prefix = f"{unit.geometry.name}/"
+        own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
+        copies: dict[str, Tensor] = {name: own.pop(name) for name in ("copy", "begun") if name in own}
+        unit.weight_gather.secondary.check_state(copies)
         feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
-        if feedback is None and one:
+        if feedback is None and own:
             raise ZeroError(f"{where}, which has no feedback")
         try:
             if feedback is not None:
-                feedback.check_state(one)
+                feedback.check_state(own)
         except ValueError as error:
             raise ZeroError(f"{where}: {error}") from None
+        found.append((unit, own, copies))
     if renewal is not None:
         renewal.check_state(state.get("budget"))
     clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
-    for unit, one in errors.items():
+    for unit, own, copies in found:
         if (feedback := unit.reduction.feedback()) is not None:
-            feedback.load(one)
-        unit.weight_gather.secondary.load(copies[unit])
+            feedback.load(own)
+        unit.weight_gather.secondary.load(copies)
     if renewal is not None:
         renewal.load(state["budget"])
-
-
-def _identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
-    """What the state of codecs belongs to."""
-    mesh = wire.mesh
-    return {"rank": f"{mesh.rank} of {mesh.topology}", **run_identity(clock, wire, policy)}
-
-
-def run_identity(clock: Clock, wire: Wire, policy: Policy) -> dict[str, str]:
-    """What it belongs to on every rank."""
-    mesh = wire.mesh
-    return {
-        "weights": str(policy.weights),
-        "gradients": "/".join(map(str, policy.gradients)),
-        "reduction": policy.reduce,
-        "group": str(policy.group_ranks(mesh.topology)),
-        "feedback": str(policy.feedback or "none"),
-        "differences": f"{policy.differences} of {policy.kept}" if policy.differences else "none",
-        "budget": str(policy.budget or "none"),
-        "seed": str(clock.seed),
-    }

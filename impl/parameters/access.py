@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from impl.engine.engine import Zero
-from impl.engine.owners import find
+from impl.engine.optimizer_hooks import find
 from impl.errors import ZeroError
 from impl.unit.master_shard import part_of
 from impl.unit.whole_values import WholeValues

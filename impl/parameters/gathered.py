@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from impl.comm.all_gather import scattered
 from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
-from impl.engine.owners import Owner, find
+from impl.engine.optimizer_hooks import Owner, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
@@ -84,38 +84,35 @@ class GatheredParameters:
         if kind is not None or not self._open:
             self._leave()
             return
-        with torch.no_grad():
-            changed = self._changed(self._open[0].wire)  # (ranks, parameters)
-            if (source := self._modifier) is not None:
-                flags = changed[source].tolist()
-                pairs = zip(self._open, flags, strict=True)
-                self._leave([place.received(source) if flag else None for place, flag in pairs])
-                return
-            self._leave()
-            if changed.any():
-                ranks = changed.any(1).nonzero().flatten().tolist()
-                raise ZeroError(
-                    f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on "
-                    f"ranks {', '.join(map(str, ranks))}, without a modifier_rank: say whose values count"
-                )
-
-    def _changed(self, wire: Wire) -> Tensor:
-        """(ranks, parameters) bool: who changed what."""
-        flags = [
-            _REPLACED if place.replaced else int(_mark(place.shown) != place.mark) for place in self._open
-        ]
+        places, source = self._open, self._modifier
+        flags = [_REPLACED if one.replaced else int(_mark(one.shown) != one.mark) for one in places]
+        wire = places[0].wire
         mine = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
-        changed = wire.all_gather_small(mine).cpu()
-        replaced = (changed == _REPLACED).nonzero().tolist()
-        if replaced:
-            rank, number = replaced[0]
-            name = self._open[number].name
-            self._leave()
-            raise ZeroError(
-                f"parameter {name!r} was replaced by another object in its module under GatheredParameters, "
-                f"on rank {rank}: write its values instead"
+        changed = wire.all_gather_small(mine).cpu()  # (ranks, parameters): who changed what
+        refusal = self._refusal(changed)
+        parts: list[Tensor | None] = []
+        if refusal is None and source is not None:
+            with torch.no_grad():
+                pairs = zip(places, changed[source].tolist(), strict=True)
+                parts = [place.received(source) if flag else None for place, flag in pairs]
+        self._leave(parts)
+        if refusal is not None:
+            raise ZeroError(refusal)
+
+    def _refusal(self, changed: Tensor) -> str | None:
+        """Why changes (ranks, parameters) are not kept, in words; None if they are."""
+        for rank, number in (changed == _REPLACED).nonzero().tolist():
+            return (
+                f"parameter {self._open[number].name!r} was replaced by another object in its module under "
+                f"GatheredParameters, on rank {rank}: write its values instead"
             )
-        return changed.bool()
+        if self._modifier is not None or not changed.any():
+            return None
+        ranks = changed.any(1).nonzero().flatten().tolist()
+        return (
+            f"{int(changed.any(0).sum())} of {changed.shape[1]} gathered parameters were changed, on ranks "
+            f"{', '.join(map(str, ranks))}, without a modifier_rank: say whose values count"
+        )
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
         """Keep ``parts``, or what was kept before."""

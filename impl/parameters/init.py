@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
@@ -43,12 +42,10 @@ class Init:
     Each rank keeps its slice of its own values, so all ranks must draw the same random numbers.
 
     Args:
-        mesh: the ranks; the context has it as ``mesh``.
+        mesh: the ranks.
         policy: that the model will be sharded with; another one costs messages when it is.
         blocks: classes of the model's blocks, or a function that says whether a class is one: each block is
             cut as a whole.  What is in no block is cut when the constructor of its module returns.
-        data_parallel_group: in place of a mesh, as DeepSpeed's Init takes it: a mesh is made of its ranks
-            (:meth:`~impl.comm.mesh.Mesh.of_group`), on ``remote_device`` or the CPU.
         wire: what sends; a plain one by default.
         remote_device: where constructors make their parameters, and where slices stay until the model is
             sharded; the mesh's device by default.  On "meta" nothing is made before ``shard``.
@@ -57,31 +54,22 @@ class Init:
         seed: of torch's random numbers inside the context; those outside go on as if nothing was drawn.
 
     Raises:
-        ZeroError: on entering inside another one; for parameters that cannot be sharded; for a mesh and a
-            group, or neither.
-        MeshError: for a group that stands unevenly on nodes.
+        ZeroError: on entering inside another one; for parameters that cannot be sharded.
         PolicyError: if the policy does not fit the topology.
     """
 
     def __init__(
         self,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh,
         policy: Policy,
         blocks: BlockOf = (),
-        data_parallel_group: dist.ProcessGroup | None = None,
         wire: Wire | None = None,
         remote_device: torch.device | str | None = None,
         enabled: bool = True,
         whole_below: int = WHOLE_BELOW,
         seed: int | None = None,
     ) -> None:
-        if (mesh is None) == (data_parallel_group is None):
-            raise ZeroError("Init: expected a mesh or a data_parallel_group, one of them")
-        if mesh is None:
-            assert data_parallel_group is not None  # noqa: S101  # one of them is there
-            on = torch.device(remote_device or "cpu")
-            mesh = Mesh.of_group(data_parallel_group, None if on.type == "meta" else on)
         self._blocks, self._whole_below, self._seed = blocks, whole_below, seed
         self.mesh, self._policy, self.enabled = mesh, policy, enabled
         self._device = torch.device(remote_device) if remote_device is not None else mesh.device

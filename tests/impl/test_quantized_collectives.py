@@ -18,9 +18,9 @@ from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
-from impl.plan.policy import Feedback, Policy, PolicyError
+from impl.plan.policy import Policy, PolicyError
 from impl.plan.topology import Topology
-from impl.quantized_collectives import errors_for, quantized_all_gather, quantized_reduce_scatter
+from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import engine_codecs, raw_codecs, topologies
 
@@ -210,24 +210,6 @@ def test_a_ring_draws_anew_at_every_step() -> None:
         assert drawn == [(step, (rank - 1 - step) % world * 24) for step in range(world - 1)]
 
 
-def _fed_back(mesh: Mesh, steps: int, reset: int) -> float:
-    feedback = Feedback(hops="all", reset=reset)
-    errors = errors_for(feedback, "int4:8", mesh, mesh.topology.world * 32)
-    x, total = values(mesh.rank, mesh.topology.world * 32), torch.zeros(32)
-    for step in range(steps):
-        key = replace(KEY, step=step)
-        total += quantized_reduce_scatter(x, "int4:8", mesh, errors=errors, key=key)
-    exact = quantized_reduce_scatter(x, "fp32", mesh)
-    return float((total / steps - exact).abs().max())
-
-
-def test_errors_are_carried_from_call_to_call_and_reset_by_the_keys_steps() -> None:
-    """The mean of 20 calls is nearer with feedback; forgetting at every step is as good as none."""
-    kept = max(on_threads(Topology(2, 2), _fed_back, 20, 0))
-    forgotten = max(on_threads(Topology(2, 2), _fed_back, 20, 1))
-    assert forgotten > 5 * kept
-
-
 def _misused(mesh: Mesh, how: str) -> None:
     match how:
         case "shape":
@@ -248,15 +230,6 @@ def _misused(mesh: Mesh, how: str) -> None:
             quantized_all_gather(torch.zeros(8), object(), mesh)  # type: ignore[arg-type]
         case "own, reduced":
             quantized_reduce_scatter(torch.zeros(8), object(), mesh)  # type: ignore[arg-type]
-        case "ring":
-            errors = errors_for(Feedback(), "bf16", mesh, 8)
-            quantized_reduce_scatter(torch.zeros(8), "bf16", mesh, reduce="ring", errors=errors)
-        case "errors":
-            errors = errors_for(Feedback(), "bf16", mesh, 16)
-            quantized_reduce_scatter(torch.zeros(8), "bf16", mesh, errors=errors)
-        case "reset":
-            errors = errors_for(Feedback(reset=2), "bf16", mesh, 8)
-            quantized_reduce_scatter(torch.zeros(8), "bf16", mesh, errors=errors)
         case "out":
             quantized_all_gather(torch.zeros(8), "bf16", mesh, out=torch.zeros(8, 2).t())
         case "noise":
@@ -279,9 +252,6 @@ def _misused(mesh: Mesh, how: str) -> None:
         ("codecs", ValueError, "one for each of two hops, got 3"),
         ("own", TypeError, "is a object: expected its text"),
         ("own, reduced", TypeError, "is a object: expected its text"),
-        ("ring", PolicyError, "the partial sums of a ring are others' too"),
-        ("errors", ValueError, r"hop 0 encodes \(2, 4\), its errors are \(2, 8\)"),
-        ("reset", ValueError, "feedback classic:reset2 counts steps: it needs a key"),
         ("policy", PolicyError, "has one hop"),
     ],
 )

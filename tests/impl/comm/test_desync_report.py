@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from impl.comm import desync_report
-from impl.comm.desync_report import DesyncReporter, Standing, report
+from impl.comm.desync_report import DesyncReporter
 from impl.comm.fingerprint import CollectiveLog
 from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
@@ -109,7 +109,7 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
         assert first.endswith("rank 2 did not send, and exited")  # found long before the timeout
     waits = _said_of("rank 0", text)
     assert waits.startswith(f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b")
-    assert f"finished last: 1, {GATHER} (5 ranks) for forward weights a" in waits
+    assert f"finished last: exchange 1, {GATHER} (5 ranks) for forward weights a" in waits
     assert _said_of("rank 2", text) == "has exited"
     assert _said_of("rank 3", text).startswith("closed its wire after 1 exchanges")
     silent = "waits for no exchange that failed within 5 s: it computes, or is lost"
@@ -167,29 +167,23 @@ def test_a_lost_store_is_said_to_be_lost(tmp_path: Path) -> None:
     assert "\n" not in text
 
 
-def test_what_a_rank_says_survives_the_store() -> None:
-    """What a rank says of itself arrives as it was."""
-    store, logs = dist.HashStore(), [CollectiveLog(), CollectiveLog()]
-    for n in (1, 2, 1):
-        logs[1].finished = logs[1].open(("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2))
-    reporters = [DesyncReporter(store, rank, 2, logs[rank]) for rank in range(2)]
-    reporters[1].write("waits for shared memory along local to be made")
+def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together() -> None:
+    """What a rank says of itself arrives as it was; ranks that say the same are named in one place."""
+    store, logs = dist.HashStore(), [CollectiveLog() for _ in range(3)]
+    reporters = [DesyncReporter(store, rank, 3, logs[rank]) for rank in range(3)]
+    for rank in (1, 2):
+        for n in (1, 2, 1):
+            logs[rank].finished = logs[rank].open(
+                ("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2)
+            )
+        reporters[rank].write("gave up waiting for the making of shared memory")
     reporters[0].write("gave up")
-    standing = reporters[0].collect()[1]
     shift = "shift of {} B along node (2 ranks{}) for step state u"
-    assert list(standing.says) == [
-        "waits for shared memory along local to be made",
-        f"    opened 1, {shift.format(8, '')}",
-        f"    opened 2, {shift.format(16, ', ring')}",
-        f"    opened 3, {shift.format(8, '')}",
-        f"    finished last: 3, {shift.format(8, '')}",
+    assert reporters[0].report().splitlines() == [
+        "rank 0: gave up",
+        "ranks 1 and 2: gave up waiting for the making of shared memory",
+        f"    opened exchange 1, {shift.format(8, '')}",
+        f"    opened exchange 2, {shift.format(16, ', ring')}",
+        f"    opened exchange 3, {shift.format(8, '')}",
+        f"    finished last: exchange 3, {shift.format(8, '')}",
     ]
-    assert standing.steps == logs[1].steps()
-    assert not standing.gone
-
-
-def test_ranks_that_stand_alike_are_named_together() -> None:
-    """A report of many ranks names those of which the same is said in one place."""
-    waits = Standing(["waits for exchange 1", "    opened 1"])
-    lines = report({0: waits, 1: Standing(["has exited"]), 2: waits, 3: waits}).splitlines()
-    assert lines == ["ranks 0, 2 and 3: waits for exchange 1", "    opened 1", "rank 1: has exited"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
-from impl.engine.owners import find
+from impl.engine.optimizer_hooks import find
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import Stage, preset
 from impl.plan.topology import Topology
