@@ -121,10 +121,7 @@ def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[s
     marks = [padded(one.padding) for one in rows]
     millions = [NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f}" for one in rows]
     columns = [
-        *(
-            text(path, [at(one, path) for one in trials], always=True, axis=True)
-            for path in varying or ["strategy"]
-        ),
+        *(text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]),
         Column("parameters", millions, "M", marks, rank=3),
         sizes("between nodes", [one.inter for one in rows], per="/step"),
         sizes("inside nodes", [one.intra for one in rows], per="/step", rank=4),
@@ -240,8 +237,8 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
 
     columns = [
         Column("id", [record.id for record in found], number=False, always=True, whole=True),
-        text("strategy", [in_words(trial.get("strategy")) for trial in trials], axis=True),
-        *(text(path, [at(trial, path) for trial in trials], axis=True) for path in varying),
+        text("strategy", [in_words(trial.get("strategy")) for trial in trials]),
+        *(text(path, [at(trial, path) for trial in trials]) for path in varying),
         text("repeat", [in_words(trial.get("repeat")) for trial in trials], rank=1),
         *several,
         numbers("step", (one.seconds for one in measured), ".4f", "s"),

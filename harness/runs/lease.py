@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import socket
-import struct
-import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,33 +24,20 @@ from harness.records.record import RecordError
 LEASE: Final = ".lease"
 RENEWED_SECONDS: Final = 5.0
 STALE_SECONDS: Final = 60.0
+SETTLED_SECONDS: Final = 1.0  # after which all that took a lease over at once have written it
 _SWEEP: Final = "\0zeropp-sweep"  # an abstract Unix-domain address, free again when its process ends
 
 
 @contextlib.contextmanager
-def sharing_machine() -> Iterator[int | None]:
-    """Be this machine's sweep in the body; yields the process of one that already is, whatever its folder."""
-    if not sys.platform.startswith("linux"):
-        yield None
-        return
+def sharing_machine() -> Iterator[bool]:
+    """Be this machine's sweep in the body; yields whether another one already is, whatever its folder."""
     with socket.socket(socket.AF_UNIX) as own:
         try:
             own.bind(_SWEEP)
-            own.listen()
         except OSError:
-            yield _process_of_sweep()
+            yield True
         else:
-            yield None
-
-
-def _process_of_sweep() -> int | None:
-    """The process that holds the address; None if it has ended since."""
-    with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
-        other.connect(_SWEEP)
-        credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        process: int = struct.unpack("3i", credentials)[0]
-        return process
-    return None
+            yield False
 
 
 @dataclass(slots=True)
@@ -91,57 +76,35 @@ class Lease:
             )
 
     def _take(self) -> None:
-        """Have the file, unless a run of another host renewed its own lately; one of this has the lock."""
-        path = self.folder / LEASE
-        if self._made(path):
+        """Have the file, unless a run of another host renewed its own lately; one of this has the lock.
+
+        Of several hosts that find it left behind the last one that writes it has it: each looks again.
+        """
+        path, mine = (
+            self.folder / LEASE,
+            {"token": self.token, "host": socket.gethostname(), "kernel": _kernel()},
+        )
+        with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            json.dump(mine, file)
             return
-        found = self._left_behind(path)
-        # Of several that find it left behind, one makes this file.  One that comes late can make it too, once
-        # the first has moved its own: so what is taken over is looked at again, now that no other moves it.
-        claim = path.with_name(f"{LEASE}.{found.get('token', '')}")
-        if not self._made(claim):
-            if self._age(claim) > STALE_SECONDS:
-                claim.unlink(missing_ok=True)
-            raise RecordError(f"{self.folder}: another run is taking it over from one that ended; try again")
+        found = _read(path) or {}
+        elsewhere = found.get("kernel") != mine["kernel"]
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=LEASE, delete=False) as file:
+            json.dump(mine, file)
+        made = Path(file.name)
         try:
-            unchanged = self._left_behind(path) == found and path.exists()
-            if unchanged:
-                claim.replace(path)
+            age = made.stat().st_mtime - path.stat().st_mtime  # both the file system's: hosts' clocks differ
+            if elsewhere and age < STALE_SECONDS:
+                raise RecordError(
+                    f"{self.folder}: a run on host {found.get('host', '?')} is writing there (it said so "
+                    f"{max(age, 0):.0f} s ago); wait for it, or choose other --results"
+                )
+            made.replace(path)
         finally:
-            claim.unlink(missing_ok=True)
-        if not unchanged:
-            raise RecordError(f"{self.folder}: another run took it over from one that ended; try again")
-
-    def _left_behind(self, path: Path) -> dict[str, str]:
-        """The lease of a run that has ended; a RecordError if a run of another host renewed it lately."""
-        found, age = _read(path) or {}, self._age(path)
-        if found.get("kernel") != _kernel() and age < STALE_SECONDS:
-            raise RecordError(
-                f"{self.folder}: a run on host {found.get('host', '?')} is writing there (it said so "
-                f"{max(age, 0):.0f} s ago); wait for it, or choose other --results"
-            )
-        return found
-
-    def _made(self, path: Path) -> bool:
-        """Whether there was no such file, and now there is this run's."""
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump({"token": self.token, "host": socket.gethostname(), "kernel": _kernel()}, file)
-        except FileExistsError:
-            return False
-        return True
-
-    def _age(self, path: Path) -> float:
-        """Seconds since a file was renewed; endless if it is gone."""
-        try:
-            return self._now() - path.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
-
-    def _now(self) -> float:
-        """The file system's time: hosts' clocks differ."""
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=LEASE) as file:
-            return os.fstat(file.fileno()).st_mtime
+            made.unlink(missing_ok=True)
+        if elsewhere:
+            time.sleep(SETTLED_SECONDS)
+            self.check()
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED_SECONDS):

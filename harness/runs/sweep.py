@@ -103,10 +103,9 @@ def run_sweep(
     with contextlib.ExitStack() as stack:
         lease = stack.enter_context(alone(results))
         sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, lease, on)
-        if (other := stack.enter_context(sharing_machine())) is not None:
+        if stack.enter_context(sharing_machine()):
             console.print(
-                f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
-                "that the other measures",
+                "another zeropp run is under way on this machine: each disturbs what the other measures",
                 soft_wrap=True,
                 highlight=False,
             )
