@@ -20,7 +20,7 @@ import torch
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import nn
 
-from harness.cluster.rank import ERRORS, GRID, Progress, Rank
+from harness.cluster.rank import Progress, Rank
 from harness.measure import communication_error, quantisation_error
 from harness.measure.communication_error import Found, Place, Sums
 from harness.measure.first_gradient import (
@@ -251,7 +251,7 @@ class Comparison:
 
         They leave no trace but these: the next step, and the ledger, are as without them.
         """
-        self.rank.report(Progress(ERRORS, self.steps.index(index) + 1, len(self.steps)))
+        self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, device = self.trial.resolved_policy(), next(strategy.model.parameters()).device
         differ = policy is not None and communication_error.outcomes_differ(policy)
         found = self.compared.communicated
@@ -305,7 +305,7 @@ class Comparison:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
         if strategy.zero is None or not self.measures:
             return
-        self.rank.report(Progress(GRID))
+        self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
         self.compared.errors = quantisation_error.measure(strategy.zero)
 

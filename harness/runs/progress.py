@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from harness.cluster.rank import ERRORS, GRID, Progress
+from harness.cluster.rank import Progress
 from harness.errors import one_line
 from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, slowest_seconds
@@ -48,10 +48,8 @@ class Display:
             path for path in varying_paths([trial.canonical() for trial in trials]) if path not in _ALWAYS
         ]
         self._results, self._role_of, self._took = results, role_of, seconds_in(results)
-        self._durations: list[float] = []  # of trials, without measuring errors
-        self._apart: list[float] = []  # seconds in which those that measure errors did so
-        self._began = self._reported = time.monotonic()
-        self._measuring = 0.0
+        self._durations: list[float] = []  # of trials
+        self._began = time.monotonic()
         self._trial: Trial | None = None
         self._progress = Progress("set-up")
         self._live: Live | None = None
@@ -96,14 +94,12 @@ class Display:
 
     def began(self, trial: Trial) -> None:
         """A trial begins."""
-        self._trial, self._progress, self._measuring = trial, Progress("set-up"), 0.0
-        self._began = self._reported = time.monotonic()
+        self._trial, self._progress = trial, Progress("set-up")
+        self._began = time.monotonic()
 
     def progress(self, progress: Progress) -> None:
         """The trial under way got this far; what it says is printed once, whatever trial says it again."""
-        now = time.monotonic()
-        self._measuring += now - self._reported if self._progress.stage in {ERRORS, GRID} else 0.0
-        self._progress, self._reported = progress, now
+        self._progress = progress
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
             self._say(progress.text)
@@ -111,12 +107,8 @@ class Display:
     def finished(self, record: Record) -> None:
         """Print the outcome of the current trial from its record."""
         self._done += 1
-        now = time.monotonic()
-        self._measuring += now - self._reported if self._progress.stage in {ERRORS, GRID} else 0.0
-        seconds = now - self._began
-        self._durations.append(seconds - self._measuring)
-        if self._measuring:
-            self._apart.append(self._measuring)
+        seconds = time.monotonic() - self._began
+        self._durations.append(seconds)
         self._left = [trial for trial in self._left if trial.id != record.id]
         place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
@@ -180,16 +172,10 @@ class Display:
         return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
 
     def _eta(self) -> str:
-        """Time left, by the trials but the first, which starts up for all; empty until the second ends.
-
-        What measuring errors takes is counted for those trials alone that do.
-        """
+        """Time left, by the trials but the first, which starts up for all; empty until the second ends."""
         if len(self._durations) < 2:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
-        if self._apart:
-            measuring = sum(trial.measure_quantisation and trial.repeat == 0 for trial in self._left)
-            seconds += statistics.fmean(self._apart) * measuring
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
     def _line(self) -> Text:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.cluster.rank import ERRORS, Progress
+from harness.cluster.rank import Progress
 from harness.records.confidence_intervals import paired_ratio_interval
 from harness.records.record import Failure, Record, write
 from harness.runs.further_repeats import seconds_of
@@ -69,34 +69,6 @@ def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytes
     assert "left" not in line(trials := [Trial(seed=seed) for seed in range(4)])
     ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])
     assert "(10.0 s, 20 s left)" in line(trials, over=2)
-
-
-def test_only_trials_that_measure_errors_take_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left is that of all trials without measuring errors, and this for the first repeats alone."""
-    measured = Trial(measure_quantisation=True)
-    trials = [
-        measured.model_copy(update={"seed": seed, "repeat": repeat})
-        for repeat in (0, 1)
-        for seed in (0, 1, 2)
-    ]
-    times = [0.0]  # construction; of each trial begin, both stages, and end: 10 s beside the errors'
-    for number in range(4):
-        begun, errors = 100.0 * number, 30.0 if number < 3 else 0.0
-        times += [begun, begun + 5, begun + 5 + errors, begun + 10 + errors]
-    ends = iter(times)
-    monkeypatch.setattr("harness.runs.progress.time.monotonic", lambda: next(ends))
-    shown = io.StringIO()
-    with Display(Console(file=shown, width=400), trials, trials, Path("results/q")) as display:
-        for one in trials[:4]:
-            display.began(one)
-            display.progress(Progress(ERRORS, 1, 3))
-            display.progress(Progress("steps", 1, 2))
-            display.finished(failed(one))
-    first, second, third, fourth = shown.getvalue().splitlines()
-    assert "left" not in first
-    assert "(40.0 s, 70 s left)" in second  # four of 10 s, and one of 30 s more
-    assert "(40.0 s, 30 s left)" in third
-    assert "(10.0 s, 20 s left)" in fourth
 
 
 @pytest.mark.parametrize("named", [False, True])
