@@ -105,7 +105,7 @@ def enough(halves: Sequence[float], within: float) -> bool:
 
 def _baseline(there: Sequence[Trial]) -> Trial:
     """Of the baselines of a cell, the one with the fewest changes of its policy."""
-    return min(there, key=lambda trial: len(trial.policy.model_dump(exclude_defaults=True)))
+    return min(there, key=lambda trial: len(trial.changes))
 
 
 def speedups(

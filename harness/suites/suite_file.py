@@ -495,7 +495,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
     if base is None:
         return
     if trial.host is not None:
-        yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
+        yield from (f"policy.{name}" for name in trial.changes if not carries(trial.host, name))
     for path, ours, asked in (
         ("policy.weights", (base.weights,), changes.weights),
         ("policy.gradients", base.gradients, changes.gradients),
@@ -529,7 +529,7 @@ def _different(trials: Sequence[Trial]) -> list[Trial]:
     found: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
-        found[key] = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
+        found[key] = min((found.get(key, trial), trial), key=lambda one: len(one.changes))
     return list(found.values())
 
 
@@ -553,10 +553,6 @@ def _run_key(trial: Trial) -> str:
         data["strategy"] = trial.host
         data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
-
-
-def _changes(trial: Trial) -> dict[str, Any]:
-    return trial.policy.model_dump(exclude_defaults=True)
 
 
 def _aligned(path: Path, trials: list[Trial]) -> list[Trial]:

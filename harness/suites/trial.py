@@ -400,6 +400,11 @@ class Trial(_Frozen):
             return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
         raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields of its strategy's policy that it changes."""
+        return self.policy.model_dump(exclude_defaults=True)
+
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.
 
