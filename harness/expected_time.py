@@ -79,7 +79,7 @@ def core_flops() -> float:
 
     from harness.workloads.models import build
 
-    threads, found = torch.get_num_threads(), []
+    threads, found = torch.get_num_threads(), list[float]()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():

@@ -89,9 +89,9 @@ class Lease:
             return
         found = _read(path) or {}
         elsewhere = found.get("kernel") != mine["kernel"]
-        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=LEASE, delete=False) as file:
-            json.dump(mine, file)
-        made = Path(file.name)
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, prefix=LEASE, delete=False) as beside:
+            json.dump(mine, beside)
+        made = Path(beside.name)
         try:
             age = made.stat().st_mtime - path.stat().st_mtime  # both the file system's: hosts' clocks differ
             if elsewhere and age < STALE_SECONDS:
