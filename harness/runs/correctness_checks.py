@@ -14,10 +14,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import torch
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import nn
 
 from harness.cluster.rank import Progress, Rank
@@ -64,17 +63,6 @@ class TrialError(RuntimeError):
     """A trial ran, but a check of its results failed; the message names the numbers."""
 
 
-def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
-    """How pydantic writes a dictionary whose keys are not text, and reads it: as a list of pairs."""
-    pairs: TypeAdapter[list[tuple[Any, Any]]] = TypeAdapter(list[tuple[key, value]])
-    return (
-        PlainSerializer(lambda found: pairs.dump_python(list(found.items()), mode="json")),
-        PlainValidator(
-            lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
     """Mean losses of one rank's batches of one step, in evaluation mode.
@@ -110,8 +98,8 @@ class Compared:
     first_loss: ComparedLoss
     later_losses: list[ComparedLoss] = field(default_factory=list)
     gradient_errors: list[GradientError] = field(default_factory=list)
-    communicated: Annotated[Found, *_as_pairs(Place, Sums)] = field(default_factory=dict)
-    errors: Annotated[dict[Key, Squares], *_as_pairs(Key, Squares)] = field(default_factory=dict)
+    communicated: list[tuple[Place, Sums]] = field(default_factory=list)
+    errors: list[tuple[Key, Squares]] = field(default_factory=list)
 
 
 def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +122,7 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
                 check_gradient(number, error)
     first_gradients = checks_of([rank.gradient_errors for rank in ranks])
     reference = math.fsum(loss.reference for loss in losses) / len(losses)
-    errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
+    errors, sent = [dict(rank.errors) for rank in ranks], [dict(rank.communicated) for rank in ranks]
     communicated = communication_error.errors_of(sent)
     if communicated and not control:
         policy = Trial.from_canonical(trial).resolved_policy() or Policy()
@@ -254,7 +242,7 @@ class Comparison:
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, device = self.trial.resolved_policy(), next(strategy.model.parameters()).device
         differ = policy is not None and communication_error.outcomes_differ(policy)
-        found = self.compared.communicated
+        found: Found = {}
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             observed = communication_error.Observed()
             random = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -265,6 +253,7 @@ class Comparison:
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
+        self.compared.communicated += found.items()
         if index and strategy.zero is not None:
             self._beside_one_process(index, strategy, strategy.zero, checks)
 
@@ -307,7 +296,7 @@ class Comparison:
             return
         self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
-        self.compared.errors = quantisation_error.measure(strategy.zero)
+        self.compared.errors = [*quantisation_error.measure(strategy.zero).items()]
 
 
 def single_process(

@@ -80,10 +80,8 @@ class Lease:
 
         Of several hosts that find it left behind the last one that writes it has it: each looks again.
         """
-        path, mine = (
-            self.folder / LEASE,
-            {"token": self.token, "host": socket.gethostname(), "kernel": _kernel()},
-        )
+        path = self.folder / LEASE
+        mine = {"token": self.token, "host": socket.gethostname(), "kernel": _kernel()}
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             json.dump(mine, file)
             return
