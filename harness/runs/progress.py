@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -14,11 +14,8 @@ from rich.text import Text
 
 from harness.cluster.rank import Progress
 from harness.errors import one_line
-from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, slowest_seconds
-from harness.runs.further_repeats import seconds_in, speedups
-from harness.suites.labels import NONE, at, counted, varying_paths
-from harness.suites.repeat_order import setting_of
+from harness.suites.labels import NONE, at, varying_paths
 from harness.suites.trial import Trial
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
@@ -28,7 +25,6 @@ class Display:
     """Progress of a sweep over ``trials`` into ``results``, of which those ``missing`` have to run.
 
     At least ``total`` trials are known to come, those of further sweeps among them (:meth:`further`).
-    ``role_of`` says what the suite's question compares a trial as.
     """
 
     def __init__(
@@ -39,15 +35,14 @@ class Display:
         results: Path,
         *,
         total: int = 0,
-        role_of: Callable[[Trial], str] = lambda _: "",
     ) -> None:
         self._console, self._done = console, len(trials) - len(missing)
-        self._asked, self._left = [*trials], [*missing]
+        self._asked = len(trials)
         self._trials = max(len(trials), total)
         self._axes = [
             path for path in varying_paths([trial.canonical() for trial in trials]) if path not in _ALWAYS
         ]
-        self._results, self._role_of, self._took = results, role_of, seconds_in(results)
+        self._results = results
         self._durations: list[float] = []  # of trials
         self._began = time.monotonic()
         self._trial: Trial | None = None
@@ -63,9 +58,8 @@ class Display:
 
     def further(self, trials: Sequence[Trial], missing: Sequence[Trial], why: str) -> None:
         """More trials follow, of which those ``missing`` have to run; says why they do, if any has."""
-        self._asked += trials
-        self._left += missing
-        self._trials = max(self._trials, len(self._asked))
+        self._asked += len(trials)
+        self._trials = max(self._trials, self._asked)
         self._done += len(trials) - len(missing)
         if missing:
             self._say(why)
@@ -109,7 +103,6 @@ class Display:
         self._done += 1
         seconds = time.monotonic() - self._began
         self._durations.append(seconds)
-        self._left = [trial for trial in self._left if trial.id != record.id]
         place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
             log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
@@ -127,29 +120,7 @@ class Display:
         eta = self._eta()
         left = "" if self._done == self._trials or not eta else f", {eta} left"
         self._say(f"{place} {name}: {end} ({seconds:.1f} s{left})")
-        if self._trial is not None and (found := self._found(self._trial)):
-            self._say(found)
         self._trial = None
-
-    def _found(self, trial: Trial) -> str:
-        """Speed-ups so far in a trial's setting, once all that it is compared with have run; else nothing."""
-        here = setting_of(trial, "repeat", "seed")
-        if any(setting_of(one) == setting_of(trial) for one in self._left):
-            return ""
-        cell = [one for one in self._asked if setting_of(one, "repeat", "seed") == here]
-        bases = [one for one in cell if self._role_of(one) == "baseline"]
-        base, found = speedups(cell, bases, self._took)
-        varied = [p for p in varying_paths([one.canonical() for one in cell]) if p not in {"seed", "repeat"}]
-
-        def name(one: Trial) -> str:
-            return " ".join(value for path in varied if (value := at(one.canonical(), path)) != NONE)
-
-        def pairs(ratio: Interval) -> str:
-            ends = f"{ratio.low:.2f} to {ratio.high:.2f}, " if ratio.known else ""
-            return f"{ratio.estimate:.2f} ({ends}{counted(ratio.n, 'pair')})"
-
-        words = [f"{name(one)} {pairs(ratio)}" for one, ratio in found]
-        return f"  speed-up over {name(base)} so far: {', '.join(words)}" if base and words else ""
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""

@@ -110,9 +110,7 @@ def run_sweep(
             )
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
-        display = stack.enter_context(
-            Display(console, trials, missing, results, total=total, role_of=suite.role_of)
-        )
+        display = stack.enter_context(Display(console, trials, missing, results, total=total))
         display.failed_before(failures)
         stack.enter_context(sweep.cluster)
         try:
