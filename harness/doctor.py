@@ -113,16 +113,8 @@ class Compared:
 
 _OWN: Final = ("address", "host")
 _FACTS: Final = (
-    "system",
-    "kernel",
-    "architecture",
-    "cpu",
-    "cores",
-    "memory_gib",
-    "shared_memory_gib",
-    "python",
-    "driver",
-)
+    "system", "kernel", "architecture", "cpu", "cores", "memory_gib", "shared_memory_gib", "python", "driver",
+)  # fmt: skip
 
 
 def compare(nodes: Sequence[Node]) -> list[Compared]:

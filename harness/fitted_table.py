@@ -1,8 +1,7 @@
 """Prints tables that fit the terminal, and says what it left out.
 
 A column that holds one value in all rows becomes a part of a line above the table.  Headings break at dots
-and spaces alone, into as few lines as fit.  Columns that do not fit even so are left out, the least important
-first, and named below.
+and spaces alone.  Columns that do not fit even so are left out, the least important first, and named below.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
-_MOST_LINES: Final = 6  # of a heading
 _WIDEST: Final = 40  # characters of a text's cell before it is folded
-_REDUNDANT: Final = 3
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -46,8 +43,6 @@ class Column:
         rank: importance; columns of rank 0 are never left out, those of the highest rank are first.
         always: whether it is a column even where it holds one value.
         whole: whether no cell is ever folded, since it is there to be copied.
-        axis: whether it says what was asked; one of those without which the rows are told apart as well is
-            left out as if it were of rank :data:`_REDUNDANT`.
     """
 
     name: str
@@ -58,7 +53,6 @@ class Column:
     rank: int = 0
     always: bool = False
     whole: bool = False
-    axis: bool = False
 
     @property
     def heading(self) -> str:
@@ -83,11 +77,9 @@ class Column:
         return f"{self.name} {self.cells[0]} {self.unit}".rstrip() + "".join(self.marks[:1])
 
 
-def text(
-    name: str, cells: Sequence[str], *, rank: int = 0, always: bool = False, axis: bool = False
-) -> Column:
+def text(name: str, cells: Sequence[str], *, rank: int = 0, always: bool = False) -> Column:
     """A column of words."""
-    return Column(name, cells, number=False, rank=rank, always=always, axis=axis)
+    return Column(name, cells, number=False, rank=rank, always=always)
 
 
 def sizes(
@@ -107,13 +99,13 @@ def show(columns: Sequence[Column], out: Console, *, whole: str) -> None:
     if same:
         say(f"The same in all rows: {'; '.join(column.same for column in same)}.", out)
     left_out: list[Column] = []
-    while (table := _fitting(shown, out)) is None:
-        ranks = [_rank(column, shown) for column in shown]
-        if not max(ranks):
+    while not _fits(table := _table(shown), out) and not _fits(table := _table(shown, broken=True), out):
+        last = max(range(len(shown)), key=lambda number: (shown[number].rank, number))
+        if not shown[last].rank:
+            table = _table(shown, broken=True, fold=True)
             break
-        last = max(range(len(shown)), key=lambda number: (ranks[number], number))
         left_out.insert(0, shown.pop(last))
-    out.print(table or _table(shown, _MOST_LINES, fold=True))
+    out.print(table)
     if left_out:
         names = ", ".join(column.name for column in left_out)
         count = f"{len(left_out)} column{'s' if len(left_out) > 1 else ''}"
@@ -125,27 +117,16 @@ def say(line: str, out: Console) -> None:
     out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 
 
-def _rank(column: Column, shown: Sequence[Column]) -> int:
-    """How soon a column is left out."""
-    if not column.axis or column.rank:
-        return column.rank
-    axes = [one.cells for one in shown if one.axis]
-    others = [one.cells for one in shown if one.axis and one is not column]
-    return _REDUNDANT if len(set(zip(*others, strict=True))) == len(set(zip(*axes, strict=True))) else 0
-
-
-def _fitting(columns: Sequence[Column], out: Console) -> Table | None:
-    """The table with headings of as few lines as let it fit; None if none does."""
-    tables = (_table(columns, lines) for lines in range(1, _MOST_LINES + 1))
+def _fits(table: Table, out: Console) -> bool:
     unbounded = out.options.update(width=10_000, max_width=10_000)
-    return next((one for one in tables if out.measure(one, options=unbounded).maximum <= out.width), None)
+    return out.measure(table, options=unbounded).maximum <= out.width
 
 
-def _table(columns: Sequence[Column], lines: int, *, fold: bool = False) -> Table:
+def _table(columns: Sequence[Column], *, broken: bool = False, fold: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
         table.add_column(
-            escape(broken(column.heading, lines)),
+            escape(re.sub(r"(?<=[.])(?! )| ", "\n", column.heading) if broken else column.heading),
             justify="right" if column.number else "left",
             no_wrap=column.whole or (column.number and not fold),
             min_width=max(map(len, column.cells), default=0) if column.whole else None,
@@ -155,21 +136,3 @@ def _table(columns: Sequence[Column], lines: int, *, fold: bool = False) -> Tabl
     for row in zip(*(column.marked for column in columns), strict=True):
         table.add_row(*map(escape, row))
     return table
-
-
-def broken(heading: str, lines: int) -> str:
-    """A heading broken after dots and at spaces, into at most so many lines where that is possible."""
-    parts = re.findall(r"[^. ]+[.]?[ ]?|[. ]", heading)
-    widest = max(map(len, parts), default=0)
-    tried = (_filled(parts, width) for width in range(widest, len(heading) + 1))
-    return "\n".join(next((one for one in tried if len(one) <= lines), _filled(parts, len(heading))))
-
-
-def _filled(parts: Sequence[str], width: int) -> list[str]:
-    """Parts put into lines of at most ``width`` characters."""
-    filled = [""]
-    for part in parts:
-        if filled[-1] and len((filled[-1] + part).rstrip()) > width:
-            filled.append("")
-        filled[-1] += part
-    return [line.rstrip() for line in filled]

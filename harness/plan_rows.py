@@ -19,7 +19,6 @@ from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
 from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
-from harness.suites.trial import Trial
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.machine import Machine
 from impl.plan.step_time import StepTime
@@ -72,17 +71,12 @@ def timed(found: Sequence[Forecast], machine: Machine) -> list[dict[str, Any]]:
     steps = [predict(one.trial, one.step, one.egress, machine) for one in found]
     base = {
         setting_of(one.trial): step.seconds
-        for one, step in sorted(zip(found, steps, strict=True), key=lambda pair: -_changes(pair[0].trial))
+        for one, step in sorted(zip(found, steps, strict=True), key=lambda pair: -len(pair[0].trial.changes))
         if step is not None and one.trial.strategy == BASELINE  # the one with the fewest changes comes last
     }
     return [
         _timed(one, step, base.get(setting_of(one.trial))) for one, step in zip(found, steps, strict=True)
     ]
-
-
-def _changes(trial: Trial) -> int:
-    """How many fields of its strategy's policy a trial changes."""
-    return len(trial.policy.model_dump(exclude_defaults=True))
 
 
 def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:

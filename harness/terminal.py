@@ -121,10 +121,7 @@ def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[s
     marks = [padded(one.padding) for one in rows]
     millions = [NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f}" for one in rows]
     columns = [
-        *(
-            text(path, [at(one, path) for one in trials], always=True, axis=True)
-            for path in varying or ["strategy"]
-        ),
+        *(text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]),
         Column("parameters", millions, "M", marks, rank=3),
         sizes("between nodes", [one.inter for one in rows], per="/step"),
         sizes("inside nodes", [one.intra for one in rows], per="/step", rank=4),
@@ -240,8 +237,8 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
 
     columns = [
         Column("id", [record.id for record in found], number=False, always=True, whole=True),
-        text("strategy", [in_words(trial.get("strategy")) for trial in trials], axis=True),
-        *(text(path, [at(trial, path) for trial in trials], axis=True) for path in varying),
+        text("strategy", [in_words(trial.get("strategy")) for trial in trials]),
+        *(text(path, [at(trial, path) for trial in trials]) for path in varying),
         text("repeat", [in_words(trial.get("repeat")) for trial in trials], rank=1),
         *several,
         numbers("step", (one.seconds for one in measured), ".4f", "s"),
@@ -261,57 +258,41 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
             out.print(escape(one_line(line)), soft_wrap=True)
 
 
-def _held(one: Record) -> list[tuple[str, Any]]:
-    """What the fullest rank's engine held and, for what is offloaded, copied in a step."""
-    parts = {part for rank in one.ranks for part in rank.memory.engine}
-    largest = {part: max(rank.memory.engine.get(part, 0) for rank in one.ranks) for part in sorted(parts)}
-    lines = [(f"memory, {part.replace('_', ' ')}", gib(size)) for part, size in largest.items() if size]
-    steps = sum(not step.warmup for step in one.ranks[0].steps) if one.ranks else 0
-    for name in sorted({name for rank in one.ranks for name in rank.memory.copied}):
-        most = max(rank.memory.copied.get(name, 0) for rank in one.ranks)
-        lines.append((f"copied {name.replace('_', ' ')}, a step", _size(most // steps) if steps else NONE))
-    return lines
+# Of a record, rows and long lists: --json has them.
+_ROWS: Final = {
+    "trial", "ran", "units", "findings", "ranks", "interfaces", "validations", "quantisation", "predicted",
+    "communication_errors", "first_gradients", "decoded_sha256", "machine_use", "earlier",
+}  # fmt: skip
 
 
 def record(one: Record, out: Console, folder: Path) -> None:
-    """Print one record of a results folder: what defines it, where it ran, what came out."""
+    """Print one record of a results folder: what defines it, where it ran, what came out.
+
+    Names are keys of the record (``results/README.md``), or of the suite.
+    """
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     found = summarise(one)
-
-    def number(value: float | None, form: str) -> str:
-        return NONE if value is None else format(value, form)
-
-    lines: list[tuple[str, Any]] = [
-        ("id", one.id),
-        ("suite", one.suite),
-        ("sweep", one.sweep),
-        ("started", one.started),
-        ("finished", one.finished),
-        *((path, at(one.trial, path)) for path, value in flatten(one.trial) if value is not None),
-        *((f"machine {name}", value) for name, value in one.machine.items()),
-        *((f"code {name}", value) for name, value in one.code.items()),
-        ("hash of machine and code", one.pool),
-        *((f"ran {name}", value) for name, value in one.ran.items()),
-        ("parameters", one.parameters),
-        ("padding of its units", f"{one.padding:.1%} of them" if one.units else NONE),
-        *((f"link {name}", value) for name, value in (one.link or ())),
-        ("median step, s", number(found.seconds, ".4f")),
-        ("exposed communication, s", number(found.exposed, ".4f")),
-        ("between nodes, a step", _size(found.sent) + _marks(one, found)),
-        ("achieved rate, Mbit/s", number(found.rate, ".4g")),
-        ("last loss", number(found.loss, ".4f")),
-        ("reference loss of step 1", one.reference_loss),
-        *_held(one),
-        (
-            "validations",
-            ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in one.validations if v.step >= LEAST_STEPS),
-        ),
-        ("ledger equals prediction", None if one.predicted is None else one.predicted.equal),
-        ("outcome", "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}"),
-    ]
-    for name, value in lines:
+    parts = sorted({part for rank in one.ranks for part in rank.memory.engine})
+    held = {part: max(rank.memory.engine.get(part, 0) for rank in one.ranks) for part in parts}
+    validations = [v for v in one.validations if v.step >= LEAST_STEPS]
+    lines: dict[str, Any] = {
+        **dict(flatten(one.model_dump(mode="json", exclude=_ROWS))),
+        **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
+        **{f"ran {name}": value for name, value in one.ran.items()},
+        "padding of its units": f"{one.padding:.1%} of them" if one.units else NONE,
+        "median step, s": found.seconds,
+        "exposed communication, s": found.exposed,
+        "between nodes, a step": _size(found.sent) + _marks(one, found),
+        "achieved rate, Mbit/s": found.rate,
+        "last loss": found.loss,
+        **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
+        "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
+        "ledger equals prediction": None if one.predicted is None else one.predicted.equal,
+        "outcome": "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}",
+    }
+    for name, value in lines.items():
         table.add_row(name, escape(in_words(value)))
     out.print(table)
     _say_interfaces([found], out)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from harness.cluster.link import Port, opened
 from harness.cluster.pacer import Pacer
@@ -16,11 +15,6 @@ from impl.plan.topology import Topology
 def groups(transport: str) -> bool:
     """Whether messages that wait for each other are one call there: over all but gloo."""
     return transport not in ("shm", "gloo", "staged")
-
-
-# Stages of a trial that measure errors, which first repeats alone have.
-ERRORS: Final = "measuring errors"
-GRID: Final = "trying codecs"
 
 
 @dataclass(frozen=True, slots=True)

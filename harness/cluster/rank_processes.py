@@ -46,17 +46,11 @@ Kind = Literal[
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
+# Hooks of an engine need torch._dynamo: 1.6 s a rank; the main module of a run imports harness.cli: 0.2 s.
 PRELOAD: Final = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.fsdp",
-    "torch.nn.parallel",
-    "torch._dynamo",  # which hooks of an engine need: 1.6 s a rank
-    "harness.cluster.rank_processes",
-    "harness.runs.rank_trial",
-    "harness.runs.sweep",
-    "harness.cli",  # which the main module of a run imports, and so each rank anew: 0.2 s a rank
-)
+    "torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo",
+    "harness.cluster.rank_processes", "harness.runs.rank_trial", "harness.runs.sweep", "harness.cli",
+)  # fmt: skip
 # Memory that was freed stays with the process, so that a step after the first ones has no page faults;
 # torch's huge pages, which lie in ever new places, would bring them back (docs/design/decisions.md).
 ALLOCATOR: Final = {
@@ -276,16 +270,14 @@ def _uninterrupted() -> Iterator[None]:
 @contextlib.contextmanager
 def _allocator() -> Iterator[None]:
     """Set :data:`ALLOCATOR` in the environment of the fork server, where glibc reads it once."""
-    before = {name: os.environ.get(name) for name in ALLOCATOR}
+    before = {**os.environ}
     os.environ.update(ALLOCATOR)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in ALLOCATOR.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def start_server() -> None:
@@ -344,11 +336,8 @@ def _watch(
         if deadline <= time.monotonic():
             _dump_stacks(ranks)
             waiting = ", ".join(str(w.rank) for w in ranks if w.end is None)
-            return (
-                "timeout",
-                f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log",
-                False,
-            )
+            words = f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log"
+            return "timeout", words, False
         _collect(ranks, left, on_progress)
         if any(watched.failed for watched in ranks):
             begun = time.monotonic()
@@ -402,7 +391,9 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     try:
         tails: dict[bytes, list[str]] = {}
         for rank in launch.ranks:
-            tails.setdefault(_tail(_log_of(scratch, rank)), []).append(str(rank))
+            log = _log_of(scratch, rank)
+            tail = log.read_bytes()[-_LOG_BYTES:] if log.exists() else b""
+            tails.setdefault(tail, []).append(str(rank))
         launch.log.parent.mkdir(parents=True, exist_ok=True)
         with launch.log.open("wb") as whole:
             for tail, ranks in tails.items():
@@ -410,15 +401,6 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     except OSError:
         return None
     return launch.log
-
-
-def _tail(log: Path) -> bytes:
-    """The last bytes of a log; nothing where there is none."""
-    if not log.exists():
-        return b""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-        return file.read()
 
 
 def _log_of(scratch: Path, rank: int) -> Path:

@@ -1,22 +1,26 @@
 """CPU usage over an interval: of this process, and of the whole machine.
 
-The machine's comes from ``/proc/stat``, usually in ticks of 10 ms, and is None where there is none.  Only
-the CPUs that this process may use are counted.
+The machine's is the kernel's, usually in ticks of 10 ms, and None where that does not count.  Only the CPUs
+that this process may use are counted.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from harness.measure.machine import cores
 
-STAT: Final = Path("/proc/stat")
 SCHEDULED: Final = Path("/proc/thread-self/schedstat")
-_COLUMNS: Final = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user and nice
+_COLUMNS: Final = {  # of psutil; guests are in user and nice
+    "user": ("user", "nice"), "system": ("system",), "interrupts": ("irq", "softirq"), "steal": ("steal",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +60,24 @@ def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]
     return {name: max(seconds - before[name], 0.0) for name, seconds in after.items()}
 
 
-def busy(stat: Path = STAT) -> dict[str, float] | None:
+def busy() -> dict[str, float] | None:
     """Read the CPU seconds since boot of all CPUs that this process may use; None where they are not counted.
 
     ``user`` are programs', niced ones too, ``system`` the kernel's on their behalf, ``interrupts`` its
     own for devices and the network, charged to no process, and ``steal`` what the hypervisor gave to others.
     """
     try:
-        lines = stat.read_text(encoding="ascii").splitlines()
-        tick = 1 / os.sysconf("SC_CLK_TCK")
-    except (OSError, UnicodeDecodeError, ValueError):
+        times = dict(enumerate(psutil.cpu_times(percpu=True)))
+    except (OSError, ValueError):
         return None
-    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    total = [0] * _COLUMNS
-    for line in lines:
-        name, *counts = line.split()
-        number = name.removeprefix("cpu")
-        if name == number or not number.isdecimal() or (ours is not None and int(number) not in ours):
-            continue
-        if len(counts) < _COLUMNS or not all(count.isdecimal() for count in counts[:_COLUMNS]):
-            return None
-        total = [sum(pair) for pair in zip(total, map(int, counts[:_COLUMNS]), strict=True)]
-    if not any(total):  # some sandboxes have the file, and zeros in it
+    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else times.keys()
+    found = [times[number] for number in ours if number in times]
+    if not any(map(any, found)) or not hasattr(found[0], "steal"):  # some sandboxes tell of zeros
         return None
-    user, nice, system, _, _, irq, softirq, steal = (count * tick for count in total)
-    return {"user": user + nice, "system": system, "interrupts": irq + softirq, "steal": steal}
+    return {
+        name: math.fsum(getattr(one, column) for one in found for column in columns)
+        for name, columns in _COLUMNS.items()
+    }
 
 
 class ThreadClock:

@@ -4,13 +4,10 @@ Every rank computes the gradient of its batches of the first step on the unshard
 ranks, by a plain fp32 all-reduce outside the wire, is what a single process has for all batches.  What the
 strategy reduced must be that mean within what its codecs promise together.
 
-A codec keeps an element within ``k a``, ``a`` the largest magnitude of its block
-(:func:`relative_bound`).  Let ``m`` be the mean over ranks and micro-batches of the largest magnitude in an
-element's window, which holds whole blocks of all codecs.  A hop encodes sums whose blocks are at most the sum
-of the ranks' largest, and adds ``k`` of it to the error; so after hops of bounds ``k1, k2, ...`` the mean is
-within ``((1 + k1)(1 + k2)... - 1) m``.  A ring encodes P - 1 times; a mean that is gathered between groups,
-once more.  A sum of n in fp16 is off by ``(1 + 2^-11)^n - 1`` of itself and :attr:`Layout.floor`.  To that
-comes what two computations of one gradient differ by: :data:`ROUNDING` of ``m``.
+The bound is derived in ``docs/reference/metrics.md``: ``k`` of a codec (:func:`relative_bound`), and ``m``,
+the mean over ranks and micro-batches of the largest magnitude in an element's window, which holds whole
+blocks of all codecs, since a hop encodes sums whose blocks are at most the sum of the ranks' largest.
+A sum of n in fp16 is off by ``(1 + 2^-11)^n - 1`` of itself and :attr:`Layout.floor`.
 
 Of large units windows are drawn, the same on all ranks, :data:`SAMPLED` elements of each unit.
 """

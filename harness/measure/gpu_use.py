@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,18 +31,6 @@ _REASONS: Final = {
 }
 
 
-@dataclass(slots=True)
-class _Reading:
-    """One sample of a GPU; None where the GPU does not report it."""
-
-    at: float  # time.monotonic()
-    watts: float | None
-    utilisation: float | None
-    clock: float | None
-    reasons: int
-    others: int
-
-
 class _Gpu:
     """One GPU, through ``nvml``, the library's module."""
 
@@ -51,7 +40,7 @@ class _Gpu:
         self.index = nvml.nvmlDeviceGetIndex(self._handle)
         name = self._ask("nvmlDeviceGetName") or ""
         self.name = name.decode() if isinstance(name, bytes) else name
-        self.readings: list[_Reading] = []
+        self._read: dict[str, list[Any]] = defaultdict(list)  # by what was read, where the GPU reports it
         self._energy = self._ask("nvmlDeviceGetTotalEnergyConsumption")
 
     def _ask(self, function: str, *arguments: Any) -> Any:
@@ -63,41 +52,37 @@ class _Gpu:
 
     def read(self) -> None:
         """Take a sample."""
-        power, rates = self._ask("nvmlDeviceGetPowerUsage"), self._ask("nvmlDeviceGetUtilizationRates")
-        processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or []
+        if (power := self._ask("nvmlDeviceGetPowerUsage")) is not None:
+            self._read["watts"].append((time.monotonic(), power / 1e3))
+        if (rates := self._ask("nvmlDeviceGetUtilizationRates")) is not None:
+            self._read["utilisation"].append(rates.gpu / 100)
+        clock = self._ask("nvmlDeviceGetClockInfo", getattr(self._nvml, "NVML_CLOCK_SM", 1))
+        if clock is not None:
+            self._read["clock"].append(clock)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-        self.readings.append(
-            _Reading(
-                at=time.monotonic(),
-                watts=None if power is None else power / 1e3,
-                utilisation=None if rates is None else rates.gpu / 100,
-                clock=self._ask("nvmlDeviceGetClockInfo", getattr(self._nvml, "NVML_CLOCK_SM", 1)),
-                reasons=reasons,
-                others=_of_others([process.pid for process in processes]),
-            )
-        )
+        self._read["reasons"].append(reasons)
+        processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or []
+        self._read["others"].append(_of_others([process.pid for process in processes]))
 
     def use(self) -> GpuUse:
         """All samples together."""
-        energy, readings = self._ask("nvmlDeviceGetTotalEnergyConsumption"), self.readings
-        powers = [(one.at, one.watts) for one in readings if one.watts is not None]
+        energy, read = self._ask("nvmlDeviceGetTotalEnergyConsumption"), self._read
         throttled = {
-            reason: _mean([float(bool(one.reasons & bit)) for one in readings])
-            for bit, reason in _REASONS.items()
+            reason: _mean([bool(one & bit) for one in read["reasons"]]) for bit, reason in _REASONS.items()
         }
         return GpuUse(
             index=self.index,
             name=self.name,
-            samples=len(readings),
+            samples=len(read["others"]),
             joules=None if None in (energy, self._energy) else (energy - self._energy) / 1e3,
-            sampled_joules=integral(powers),
-            watts=_mean([watts for _, watts in powers]),
-            utilisation=_mean([one.utilisation for one in readings if one.utilisation is not None]),
-            clock_mhz=_mean([one.clock for one in readings if one.clock is not None]),
+            sampled_joules=integral(read["watts"]),
+            watts=_mean([watts for _, watts in read["watts"]]),
+            utilisation=_mean(read["utilisation"]),
+            clock_mhz=_mean(read["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
-            others=max((one.others for one in readings), default=0),
+            others=max(read["others"], default=0),
         )
 
 

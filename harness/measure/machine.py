@@ -62,12 +62,12 @@ def code() -> dict[str, Any]:
 
     ``commit`` and ``dirty`` are None outside a git checkout; ``source`` and ``kernels`` are always there.
     """
-    commit = _git("rev-parse", "HEAD")
-    status = _git("status", "--porcelain", "--untracked-files=no")
+    commit = git(ROOT, "rev-parse", "HEAD")
+    status = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     return {
         "version": _version("zeropp-bench"),
-        "commit": commit,
-        "dirty": None if status is None else bool(status),
+        "commit": None if commit is None else commit.decode().strip(),
+        "dirty": None if status is None else bool(status.strip()),
         "source": source_digest(),
         "kernels": build.identity(),
     }
@@ -151,17 +151,18 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _git(*arguments: str) -> str | None:
-    """Standard output of git in the checkout; None if there is no git or no checkout."""
-    if not (ROOT / ".git").exists():
+def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
+    """Output of git in a checkout; None without one, or if it ends with neither 0 nor ``differs``."""
+    if not (root / ".git").exists():
         return None
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20, check=True
+            ["git", *arguments], cwd=root, env=environment, capture_output=True, timeout=20, check=False
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout if done.returncode in (0, differs) else None
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str | None]:

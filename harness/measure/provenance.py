@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -106,8 +105,6 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
     """How the checkout differs from its commit, new sources included; None if it does not, or is none."""
-    if not (root / ".git").exists():
-        return None
     patch = b"".join(_patches(root))
     if not patch:
         return None
@@ -122,24 +119,10 @@ def changes(root: Path = machine.ROOT) -> Changes | None:
 
 def _patches(root: Path) -> Iterator[bytes]:
     """The changes of tracked files, then each new source file that git does not ignore."""
-    yield _git(root, *_DIFF, "HEAD") or b""
-    listed = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES) or b""
+    yield machine.git(root, *_DIFF, "HEAD") or b""
+    listed = (
+        machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES) or b""
+    )
     for name in sorted(os.fsdecode(part) for part in listed.split(b"\0") if part):
         if Path(name).suffix in machine.SOURCE_SUFFIXES:
-            yield _git(root, *_DIFF, "--no-index", "--", "/dev/null", name, differs=1) or b""
-
-
-def _git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
-    """Standard output of git in a checkout; None if it ends neither with 0 nor with ``differs``."""
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=root,
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-            capture_output=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode in (0, differs) else None
+            yield machine.git(root, *_DIFF, "--no-index", "--", "/dev/null", name, differs=1) or b""

@@ -43,16 +43,10 @@ class _Part(BaseModel):
 
 
 class LedgerRow(_Part):
-    """Bytes that one rank sent to others over the timed steps, by purpose and link.
+    """Payload that one rank sent to others over the timed steps; a message is one per destination.
 
-    Attributes:
-        phase: what the rank was doing: forward, backward, evaluate (also to decode a token), step
-            (optimizer and norms).
-        purpose: ``weights``, ``gradients`` or ``control``.
-        unit: its name; empty for control messages.
-        hop: name of the axis.
-        bytes: of payload.
-        messages: one per destination.
+    Tokens are decoded in phase ``evaluate``; the purpose is ``weights``, ``gradients`` or ``control``, which
+    has no unit; ``hop`` is the axis.
     """
 
     phase: Phase
@@ -117,11 +111,8 @@ class Token(_Part):
 class Validation(_Part):
     """Loss on the fixed validation split after ``step`` optimizer steps, warm-ups included.
 
-    Attributes:
-        loss: mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image.
-        train_seconds: wall-clock, of all steps so far.
-        inter_bytes: that all ranks had sent between nodes in training so far (ledger, or the interfaces
-            where there is no ledger).
+    The mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image; with seconds
+    and bytes between nodes of training so far.
     """
 
     step: int
@@ -149,12 +140,7 @@ class Alone(_Part):
     """Computation by itself on one rank, while all ranks compute and send nothing.
 
     One micro-batch forward and backward of the unsharded model, and the optimizer's step of a rank's share of
-    its parameters.
-
-    Attributes:
-        when: before or after the timed steps.
-        cpu_seconds: of all threads in forward and backward.
-        optimizer_cpu_seconds: the same in the optimizer's step.
+    its parameters; ``cpu_seconds`` are of all threads, in forward and backward.
     """
 
     when: Literal["before", "after"]
@@ -181,12 +167,9 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """The reduced gradient of one unit before a step beside a single process's.
+    """The reduced gradient of one unit before a step (0: training) beside a single process's.
 
-    Attributes:
-        elements: that were compared, on all ranks.
-        share: the largest ``|found - expected| / allowed``; the trial is wrong above 1.
-        step: 0 is before training.
+    ``share`` is the largest ``|found - expected| / allowed``; the trial is wrong above 1.
     """
 
     unit: str
@@ -220,16 +203,9 @@ class CommunicationError(_Part):
     mean of this step's gradients squared.  Of weights: of (gathered - master)^2 and of masters squared.
     Both sums are None where the values overflowed.
 
-    Attributes:
-        step: index of the optimizer step, warm-ups included, just before which it was measured.
-        purpose: ``secondary`` are weights that were gathered of hpZ's copy.
-        unit: its name; empty for all units together.
-        hop: 0 first; a ring has one a step; None for end to end, and for weights.
-        axis: along which the hop goes; empty end to end.
-        codec: of the hop's frames, or of weights; empty for gradients end to end.
-        repeated: reductions of the same gradients of whose sum this is the error; more than 1 of policies
-            whose error in one step is another in the next: with error feedback, or random rounding.
-        cosine: mean over pairs of ranks of the cosine between their gradients; end to end of gradients alone.
+    ``secondary`` are weights gathered of hpZ's copy; a ring has a hop a step, and weights have none.  Of more
+    reductions than one, ``repeated``, are errors that differ from step to step: with error feedback, or
+    random rounding.  ``cosine`` is the mean over pairs of ranks, end to end of gradients alone.
     """
 
     step: int
@@ -264,12 +240,7 @@ class ChosenCodec(_Part):
 class LinkRecord(_Part):
     """The link between nodes; rates in Mbit/s per node and direction, None is unshaped.
 
-    Attributes:
-        kind: namespaces, paced, none, real (a network that exists), or shaped (one whose hosts' interfaces
-            had a queue).
-        calibrated_mbit: achieved before the sweep with messages of ``message_bytes``, by repetition.
-        probed_mbit: achieved right after the trial.
-        details: burst, queue, MTU and the like.
+    Calibrated before the sweep with messages of ``message_bytes``, probed right after the trial.
     """
 
     kind: str
@@ -304,11 +275,8 @@ class ProcessorUse(_Part):
 class Foreseen(_Part):
     """A step as it was predicted before the trial ran (:mod:`impl.plan.step_time`), in seconds.
 
-    Attributes:
-        machine: name of the calibration.
-        calibrated: whether model and batch lie where it was measured.
-        seconds: of the step; ``compute`` and ``wire`` are its parts, which overlap.
-        spread: relative standard deviation of the calibration's own steps around their predictions.
+    ``compute`` and ``wire`` overlap; ``spread`` is the relative standard deviation of the calibration's own
+    steps around their predictions.
     """
 
     machine: str
@@ -326,26 +294,13 @@ class Predicted(_Part):
     equal: bool
 
 
-PASSING: Final = (
-    "interrupted",
-    "refused",
-    "link",
-    "killed",
-    "disk",
-    "lost",
-)  # failures that may not come again
+PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  # that may not come again
 
 
 class Failure(_Part):
-    """Why a trial has no result.
+    """Why a trial has no result; ``docs/guide/cluster.md`` says what the kinds are.
 
-    Attributes:
-        kind: refused, link (it cannot be had as asked), crashed (a rank raised or faulted), killed (by a
-            signal from outside, the kernel's for want of memory too), timeout, memory (a rank's allocation;
-            also a trial over its memory limit, which was not run), disk (it is full), lost (a node),
-            interrupted, or wrong: it ran, and a check of its results failed.
-        by: the peer's library that, as was known before, is not here or cannot do what was asked; else None.
-        tail: the last lines of its log.
+    ``by`` is the peer's library that, as was known before, is not here or cannot do what was asked.
     """
 
     kind: str
@@ -365,22 +320,8 @@ class Failed(_Part):
 class Record(_Part):
     """Record of one trial: its definition, its machine, its measurements.
 
-    Attributes:
-        trial: the trial's canonical JSON; its hash is ``id``.
-        pool: hash of the facts that must agree before two records are pooled.
-        sweep: which of the suite's sweeps it belongs to; no part of the trial, whose repeat differs too.
-        role: what the suite's question compares it as; no part of the trial.
-        answer: the quantity that the suite names as its answer; empty leaves it to the axes.
-        margin: steps of training that the suite lets losses differ by; 0 leaves it to the report.
-        units: name, elements, padded elements of each unit.
-        earlier: failed attempts of the same run, in order.
-        run: hash of what all trials of its run had in common (:mod:`harness.records.run_record`); None in
-            older records.
-        machine_use: of each node, over the timed steps; empty in older records.
-        processor_use: of the machine on which all ranks ran; None if they may run on several, if the
-            system does not report it, and in older records.
-        entry: number of the line of its folder's journal that tells of it; None in older records.
-        digest: of all that the file holds beside it (:func:`digest_of`); None in older records.
+    Its ``id`` is the hash of ``trial``, of which ``sweep``, ``role``, ``answer`` and ``margin``, which the
+    suite says, are no part.  What has a default may be absent in older records.
     """
 
     schema_version: int = SCHEMA_VERSION

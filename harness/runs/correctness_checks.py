@@ -14,13 +14,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import torch
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
 from torch import Tensor, nn
 
-from harness.cluster.rank import ERRORS, GRID, Progress, Rank
+from harness.cluster.rank import Progress, Rank
 from harness.measure import communication_error, quantisation_error
 from harness.measure.communication_error import Found, Place, Sums
 from harness.measure.first_gradient import (
@@ -66,17 +65,6 @@ class TrialError(RuntimeError):
     """A trial ran, but a check of its results failed; the message names the numbers."""
 
 
-def _as_pairs(key: Any, value: Any) -> tuple[PlainSerializer, PlainValidator]:
-    """How pydantic writes a dictionary whose keys are not text, and reads it: as a list of pairs."""
-    pairs: TypeAdapter[list[tuple[Any, Any]]] = TypeAdapter(list[tuple[key, value]])
-    return (
-        PlainSerializer(lambda found: pairs.dump_python(list(found.items()), mode="json")),
-        PlainValidator(
-            lambda found: found if isinstance(found, dict) else dict(pairs.validate_python(found))
-        ),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
     """Mean losses of one rank's batches of one step, in evaluation mode.
@@ -112,8 +100,8 @@ class Compared:
     first_loss: ComparedLoss
     later_losses: list[ComparedLoss] = field(default_factory=list)
     gradient_errors: list[GradientError] = field(default_factory=list)
-    communicated: Annotated[Found, *_as_pairs(Place, Sums)] = field(default_factory=dict)
-    errors: Annotated[dict[Key, Squares], *_as_pairs(Key, Squares)] = field(default_factory=dict)
+    communicated: list[tuple[Place, Sums]] = field(default_factory=list)
+    errors: list[tuple[Key, Squares]] = field(default_factory=list)
 
 
 def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +124,7 @@ def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]
                 check_gradient(number, error)
     first_gradients = checks_of([rank.gradient_errors for rank in ranks])
     reference = math.fsum(loss.reference for loss in losses) / len(losses)
-    errors, sent = [rank.errors for rank in ranks], [rank.communicated for rank in ranks]
+    errors, sent = [dict(rank.errors) for rank in ranks], [dict(rank.communicated) for rank in ranks]
     communicated = communication_error.errors_of(sent)
     if communicated and not control:
         policy = Trial.from_canonical(trial).resolved_policy() or Policy()
@@ -253,10 +241,10 @@ class Comparison:
 
         They leave no trace but these: the next step, and the ledger, are as without them.
         """
-        self.rank.report(Progress(ERRORS, self.steps.index(index) + 1, len(self.steps)))
+        self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, device = self.trial.resolved_policy(), next(strategy.model.parameters()).device
         differ = policy is not None and communication_error.outcomes_differ(policy)
-        found = self.compared.communicated
+        found: Found = {}
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             observed = communication_error.Observed()
             random = torch.random.fork_rng([device] if device.type == "cuda" else [])
@@ -267,6 +255,7 @@ class Comparison:
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
+        self.compared.communicated += found.items()
         if index and strategy.zero is not None:
             self._beside_one_process(index, strategy, strategy.zero, checks)
 
@@ -307,9 +296,9 @@ class Comparison:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
         if strategy.zero is None or not self.measures:
             return
-        self.rank.report(Progress(GRID))
+        self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
-        self.compared.errors = quantisation_error.measure(strategy.zero)
+        self.compared.errors = [*quantisation_error.measure(strategy.zero).items()]
 
 
 def single_process(

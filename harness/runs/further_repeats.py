@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.records.confidence_intervals import FEWEST, Interval, paired_ratio_interval
+from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.suites.repeat_order import BASELINE, BEYOND, compared, contender_of, interleaved
 from harness.suites.suite import Suite
@@ -105,33 +105,7 @@ def enough(halves: Sequence[float], within: float) -> bool:
 
 def _baseline(there: Sequence[Trial]) -> Trial:
     """Of the baselines of a cell, the one with the fewest changes of its policy."""
-    return min(there, key=lambda trial: len(trial.policy.model_dump(exclude_defaults=True)))
-
-
-def speedups(
-    cell: Sequence[Trial], bases: Sequence[Trial], seconds: Callable[[Trial], float | None]
-) -> tuple[Trial | None, list[tuple[Trial, Interval]]]:
-    """The baseline of a cell, and what each other contender of it gains over that, by the records so far.
-
-    Args:
-        cell: trials that differ in contender, seed and repeat.
-        bases: those of them that the suite compares others with; none leaves it to the cell's ZeRO-3.
-        seconds: what a trial that ran took, None without a result.
-    """
-    there = bases or [trial for trial in cell if trial.strategy == BASELINE]
-    if not there:
-        return None, []
-    base, took, first = _baseline(there), defaultdict[str, _Took](dict), dict[str, Trial]()
-    for trial in cell:
-        first.setdefault(contender_of(trial), trial)
-        if (found := seconds(trial)) is not None:
-            took[contender_of(trial)][trial.seed, trial.repeat] = found
-    of_base = took.pop(contender_of(base), {})
-    return base, [
-        (first[name], paired_ratio_interval(of_base, ours))
-        for name, ours in took.items()
-        if of_base.keys() & ours.keys()
-    ]
+    return min(there, key=lambda trial: len(trial.changes))
 
 
 def _half_widths(base: _Took, ours: _Took, done: range) -> list[float]:

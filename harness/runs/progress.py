@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -12,13 +12,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from harness.cluster.rank import ERRORS, GRID, Progress
+from harness.cluster.rank import Progress
 from harness.errors import one_line
-from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, slowest_seconds
-from harness.runs.further_repeats import seconds_in, speedups
-from harness.suites.labels import NONE, at, counted, varying_paths
-from harness.suites.repeat_order import setting_of
+from harness.suites.labels import NONE, at, varying_paths
 from harness.suites.trial import Trial
 
 _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluster.rate")
@@ -28,7 +25,6 @@ class Display:
     """Progress of a sweep over ``trials`` into ``results``, of which those ``missing`` have to run.
 
     At least ``total`` trials are known to come, those of further sweeps among them (:meth:`further`).
-    ``role_of`` says what the suite's question compares a trial as.
     """
 
     def __init__(
@@ -39,19 +35,16 @@ class Display:
         results: Path,
         *,
         total: int = 0,
-        role_of: Callable[[Trial], str] = lambda _: "",
     ) -> None:
         self._console, self._done = console, len(trials) - len(missing)
-        self._asked, self._left = [*trials], [*missing]
+        self._asked = len(trials)
         self._trials = max(len(trials), total)
         self._axes = [
             path for path in varying_paths([trial.canonical() for trial in trials]) if path not in _ALWAYS
         ]
-        self._results, self._role_of, self._took = results, role_of, seconds_in(results)
-        self._durations: list[float] = []  # of trials, without measuring errors
-        self._apart: list[float] = []  # seconds in which those that measure errors did so
-        self._began = self._reported = time.monotonic()
-        self._measuring = 0.0
+        self._results = results
+        self._durations: list[float] = []  # of trials
+        self._began = time.monotonic()
         self._trial: Trial | None = None
         self._progress = Progress("set-up")
         self._live: Live | None = None
@@ -65,9 +58,8 @@ class Display:
 
     def further(self, trials: Sequence[Trial], missing: Sequence[Trial], why: str) -> None:
         """More trials follow, of which those ``missing`` have to run; says why they do, if any has."""
-        self._asked += trials
-        self._left += missing
-        self._trials = max(self._trials, len(self._asked))
+        self._asked += len(trials)
+        self._trials = max(self._trials, self._asked)
         self._done += len(trials) - len(missing)
         if missing:
             self._say(why)
@@ -96,14 +88,12 @@ class Display:
 
     def began(self, trial: Trial) -> None:
         """A trial begins."""
-        self._trial, self._progress, self._measuring = trial, Progress("set-up"), 0.0
-        self._began = self._reported = time.monotonic()
+        self._trial, self._progress = trial, Progress("set-up")
+        self._began = time.monotonic()
 
     def progress(self, progress: Progress) -> None:
         """The trial under way got this far; what it says is printed once, whatever trial says it again."""
-        now = time.monotonic()
-        self._measuring += now - self._reported if self._progress.stage in {ERRORS, GRID} else 0.0
-        self._progress, self._reported = progress, now
+        self._progress = progress
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
             self._say(progress.text)
@@ -111,13 +101,8 @@ class Display:
     def finished(self, record: Record) -> None:
         """Print the outcome of the current trial from its record."""
         self._done += 1
-        now = time.monotonic()
-        self._measuring += now - self._reported if self._progress.stage in {ERRORS, GRID} else 0.0
-        seconds = now - self._began
-        self._durations.append(seconds - self._measuring)
-        if self._measuring:
-            self._apart.append(self._measuring)
-        self._left = [trial for trial in self._left if trial.id != record.id]
+        seconds = time.monotonic() - self._began
+        self._durations.append(seconds)
         place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
             log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
@@ -135,29 +120,7 @@ class Display:
         eta = self._eta()
         left = "" if self._done == self._trials or not eta else f", {eta} left"
         self._say(f"{place} {name}: {end} ({seconds:.1f} s{left})")
-        if self._trial is not None and (found := self._found(self._trial)):
-            self._say(found)
         self._trial = None
-
-    def _found(self, trial: Trial) -> str:
-        """Speed-ups so far in a trial's setting, once all that it is compared with have run; else nothing."""
-        here = setting_of(trial, "repeat", "seed")
-        if any(setting_of(one) == setting_of(trial) for one in self._left):
-            return ""
-        cell = [one for one in self._asked if setting_of(one, "repeat", "seed") == here]
-        bases = [one for one in cell if self._role_of(one) == "baseline"]
-        base, found = speedups(cell, bases, self._took)
-        varied = [p for p in varying_paths([one.canonical() for one in cell]) if p not in {"seed", "repeat"}]
-
-        def name(one: Trial) -> str:
-            return " ".join(value for path in varied if (value := at(one.canonical(), path)) != NONE)
-
-        def pairs(ratio: Interval) -> str:
-            ends = f"{ratio.low:.2f} to {ratio.high:.2f}, " if ratio.known else ""
-            return f"{ratio.estimate:.2f} ({ends}{counted(ratio.n, 'pair')})"
-
-        words = [f"{name(one)} {pairs(ratio)}" for one, ratio in found]
-        return f"  speed-up over {name(base)} so far: {', '.join(words)}" if base and words else ""
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
@@ -180,16 +143,10 @@ class Display:
         return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
 
     def _eta(self) -> str:
-        """Time left, by the trials but the first, which starts up for all; empty until the second ends.
-
-        What measuring errors takes is counted for those trials alone that do.
-        """
+        """Time left, by the trials but the first, which starts up for all; empty until the second ends."""
         if len(self._durations) < 2:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
-        if self._apart:
-            measuring = sum(trial.measure_quantisation and trial.repeat == 0 for trial in self._left)
-            seconds += statistics.fmean(self._apart) * measuring
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
     def _line(self) -> Text:

@@ -1,6 +1,6 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-What a trial needs to be known of it is decided before any runs (:class:`_Known`); then it goes one way:
+What needs to be known of a trial is decided before any runs; then it goes one way:
 its ranks run on the cluster, their outcomes are merged, and the record is written.  A failed trial is
 recorded and the sweep goes on; Ctrl-C ends it, and the current trial is recorded as interrupted, to be run
 again next time.
@@ -20,7 +20,7 @@ from rich.console import Console
 from harness.cluster.node_supervisors import Nodes
 from harness.measure import machine, provenance
 from harness.records import journal, run_record
-from harness.records.record import Failed, Failure, Foreseen, Record, path_of, read, write
+from harness.records.record import Failed, Foreseen, Record, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
@@ -42,7 +42,6 @@ from harness.suites.on_failure import SKIP, Answer
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
-from impl.deepspeed.recipe import Finding
 from impl.plan.machine import Machine
 
 
@@ -101,16 +100,14 @@ def run_sweep(
         sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, on)
         if (other := stack.enter_context(sharing_machine())) is not None:
             console.print(
-                f"another zeropp run (process {other}) is under way on this machine: each disturbs the times "
-                "that the other measures",
+                f"another zeropp run (process {other}) is under way on this machine: each disturbs what the other "
+                "measures",
                 soft_wrap=True,
                 highlight=False,
             )
         batch: Batch | None = (first := Batch(0, tuple(trials)))
         missing, failures = _missing(sweep, first, counts)
-        display = stack.enter_context(
-            Display(console, trials, missing, results, total=total, role_of=suite.role_of)
-        )
+        display = stack.enter_context(Display(console, trials, missing, results, total=total))
         display.failed_before(failures)
         stack.enter_context(sweep.cluster)
         try:
@@ -204,27 +201,6 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     return record if record.settled and same else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What a record says of a trial that has not run.
-
-    Attributes:
-        order: in which it was asked for.
-        role: what the suite's question compares it as.
-        failure: why it is not run; None if it is.
-        parameters: of its model, where it is not run.
-        foreseen: its step, where a machine is known.
-    """
-
-    order: int
-    role: str
-    inputs: dict[str, str]
-    findings: list[Finding]
-    failure: Failure | None
-    parameters: int
-    foreseen: Foreseen | None
-
-
 @dataclass(slots=True)
 class _Sweep:
     """State of a sweep between trials: what is known of them, and facts about the machine."""
@@ -236,7 +212,7 @@ class _Sweep:
     on: Machine | None
     number: int = 0
     _orders: dict[str, int] = field(default_factory=dict)
-    _known: dict[str, _Known] = field(default_factory=dict)
+    _known: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of records before trials run
     _run: str | None = None
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
@@ -265,11 +241,15 @@ class _Sweep:
         steps = self._foreseen(missing)
         for trial in missing:
             failure, parameters = failures.get(trial.id, (None, 0))
-            order, role = self._orders[trial.id], self.suite.role_of(trial)
-            found = list(findings(trial, models))
-            self._known[trial.id] = _Known(
-                order, role, digests(trial), found, failure, parameters, steps.get(trial.id)
-            )
+            self._known[trial.id] = {
+                "order": self._orders[trial.id],
+                "role": self.suite.role_of(trial),
+                "inputs": digests(trial),
+                "findings": list(findings(trial, models)),
+                "failure": failure,
+                "parameters": parameters,
+                "foreseen": steps.get(trial.id),
+            }
 
     def _text(self) -> SuiteText | None:
         """The suite's file, for the file of the run; None if it has none."""
@@ -310,27 +290,21 @@ class _Sweep:
 
     def _record(self, trial: Trial) -> Record:
         """The record of a trial as far as it is known without running it."""
-        now, known = _now(), self._known[trial.id]
+        now = _now()
         return Record(
             id=trial.id,
             suite=self.suite.name,
             question=self.suite.question,
-            role=known.role,
             answer=self.suite.answer,
             margin=self.suite.margin,
             trial=trial.canonical(),
             started=now,
             finished=now,
-            order=known.order,
             sweep=self.number,
             machine=self._machine,
             code=self._code,
-            inputs=known.inputs,
             pool=self.pool,
-            findings=known.findings,
-            failure=known.failure,
-            parameters=known.parameters,
-            foreseen=known.foreseen,
+            **self._known[trial.id],
             run=self._run,
         )
 

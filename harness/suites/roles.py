@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Final
 
+from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
-
-_OF_CONTENDERS: Final = {"strategy", "policy", "peer", "deepspeed_config", "control"}
 
 
 def roles(trials: Sequence[Trial], base: Sequence[bool], against: Sequence[bool]) -> dict[str, str]:
@@ -22,8 +19,7 @@ def roles(trials: Sequence[Trial], base: Sequence[bool], against: Sequence[bool]
     if not any(against):
         raise ValueError("every trial is the baseline; expected two groups")
     bases = {trial.id: trial for trial, hit in zip(trials, base, strict=True) if hit}
-    cells = {json.dumps(one.model_dump(mode="json", exclude=_OF_CONTENDERS)) for one in bases.values()}
-    if len(cells) < len(bases):
+    if len({setting_of(one) for one in bases.values()}) < len(bases):
         raise ValueError("matches several contenders of one cell; expected one")
     others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
     return others | dict.fromkeys(bases, "baseline")

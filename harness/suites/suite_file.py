@@ -90,8 +90,7 @@ class _Setting:
 
 
 _Settings = dict[str, _Setting]  # by dotted path
-_LeftOut = dict[tuple[str, str], tuple[dict[str, None], dict[str, dict[str, None]]]]
-"""Fields that are left out: by path and table, the values, and by reason the strategies."""
+_LeftOut = list[tuple[str, _Setting, str, str]]  # path, setting, why, strategy
 
 
 def load(path: Path) -> Suite:
@@ -171,7 +170,7 @@ class _Expansion:
         if not cells:
             self._refuse("[[exclude]] leaves no trial")
         trials = self._checked(cells, check_recipe)
-        left_out: _LeftOut = {}
+        left_out: _LeftOut = []
         for settings, trial in zip(cells, trials, strict=True):
             self._note_peer(settings, trial, left_out)
         asked = [self._told(settings) for settings in cells]
@@ -368,7 +367,7 @@ class _Expansion:
             _, _, name = path.partition("policy.")
             able = trial.host is None or carries(trial.host, name)
             why = "it would make another strategy of" if able else "it cannot be carried out in"
-            _note(left_out, settings, path, trial, why)
+            left_out.append((path, settings[path], why, trial.strategy))
         return {path: setting for path, setting in settings.items() if path not in foreign}
 
     @staticmethod
@@ -376,7 +375,7 @@ class _Expansion:
         """Note the axes of policies on which a peer stands: it has none."""
         for path, setting in settings.items():
             if trial.strategy in PEERS and path.startswith("policy.") and setting.table == "[matrix]":
-                _note(left_out, settings, path, trial, "there is no policy in")
+                left_out.append((path, setting, "there is no policy in", trial.strategy))
 
     def _told(self, settings: _Settings) -> str:
         """A cell by what the axes say of it."""
@@ -477,20 +476,17 @@ def _complaint(check: Callable[[Trial], None], trial: Trial) -> str | None:
     return None
 
 
-def _note(left_out: _LeftOut, settings: _Settings, path: str, trial: Trial, why: str) -> None:
-    """Note that a field is left out of a trial's strategy."""
-    setting = settings[path]
-    values, strategies = left_out.setdefault((path, setting.table), ({}, {}))
-    values[_text(setting.value)] = None
-    strategies.setdefault(why, {})[trial.strategy] = None
-
-
 def _left_out_in_words(left_out: _LeftOut) -> Iterator[str]:
     """One line for each field and table."""
-    for (path, table), (values, strategies) in left_out.items():
-        names = ", ".join(dict.fromkeys(name for named in strategies.values() for name in named))
-        reasons = "; ".join(f"{why} {', '.join(named)}" for why, named in strategies.items())
-        yield f"{path} ({', '.join(values)} of {table}) is left out of {names}: {reasons}"
+    for path, table in dict.fromkeys((path, setting.table) for path, setting, *_ in left_out):
+        same = [one for one in left_out if (one[0], one[1].table) == (path, table)]
+        values = ", ".join(dict.fromkeys(_text(setting.value) for _, setting, *_ in same))
+        whose: dict[str, dict[str, None]] = {}
+        for *_, why, strategy in same:
+            whose.setdefault(why, {})[strategy] = None
+        names = ", ".join(dict.fromkeys(itertools.chain.from_iterable(whose.values())))
+        reasons = "; ".join(f"{why} {', '.join(named)}" for why, named in whose.items())
+        yield f"{path} ({values} of {table}) is left out of {names}: {reasons}"
 
 
 def _foreign(trial: Trial) -> Iterator[str]:
@@ -499,7 +495,7 @@ def _foreign(trial: Trial) -> Iterator[str]:
     if base is None:
         return
     if trial.host is not None:
-        yield from (f"policy.{name}" for name in _changes(trial) if not carries(trial.host, name))
+        yield from (f"policy.{name}" for name in trial.changes if not carries(trial.host, name))
     for path, ours, asked in (
         ("policy.weights", (base.weights,), changes.weights),
         ("policy.gradients", base.gradients, changes.gradients),
@@ -537,7 +533,7 @@ def _different(trials: Sequence[Trial]) -> list[Trial]:
     found: dict[str, Trial] = {}
     for trial in trials:
         key = _run_key(trial)
-        found[key] = min((found.get(key, trial), trial), key=lambda one: len(_changes(one)))
+        found[key] = min((found.get(key, trial), trial), key=lambda one: len(one.changes))
     return list(found.values())
 
 
@@ -561,10 +557,6 @@ def _run_key(trial: Trial) -> str:
         data["strategy"] = trial.host
         data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
-
-
-def _changes(trial: Trial) -> dict[str, Any]:
-    return trial.policy.model_dump(exclude_defaults=True)
 
 
 def _aligned(path: Path, trials: list[Trial]) -> list[Trial]:

@@ -89,27 +89,11 @@ _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Cluster(_Frozen):
-    """Where ranks stand and what joins their nodes.
+    """Where ranks stand and what joins their nodes; ``docs/guide/suites.md`` says what each key does.
 
-    Attributes:
-        link: auto, namespaces, paced, none (ranks joined unshaped), real (nodes are machines), or shaped
-            (they are, and the kernel holds their own interfaces to the rate).
-        rate: Mbit/s per node and direction; None is unshaped.  A real link is as fast as it is:
-            its rate is only what predictions reckon with.
-        latency: milliseconds that a message between nodes takes one way beyond its bytes at the rate; None
-            adds nothing.  On namespaces it needs the kernel's ``netem``; a paced link waits.
-        slow: share of the rate that the last node's link has; on namespaces alone.
-        inner_rate: Mbit/s of what all ranks of a node send inside it; None is unshaped.  On namespaces
-            alone, with transport ``gloo``.
-        hcas: InfiniBand adapters that NCCL may use on every node of a real link: how many, or their names.
-        transport: ``shm`` inside a node where it can, or ``gloo`` everywhere; ``nccl`` on GPUs;
-            ``staged`` on GPUs that ranks share, by gloo through host memory;
-            or a module (``package.module``) that gives torch a backend for CPU tensors: its ``register()``
-            makes the backend of its ``NAME`` known, to which sends and receives are given in groups.
-        launcher: ``local`` starts all ranks on this machine; ``torchrun``, ``hosts`` (by ssh) and ``slurm``
-            start one supervisor per node, and each of these its ranks.
-        hosts: names for ssh, of launcher ``hosts`` alone; the first is this machine.
-        slurm: options of the allocation, as submitit's Slurm executor names them (``partition``, ``time``).
+    ``rate`` and ``inner_rate`` are Mbit/s per node and direction, ``latency`` milliseconds one way; None is
+    unshaped, or adds nothing.  A module as ``transport`` gives torch a backend for CPU tensors: its
+    ``register()`` makes the backend of its ``NAME`` known, to which sends and receives are given in groups.
     """
 
     nodes: int = Field(2, ge=1, le=4096)
@@ -130,14 +114,7 @@ class Cluster(_Frozen):
 
 
 class LearningRates(_Frozen):
-    """Schedule of an optimizer's rate, over all steps of a trial (:class:`impl.plan.learning_rate.Schedule`).
-
-    Attributes:
-        warmup: steps of a linear warm-up.
-        start: share of the rate that it begins above.
-        decay: what follows it, over the steps that are left.
-        floor: share of the rate at the last step.
-    """
+    """Schedule of an optimizer's rate over all steps of a trial (:mod:`impl.plan.learning_rate`)."""
 
     warmup: int = Field(0, ge=0)
     start: float = Field(0.0, ge=0, le=1)
@@ -290,12 +267,7 @@ class Reinforcement(_Frozen):
 
 
 class PeerSettings(_Frozen):
-    """What is said to a peer beside its name.
-
-    Attributes:
-        compute: type of weights and activations; the optimizer steps fp32 masters.  FSDP2 by its
-            ``MixedPrecisionPolicy``, DeepSpeed by its ``bf16``, DDP and ``single`` by autocast.
-    """
+    """What is said to a peer: the type of weights and activations; the optimizer steps fp32 masters."""
 
     compute: Compute = "fp32"
 
@@ -303,30 +275,10 @@ class PeerSettings(_Frozen):
 class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
-    Attributes:
-        workload: ``train``; ``generate``: decode tokens greedily with sharded weights, when a step is one
-            generation on weights that have just changed; or ``rlhf``: a step continues prompts, scores that
-            with two frozen models, and trains on it (``harness.workloads.reinforcement``).
-        strategy: a peer (``harness.suites.peers``), a host with our collectives
-            (``impl.adapters.traffic``), a preset of ``impl.plan.policy``, or ``recipe``, whose policy
-            ``deepspeed_config`` says.
-        deepspeed_config: a DeepSpeed configuration as JSON text; in a suite a file or a table.
-        tokens_per_rank: tokens in one micro-batch of one rank; a multiple of ``sequence``.
-        accumulation: micro-batches per optimizer step.
-        corpus: text: ``stdlib``, a file or a folder; tokens: a folder with ``train.npy`` and
-            ``validation.npy``, or a ``module:function`` that returns both; images: ``glyphs``; a user's own
-            examples: a ``module:function`` that returns pairs of arrays, input and target.
-        tokenizer: ``module:function`` that makes tokens of a corpus's text; without one, bytes are tokens.
-        activation_checkpointing: keep only the inputs of blocks, and run each again in the backward pass.
-        steps: timed ones of the optimizer, after ``warmup`` untimed ones.
-        validate_every: optimizer steps between validations; 0 validates only at the end, None never.
-        control: positive control, which a test of losses must call inferior: ``stale_secondary`` never renews
-            hpZ's copy, so that backward passes compute with the first weights; ``late_secondary`` renews it
-            one step late; ``half_batch`` leaves the second half of every micro-batch out; ``unordered`` cuts
-            gradients in the order of ranks before the two hops, which then end on other ranks.  No policy
-            offers them.
-        memory_limit: bytes that the engine of a rank may hold, without activations and buffers of the
-            wire; a trial that would hold more is recorded as a failure, and not run.
+    ``docs/guide/suites.md`` says what each key does.  A generated step is one generation on weights that have
+    just changed, as between two updates of a policy that learns from what it generates.  ``control`` is a
+    positive control, which a test of losses must call inferior; no policy offers them.  ``memory_limit`` is
+    bytes that the engine of a rank may hold, without activations and buffers of the wire.
     """
 
     workload: Literal["train", "generate", "rlhf"] = "train"
@@ -475,6 +427,11 @@ class Trial(_Frozen):
         if table is None or isinstance(table, dict):
             return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
         raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields of its strategy's policy that it changes."""
+        return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.

@@ -131,10 +131,8 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
         for place, held, kept in places if offloads else places[:1]:
             sizes = (*held.values(), kept, sum(held.values()) + kept)
             rows.append([mark, *([place] if offloads else []), *(f"{size / unit:.3f}" for size in sizes)])
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in (head, *rows)]
     lines += [
         f"{name} bytes on each rank, without what a process's peak also holds: messages, Python and torch",
         f"<: stage {chosen}, which is asked for",

@@ -6,12 +6,10 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from harness import fitted_table, terminal
-from harness.fitted_table import Column, broken, sizes, text
+from harness.fitted_table import Column, sizes, text
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
 from tests.support.params import nightly
@@ -23,22 +21,6 @@ def shown(columns: list[Column], width: int) -> str:
     file = io.StringIO()
     fitted_table.show(columns, Console(file=file, width=width), whole="--csv has all")
     return file.getvalue()
-
-
-@given(
-    st.lists(st.sampled_from(["policy.", "cluster.", "rate", "nodes", "a", " "]), min_size=1),
-    st.integers(1, 6),
-)
-def test_headings_break_at_dots_and_spaces_alone(parts: list[str], lines: int) -> None:
-    """And nothing of them is lost; in one line they are whole."""
-    heading = "".join(parts).strip() or "a"
-    found = broken(heading, lines)
-    assert found.replace("\n", "").replace(" ", "") == heading.replace(" ", "")
-    for line in found.splitlines()[:-1]:
-        at = heading.find(line)
-        assert at >= 0
-        assert line.endswith(".") or heading[at + len(line)] == " "
-    assert broken(heading, 1) == heading
 
 
 @pytest.mark.parametrize("name", ["quickstart", "bits", "peers", *nightly("paper_scale")])
@@ -70,18 +52,17 @@ def test_what_does_not_vary_is_a_line() -> None:
 
 
 def test_the_least_important_columns_are_left_out_first() -> None:
-    """Then axes that others tell apart as well; what tells rows apart stays, folded at last."""
-    rows = [f"{row}" for row in range(4)]
+    """What tells rows apart stays, folded at last."""
     columns = [
-        text("model.name", ["gpt-small", "gpt-small", "bert-tiny", "bert-tiny"], axis=True),
-        text("strategy", ["zero3", "zeropp"] * 2, axis=True),
-        text("sequence", ["128", "128", "64", "64"], axis=True),
-        Column("step", rows, "s"),
-        Column("memory", rows, "MB", rank=5),
+        text("model.name", ["gpt-small", "bert-tiny"]),
+        text("strategy", ["zero3", "zeropp"]),
+        Column("step", ["0", "1"], "s"),
+        text("sequence", ["128", "64"], rank=3),
+        Column("memory", ["0", "1"], "MB", rank=5),
     ]
     assert "left out" not in shown(columns, 80)
-    assert "1 column left out: memory;" in shown(columns, 40)
-    assert "2 columns left out: sequence, memory; --csv has all." in " ".join(shown(columns, 30).split())
+    assert "1 column left out: memory;" in " ".join(shown(columns, 42).split())
+    assert "2 columns left out: sequence, memory; --csv has all." in " ".join(shown(columns, 28).split())
     assert "2 columns left out: sequence, memory;" in " ".join(shown(columns, 14).split())
 
 
@@ -91,8 +72,3 @@ def test_bytes_of_a_column_have_one_unit() -> None:
     assert column.heading == "sent, MB/step"
     assert list(column.cells) == ["1.5", "0.002", "-"]
     assert sizes("sent", [None]).heading == "sent, B"
-
-
-def test_a_column_without_a_heading_is_shown() -> None:
-    """As `zeropp doctor` of several hosts has one: nothing is broken into one empty line."""
-    assert broken("", 1) == ""

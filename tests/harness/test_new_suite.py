@@ -30,11 +30,14 @@ NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said
 }  # fmt: skip
 
 
+OPERATIONS = 6 * 2.5e6 * 512  # of a pass of a small GPT
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty working folder, on a machine where a pass takes 0.1 s."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(expected_time, "_pass_seconds", lambda _, sequences: 0.025 * sequences)
+    monkeypatch.setattr(expected_time, "core_flops", lambda: OPERATIONS / 0.1)
     return tmp_path
 
 
@@ -58,7 +61,7 @@ def test_a_slow_machine_gets_fewer_steps(folder: Path, monkeypatch: pytest.Monke
     """And smaller batches, down to the smallest."""
 
     def written(pass_seconds: float) -> tuple[int, int]:
-        monkeypatch.setattr(expected_time, "_pass_seconds", lambda _, sequences: pass_seconds * sequences / 4)
+        monkeypatch.setattr(expected_time, "core_flops", lambda: OPERATIONS / pass_seconds)
         path, _ = new_suite.write(f"at-{pass_seconds:g}", HERE)
         trial = load(path).trials[0]
         return trial.tokens_per_rank, trial.steps

@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import os
 import time
+from collections import namedtuple
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from harness.measure import cpu_usage
 from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy, grown
 from tests.harness.measure.test_step_clock import compute
 
-OURS = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-ELSEWHERE = 4096  # no machine of ours has so many
-TICK = 1 / os.sysconf("SC_CLK_TCK")
+Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")  # noqa: PYI024
 
 
-def _stat(folder: Path, *lines: str) -> Path:
-    path = folder / "stat"
-    path.write_text("\n".join(("cpu 9 9 9 9 9 9 9 9 9 9", *lines, "intr 5 0 1", "ctxt 7")) + "\n")
-    return path
+def read(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> dict[str, float] | None:
+    """What is found where the system counts this of processors, from the first on."""
+    monkeypatch.setattr(psutil, "cpu_times", lambda **_: times)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
+    return busy()
 
 
-def test_counts_of_our_processors_are_told_by_who_had_them(tmp_path: Path) -> None:
-    """Niced programs are programs, both kinds of interrupts are one; the sum, idleness, guests and processors
-    that the process may not use are left out.
+def test_counts_of_our_processors_are_told_by_who_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Niced programs are programs, both kinds of interrupts are one; idleness, guests and processors that the
+    process may not use are left out.
     """
-    path = _stat(tmp_path, f"cpu{OURS} 100 20 30 4000 50 6 7 80 90 10", f"cpu{ELSEWHERE} 1 1 1 1 1 1 1 1 1 1")
-    found = busy(path)
-    assert found is not None
-    ticks = {"user": 120, "system": 30, "interrupts": 13, "steal": 80}
-    assert found == pytest.approx({name: count * TICK for name, count in ticks.items()})
+    found = read(monkeypatch, Times(*[1.0] * 10), Times(1.0, 0.2, 0.3, 40.0, 0.5, 0.06, 0.07, 0.8, 0.9, 0.1))
+    assert found == pytest.approx({"user": 1.2, "system": 0.3, "interrupts": 0.13, "steal": 0.8})
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(f"cpu{OURS} 0 0 0 0 0 0 0 0 0 0", id="a sandbox that counts nothing"),
-        pytest.param(f"cpu{OURS} 1 2 3 4", id="a kernel that tells less"),
-        pytest.param(f"cpu{OURS} 1 2 3 4 5 6 7 x", id="no numbers"),
-        pytest.param(f"cpu{ELSEWHERE} 1 2 3 4 5 6 7 8", id="none of ours"),
-    ],
-)
-def test_what_the_system_does_not_count_is_not_known(tmp_path: Path, line: str) -> None:
+def test_what_the_system_does_not_count_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros, other columns and other processors give nothing rather than a wrong number."""
-    assert busy(_stat(tmp_path, line)) is None
-
-
-def test_without_the_file_nothing_is_known(tmp_path: Path) -> None:
-    """Where there is no /proc/stat, the machine's processors are not known and nothing is raised."""
-    assert busy(tmp_path / "stat") is None
+    assert read(monkeypatch, Times(*[1.0] * 10), Times(*[0.0] * 10)) is None
+    assert read(monkeypatch, (1.0,) * 4, (1.0,) * 4) is None
+    assert read(monkeypatch, Times(*[1.0] * 10)) is None
 
 
 def test_a_count_that_goes_down_adds_nothing() -> None:

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness.cluster.rank import ERRORS, Progress
-from harness.records.confidence_intervals import paired_ratio_interval
-from harness.records.record import Failure, Record, write
-from harness.runs.further_repeats import seconds_of
+from harness.cluster.rank import Progress
+from harness.records.record import Failure, Record
 from harness.runs.progress import Display
 from harness.suites.trial import Cluster, PolicyChanges, Trial
-from tests.report.records import records_of
 
 
 def line(trials: list[Trial], log: str | None = None, over: int = 1) -> str:
@@ -69,63 +66,6 @@ def test_the_first_trial_of_a_run_is_no_measure_of_the_others(monkeypatch: pytes
     assert "left" not in line(trials := [Trial(seed=seed) for seed in range(4)])
     ends = iter([0.0, 0.0, 90.0, 90.0, 100.0])
     assert "(10.0 s, 20 s left)" in line(trials, over=2)
-
-
-def test_only_trials_that_measure_errors_take_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left is that of all trials without measuring errors, and this for the first repeats alone."""
-    measured = Trial(measure_quantisation=True)
-    trials = [
-        measured.model_copy(update={"seed": seed, "repeat": repeat})
-        for repeat in (0, 1)
-        for seed in (0, 1, 2)
-    ]
-    times = [0.0]  # construction; of each trial begin, both stages, and end: 10 s beside the errors'
-    for number in range(4):
-        begun, errors = 100.0 * number, 30.0 if number < 3 else 0.0
-        times += [begun, begun + 5, begun + 5 + errors, begun + 10 + errors]
-    ends = iter(times)
-    monkeypatch.setattr("harness.runs.progress.time.monotonic", lambda: next(ends))
-    shown = io.StringIO()
-    with Display(Console(file=shown, width=400), trials, trials, Path("results/q")) as display:
-        for one in trials[:4]:
-            display.began(one)
-            display.progress(Progress(ERRORS, 1, 3))
-            display.progress(Progress("steps", 1, 2))
-            display.finished(failed(one))
-    first, second, third, fourth = shown.getvalue().splitlines()
-    assert "left" not in first
-    assert "(40.0 s, 70 s left)" in second  # four of 10 s, and one of 30 s more
-    assert "(40.0 s, 30 s left)" in third
-    assert "(10.0 s, 20 s left)" in fourth
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_speed_ups_are_said_as_they_are_found(tmp_path: Path, named: bool) -> None:
-    """After each repeat of a setting stands every contender's speed-up over the baseline, ZeRO-3 or the one
-    that the suite names, with its pairs; an interval from six on, as the report has it.
-    """
-    records = records_of("quickstart", repeats=6)
-    trials = [Trial.from_canonical(record.trial) for record in records]
-    base = "qwz" if named else "zero3"
-    shown = io.StringIO()
-
-    def role_of(trial: Trial) -> str:
-        return "baseline" if named and trial.strategy == base else ""
-
-    console = Console(file=shown, width=400)
-    with Display(console, trials, trials, tmp_path, role_of=role_of) as display:
-        for trial, record in zip(trials, records, strict=True):
-            display.began(trial)
-            write(tmp_path, record)
-            display.finished(record)
-    found = [line for line in shown.getvalue().splitlines() if "so far" in line]
-    assert [line.count(f"({n} pair") for n, line in enumerate(found, start=1)][:5] == [4] * 5
-    assert len(found) == 6
-    took = {(r.trial["strategy"], r.trial["repeat"]): seconds_of(r) or 0.0 for r in records}
-    of = {name: {n: took[name, n] for n in range(6)} for name in (base, "zeropp")}
-    ratio = paired_ratio_interval(of[base], of["zeropp"])
-    assert found[-1].startswith(f"  speed-up over {base} so far: ")
-    assert f"zeropp {ratio.estimate:.2f} ({ratio.low:.2f} to {ratio.high:.2f}, 6 pairs)" in found[-1]
 
 
 def test_what_a_rank_says_is_printed_once(tmp_path: Path) -> None:
