@@ -143,12 +143,12 @@ def compare(
     if found is None or not 0 < float(found[1]) < 100:
         raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
     from report.compare import compare as compared
-    from report.compare import notes, page, table
+    from report.compare import page
     from report.tables import terminal
 
     result, out = compared(first, second, float(found[1]) / 100), console()
-    terminal.show(table(result), out)
-    for note in notes(result):
+    terminal.show(result.table, out)
+    for note in result.notes:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page(result), encoding="utf-8")

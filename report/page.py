@@ -32,6 +32,7 @@ _FACTS: Final = {  # in the page's head, by their names on record
     "code.commit": "commit",
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
+_OPTIONAL: Final = ("note", "questions", "shows", "marked", "missing", "summary", "last", "failures")
 _LONGEST_NAMES: Final = 60  # characters of contenders in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
@@ -78,13 +79,14 @@ def render(
 
 
 def fill(**parts: Any) -> str:
-    """Fill the template; a missing part is an error."""
+    """Fill the template, without the parts that are not given and that a page may lack."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     style = (_HERE / _STYLE).read_text(encoding="utf-8")
-    page: str = environment.get_template(_TEMPLATE).render(style=style, full=theme.WIDTH, **parts)
+    parts = {"style": style, "full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, "") | parts
+    page: str = environment.get_template(_TEMPLATE).render(parts)
     return page
 
 

@@ -23,10 +23,10 @@ from harness.records.confidence_intervals import (
 )
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.question import LEAST_STEPS
-from harness.suites.trial import PolicyChanges, Trial
+from harness.suites.repeat_order import setting_of
+from harness.suites.trial import Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
 from report.data.contender import (
-    BASELINE,
     NAMES,
     PAPERS_BASELINE,
     PROPOSED,
@@ -412,11 +412,10 @@ def parity_interval(group: pd.DataFrame) -> Interval:
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:
-    """Hash of a trial's cell without the rate."""
+    """A trial's cell without the rate."""
     trial = frames.ran[identity]
-    everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
-    unshaped = trial.cluster.model_copy(update={"rate": None})
-    return trial.model_copy(update=everywhere | {"cluster": unshaped, "measure_quantisation": False}).id
+    unshaped = trial.model_copy(update={"cluster": trial.cluster.model_copy(update={"rate": None})})
+    return setting_of(unshaped, "seed", "repeat", "measure_quantisation")
 
 
 def split(frames: Frames) -> pd.DataFrame:

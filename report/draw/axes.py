@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -151,9 +150,3 @@ def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
     """A faint line at a value: upright, or ``across``."""
     if value is not None:
         (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)
-
-
-def farthest(*values: float) -> float:
-    """The largest of values that are known; NaN of none."""
-    known = [value for value in values if not np.isnan(value)]
-    return max(known, default=math.nan)

@@ -121,7 +121,7 @@ def _row_panel(ax: Axes, rows: Sequence[tuple[str, pd.DataFrame]], measure: Meas
     axes.line_at(ax, measure.line, across=False)
     for place, (one, (_, group)) in enumerate(zip(found, rows, strict=True)):
         beyond = group[measure.stroke].median() if measure.stroke else np.nan
-        end = axes.farthest(one.estimate, one.high, group[measure.column].max(), beyond)
+        end = float(np.fmax.reduce([one.estimate, one.high, group[measure.column].max(), beyond]))
         axes.beside(ax, end, place, measure.form(one.estimate))
     if measure.log:
         ax.set_xlim(values[measure.column].min() / 1.5, values[measure.column].max() * 3)

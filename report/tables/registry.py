@@ -10,7 +10,7 @@ from report.data import footnotes
 from report.data.metrics import Derived
 from report.tables.errors import largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
-from report.tables.provenance import energy, environment, failures, links, published_throughput, setting
+from report.tables.provenance import energy, environment, failures, links, setting
 from report.tables.rates import break_even, generation, parity
 from report.tables.sizes import checks, memory, volume
 from report.tables.summary import summary, time
@@ -20,7 +20,7 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
         summary, peers, time, energy, losses, failures, generation, volume, checks, parity, break_even,
-        memory, sent_error, quantisation, largest_error, links, published_throughput, setting, environment,
+        memory, sent_error, quantisation, largest_error, links, setting, environment,
     )
 }  # fmt: skip
 

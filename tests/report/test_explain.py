@@ -29,7 +29,7 @@ def test_a_number_is_its_records_formula_and_code(folder: Path) -> None:
         ids = sorted(record.id for record in records if record.trial["strategy"] == strategy)
         assert words + " ".join(f"{one}.json" for one in ids) in told
     assert "speedup_low = " in told
-    assert "Speed-up: geometric mean of the pairs' ratios" in told
+    assert "Speed-up: geometric mean over repeats and seeds" in told
     assert "code: report/tables/summary.py:" in told
     assert told.splitlines()[0].startswith("Summary, ZeRO++, Speed-up over ZeRO-3: ")
 
