@@ -97,8 +97,8 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
         notes.append("Rows of too few pairs cannot be told: more repeats, or --sweeps 3, in both folders.")
     notes.append("The two folders ran at different times: what else differed between them is in the ratios.")
     notes += _differs(*([record.machine for record in found] for found in records))
-    for folder, table in ((first, before), (second, after)):
-        if ids := sorted(set(table["id"]) - set(both["id"])):
+    for folder, found in ((first, before), (second, after)):
+        if ids := sorted(set(found["id"]) - set(both["id"])):
             notes.append(
                 f"Only in {folder}: {', '.join(ids[:5])}{', ...' if len(ids) > 5 else ''} ({len(ids)})."
             )

@@ -135,7 +135,7 @@ def memory(derived: Derived) -> Found:
         told.append(
             f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed_most(parts)}"
         )
-        copies = {name: effects.copied_mib(derived, name) for name in names}
+        copies = {name: effects.device_mib(derived, name, "copied") for name in names}
         said = [f"{size:.1f} MiB with {called[name]}" for name, size in copies.items() if size > 0]
         copied += [f"With {strategy}, a step copies {listed(said)} between host and device."] if said else []
     last = lists[-1]

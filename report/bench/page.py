@@ -30,7 +30,7 @@ from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
 from report.draw import axes, files
-from report.draw.figure import Drawing
+from report.draw.figure import Figure
 from report.draw.theme import Style
 from report.tables import latex, terminal
 from report.tables.table import Table
@@ -200,7 +200,7 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
 
 
-def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.DataFrame]]:
+def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Figure, pd.DataFrame]]:
     """One figure per value of ``board.split``, with its rows."""
     for name, values in zip(board.figures, product(*board.split.values()), strict=True):
         mine = data
@@ -208,7 +208,7 @@ def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.Da
             mine = mine[mine[column] == value]
         if len(mine):
             title = ", ".join((board.title, *(value.replace("_", "-") for value in values)))
-            drawn = Drawing(name=name, title=title, question=board.plotted.says, mark=Dots(board))
+            drawn = Figure(name=name, title=title, question=board.plotted.says, mark=Dots(board))
             yield drawn, derived(board, mine)
 
 
@@ -255,10 +255,6 @@ class Dots:
     def says(self, data: pd.DataFrame) -> str:
         """What a dot is."""
         return f"Medians over rounds with 95 % intervals. {self.board.line}"
-
-    def numbers(self, data: pd.DataFrame) -> str:
-        """The highest and the lowest."""
-        return _finding(self.board, data)
 
 
 def show(benches: Sequence[Bench], out: Console) -> None:

@@ -105,15 +105,14 @@ class Frames:
     unit_bytes: dict[str, dict[tuple[str, str, str], int]]
 
 
-def load(results: Path, *, across_pools: bool = False) -> Frames:
+def load(results: Path) -> Frames:
     """Read a results folder.
 
     Args:
         results: the folder that holds ``<id>.json``.
-        across_pools: put records of different machines or code side by side.
 
     Raises:
-        ReportError: if there is no record, or there are several pools and that was not asked for.
+        ReportError: if there is no record, or there are several pools.
         RecordError: for a file that is not a record of this schema.
     """
     if not results.is_dir():
@@ -122,7 +121,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
     verified = journal.verify(results, records)
-    return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
+    return frames_of(records, read_traces(results), verified=verified)
 
 
 def frames_of(
@@ -132,7 +131,7 @@ def frames_of(
     across_pools: bool = False,
     verified: Verified | None = None,
 ) -> Frames:
-    """Tables of ``records`` and of traces of their trials' steps; see :func:`load`."""
+    """Tables of ``records`` and traces of their steps, of several pools if asked; see :func:`load`."""
     found = len(records)
     if not across_pools:
         records = _without_old_failures(records)
@@ -309,9 +308,6 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
-        "weights": str(policy.weights) if policy else "",
-        "gradients_local": str(policy.gradients[0]) if policy else "",
-        "gradients_node": str(policy.gradients[1]) if policy else "",
         "secondary": policy.secondary_ranks(topology) if policy else 0,
         "parameters": record.parameters,
         "units": len(record.units),
@@ -327,7 +323,6 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
         "modelled": _modelled(record),
-        "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
         "processors": _processors(record, trial),

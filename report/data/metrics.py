@@ -53,34 +53,18 @@ KEPT: Final = [
 
 
 def trials(frames: Frames) -> pd.DataFrame:
-    """Metrics of every finished trial that trained, one row each.
+    """Metrics of every finished trial that trained, one row each; seconds, and bytes per step.
 
-    Beside the columns of ``frames.trials``:
-        step_seconds: median over timed steps of the slowest rank's total.
-        compute_seconds: of computation by itself, the median over samples of the largest of any rank; where
-            it is not on record, the median over timed steps of the largest (total - exposed) of any rank.
-        alone: whether it, and the bounds that follow from it, are of computation by itself.
-        exposed_seconds: median over timed steps of the slowest rank's exposed communication.
-        tokens_per_second: tokens of all ranks in a step / step_seconds.
-        sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
-        predicted_bytes, interface_bytes: the same, from the prediction and the interface counters.
-        header_bytes: of the packets that the interfaces counted, per step.
+    Beside the columns of ``frames.trials`` those that ``report/quantities.csv`` names, and
+        alone: whether computation, and the bounds that follow from it, are of computation by itself; else of
+            what ranks did in their timed steps while they did not wait.
+        schedule_share, ideal_share: schedule_seconds and ideal_seconds / step_seconds.
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
-        wire_seconds: 8 egress_bytes / achieved rate.
-        ideal_seconds: max(compute_seconds, wire_seconds): full overlap.
-        schedule_seconds: of the simulated schedule (:mod:`report.data.best_step`); never below wire_seconds.
-        processor_seconds: CPU seconds of all ranks / number of CPUs that they share (likewise).
-        best_seconds: the larger of these two; NaN where the schedule's is not known.
-        share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
-        processors_busy: processor_seconds / step_seconds.
-        segment_bytes: what the ledger's messages would be on a real network, each in packets of
-            :data:`harness.records.packet_sizes.SEGMENT_BYTES` with their headers.
-        m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
-            all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
+        m_bytes: M times the micro-batches of a step.
         tflops: model TFLOP/s of a rank, for presets.
-        first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
-            that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
-        validation_step: optimizer steps before that validation, warm-ups included.
+        first_loss: of the first step, mean over ranks.
+        validation_loss, validation_step: of the last validation and the steps before it, warm-ups included;
+            NaN if that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
     """
     table = frames.trials
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):

@@ -9,7 +9,8 @@ from typing import Final
 _FILE: Final = Path(__file__).parents[1] / "quantities.csv"
 with _FILE.open(encoding="utf-8", newline="") as _file:
     QUANTITIES: Final = {row["quantity"]: row for row in csv.DictReader(_file)}
-"""By name, in the page's order: ``table`` of the page, ``formula`` as Markdown, and ``unit``."""
+"""By name, in the page's order: ``table`` of the page, ``formula`` as Markdown, ``unit``, and ``column`` of
+:func:`report.data.metrics.trials` if it is one."""
 
 
 def formula(*quantities: str) -> str:

@@ -7,7 +7,6 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import FEWEST
 from report.data import communication, loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
@@ -50,8 +49,6 @@ LOSS: Final = Figure(
                  "{:.3f}".format, bar=False),),
         points="step", band=True,
     ),
-    needs="three validations in a trial or more (validate_every)",
-    suite="convergence",
     notes=(_seeds_in_words,),
 )  # fmt: skip
 
@@ -78,8 +75,6 @@ FINAL_LOSS: Final = Figure(
             ),
         )
     ),
-    needs="a validation (validate_every)",
-    suite="convergence",
     notes=(_steps_in_words,),
 )  # fmt: skip
 
@@ -131,8 +126,6 @@ FRONTIER: Final = Figure(
         ),
         log=True,
     ),
-    needs=f"validations of {loss_verdicts.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
-    suite="frontier",
     notes=(_front_in_words,),
 )  # fmt: skip
 
@@ -165,8 +158,6 @@ SENT_ERROR: Final = Figure(
             ),
         )
     ),
-    needs="measured errors (measure_quantisation)",
-    suite="algorithms",
     notes=(
         lambda _: "A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in "
         "two hops.",
@@ -209,6 +200,4 @@ PARETO: Final = Figure(
             Measure("step_seconds", "seconds per step", ""),
         ),
     ),
-    needs="four contenders in one cell, with measured errors",
-    suite="bits",
 )  # fmt: skip

@@ -70,7 +70,6 @@ VOLUME: Final = Figure(
             ),
         },
     ),
-    needs="bytes between two nodes or more",
     notes=(_m_in_words,),
 )  # fmt: skip
 
@@ -126,8 +125,6 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the total of the formulas of impl.plan.memory")},
     ),
-    needs="ranks of our engine, with copies of two sizes or more",
-    suite="hpz_group",
     notes=(_groups_in_words,),
 )
 
@@ -163,6 +160,4 @@ LARGEST_MODEL: Final = Figure(
             ),
         )
     ),
-    needs="a limit of memory that a trial keeps and another exceeds",
-    suite="stages",
 )

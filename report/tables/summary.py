@@ -50,8 +50,7 @@ def summary(derived: Derived) -> Table:
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss", number(4), loss),
         notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
-        f"{footnotes.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)} "
-        f"{_above_in_words(derived, rows, 'share')}",
+        f"{footnotes.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
     )
 
 
@@ -78,16 +77,8 @@ def time(derived: Derived) -> Table:
         Column("processors_busy", "Processors busy", footnotes.share, formula("processors busy")),
         Column("taken_share", "Taken by others", footnotes.part, taken),
         Column("tflops", "TFLOPs", number(2), "TFLOPs: of the model, per rank, without recomputation."),
-        notes=f"Other columns: medians.{footnotes.alone_in_words(derived)} "
-        f"{_above_in_words(derived, rows, *metrics.SHARES)}",
+        notes=f"Other columns: medians.{footnotes.alone_in_words(derived)}",
     )
-
-
-def _above_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) -> str:
-    """Why shares are above 1, where one is printed so."""
-    if not any(round(row[key], 2) > 1 for row in rows for key in keys):
-        return ""
-    return footnotes.above_in_words(derived.trials[[*metrics.SHARES[1:], "alone"]])
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:

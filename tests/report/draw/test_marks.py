@@ -22,7 +22,7 @@ from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes, files
 from report.draw.contenders import peers_note
-from report.draw.figure import Drawing, Figure, Measure
+from report.draw.figure import Figure, Measure
 from report.draw.marks import Lines, Rows, front
 from report.draw.theme import Style, fonts, looks_of
 from report.figures.registry import FIGURES
@@ -67,7 +67,7 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, t
         for number in range(count) for x in (1.0, 2.0)
     ]  # fmt: skip
     mark = Lines("x", "x", (Measure("y", "y", ""),))
-    drawing = Drawing(name="many", title="Many", question="?", mark=mark)
+    drawing = Figure(name="many", title="Many", question="?", mark=mark)
     files.write(drawing, pd.DataFrame(rows), tmp_path, Style(width))
     (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / "many.pdf").read_bytes())
     assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
@@ -218,7 +218,7 @@ def test_no_caption_leaves_the_plural_open(suite: str) -> None:
     told = [table.caption for table in tables.all_tables(derived)]
     for figure in FIGURES:
         if len(data := figure.table(derived)):
-            told += [figure.caption(data), figure.alt(data)]
+            told += [figure.caption(data), figure.alt]
     assert not [text for text in told if "(s)" in text]
 
 
