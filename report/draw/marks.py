@@ -316,7 +316,7 @@ class Front:
         for row, (title, mine) in zip(panels, cells, strict=True):
             for ax, measure in zip(row, shown, strict=True):
                 known = mine.dropna(subset=[measure.column])
-                middles = self._middles(known, measure)
+                middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
                 ahead = middles.iloc[front(middles)]
                 ax.plot(*ahead.to_numpy().T, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
                 for _, name, group in by_contender(known):
@@ -343,9 +343,6 @@ class Front:
             entry.set(linestyle="none")
         axes.legend(figure, entries, style)
         return figure
-
-    def _middles(self, mine: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-        return mine.groupby("contender", sort=False)[[self.x, measure.column]].median()
 
     def says(self, data: pd.DataFrame) -> str:
         """What each measure is, and the front."""

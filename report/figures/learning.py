@@ -10,7 +10,8 @@ import pandas as pd
 from report.data import communication, loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed, number, span
+from report.data.quantities import formula
+from report.data.text import byte_unit, counted, number, span
 from report.draw.contenders import titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
@@ -99,18 +100,6 @@ def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
     return list(np.asarray(found["validation_loss"], dtype=float) - np.asarray(theirs, dtype=float))
 
 
-def _front_in_words(data: pd.DataFrame) -> str:
-    seeds = counted(data["seed"].nunique(), "seed")
-    kinds = {kind: list(mine["contender"].unique()) for kind, mine in data.groupby("front")}
-    words = {"yes": "on the front", "no": "off it", loss_verdicts.OPEN: "it cannot be told of"}
-    told = [f"{word} {listed(kinds[kind])}" for kind, word in words.items() if kind in kinds]
-    return (
-        "M is what one gather of the whole model in 16 bits carries between nodes; bytes are the ledger's. "
-        f"By differences paired by {seeds}, 95 % intervals without correction for their number: "
-        f"{'; '.join(told)}."
-    )
-
-
 FRONTIER: Final = Figure(
     name="frontier",
     title="Loss against bytes between nodes",
@@ -126,7 +115,7 @@ FRONTIER: Final = Figure(
         ),
         log=True,
     ),
-    notes=(_front_in_words,),
+    notes=(lambda _: formula("M", "ledger"),),
 )  # fmt: skip
 
 

@@ -15,8 +15,7 @@ from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import NOTHING, listed, number, with_interval
 from report.draw.contenders import by_contender, peers_note
-from report.tables.columns import CONTENDER, TRIALS, counted
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 
 def sent_error(derived: Derived) -> Table:

@@ -13,8 +13,7 @@ from harness.suites.trial import Trial
 from report.data import metrics
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.tables.columns import CONTENDER, RATIO, STEP, TRIALS, counted
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, counted, made
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 

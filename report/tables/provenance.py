@@ -10,9 +10,8 @@ from harness.records.confidence_intervals import median_interval
 from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import number
-from report.tables.columns import CONTENDER, TRIALS, rows_of
 from report.tables.settings import setting as settings
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
 _HELD_FROM: Final = 0.05  # share of samples

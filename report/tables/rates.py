@@ -13,8 +13,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import NOTHING, number
-from report.tables.columns import CONTENDER, RATIO, TRIALS, counted, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, counted, made, rows_of
 
 
 def parity(derived: Derived) -> Table:

@@ -16,8 +16,7 @@ from report.data.quantities import formula
 from report.data.text import NOTHING, number
 from report.draw.contenders import by_contender
 from report.figures.sizes import VARIED
-from report.tables.columns import CONTENDER, TRIALS, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")

@@ -14,8 +14,7 @@ from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in
 from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
-from report.tables.columns import CONTENDER, RATIO, STEP, TRIALS, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
 
 _MEDIANS: Final = (
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
