@@ -18,7 +18,6 @@ from report.answer.parts import (
     YES,
     Found,
     apart,
-    ends,
     g3,
     is_named,
     named_first,
@@ -27,7 +26,7 @@ from report.answer.parts import (
 from report.answer.sizes import errors_of_variants
 from report.data import loss_verdicts
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed
+from report.data.text import byte_unit, counted, listed, with_interval
 from report.draw.contenders import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
@@ -165,7 +164,7 @@ def _test(derived: Derived, row: Row) -> str:
 
 def nats(row: Row) -> str:
     """``+0.0113 (+0.0053 to +0.0174)``."""
-    return f"{row['difference'].estimate:+.4f}{ends(row['difference'], '+.4f')}"
+    return with_interval(row["difference"], "{:+.4f}".format)
 
 
 def _kind(row: Row) -> str:

@@ -245,18 +245,14 @@ def middle(group: pd.DataFrame, column: str) -> float:
     return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
 
 
-def step_interval(group: pd.DataFrame) -> Interval:
+def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
     """Geometric mean of the steps of some trials, with its interval: the number that a page prints of them.
 
     Args:
         group: rows of :func:`trials` of one contender in one cell.
+        column: what else is to be averaged.
     """
-    return geometric_interval(list(group["step_seconds"]), list(group["sweep"]))
-
-
-def throughput(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the tokens per second of some trials, with its interval."""
-    return geometric_interval(list(group["tokens_per_second"]), list(group["sweep"]))
+    return geometric_interval(list(group[column]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:

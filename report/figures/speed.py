@@ -32,7 +32,7 @@ _SHARE: Final = Measure(
 )  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
-    metrics.throughput, "{:.0f}".format,
+    lambda group: metrics.step_interval(group, "tokens_per_second"), "{:.0f}".format,
 )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ GENERATION: Final = Figure(
             ),
             Measure(
                 "speedup", "over {base}'s", "of the same repeat, geometric mean of the trials",
-                decoding.speedup_or_nothing, "{:.2f}".format, line=1,
+                decoding.speedup, "{:.2f}".format, line=1,
             ),
             Measure("first_mb", "MB, first token", "that all ranks send between nodes, by the ledger"),
             Measure("later_mb", "MB, later token", "for each one after the first"),

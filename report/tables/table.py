@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval
+from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import footnotes
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
@@ -161,6 +161,8 @@ def made(
     data = pd.DataFrame(rows)
     shown = [one for one in columns if one.key in data and data[one.key].map(_known).any()]
     caption = [*(one.says for one in shown), notes]
+    if any(one.ends and _has_interval(data[one.key]) for one in shown):
+        caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
         told = pd.DataFrame([str(where).split(", ") for where in data["where"]]).fillna("")
         places = [place for place in told.columns if len(set(told[place])) > 1]
@@ -177,6 +179,10 @@ def made(
         cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric
     )
     return replace(found, caption=found.caption + marks)
+
+
+def _has_interval(values: pd.Series) -> bool:
+    return any(isinstance(value, Interval) and value.known for value in values)
 
 
 def _known(value: Any) -> bool:
