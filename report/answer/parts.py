@@ -135,12 +135,6 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     return found if len(set(found.values())) == len(found) and all(found.values()) else own
 
 
-def differing(derived: Derived, names: Sequence[str]) -> list[str]:
-    """The fields of the policy in which contenders differ; none for peers."""
-    ran = derived.finished.drop_duplicates("contender").set_index("contender")
-    return _differing({name: fields_of(derived.frames.ran[str(ran.loc[name, "id"])]) for name in names})
-
-
 def _differing(fields: Mapping[str, Mapping[str, str]]) -> list[str]:
     first = next(iter(fields.values()))
     return [key for key in first if len({one.get(key) for one in fields.values()}) > 1]

@@ -27,9 +27,7 @@ from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
 from report.data.best_step import BITS_PER_MBIT, computations, processor_seconds, schedule_seconds
 from report.data.contender import (
-    NAMES,
     PAPERS_BASELINE,
-    PROPOSED,
     Comparison,
     comparison,
     is_baseline,
@@ -279,17 +277,6 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
-
-
-def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Pairs comparable to the throughput that the ZeRO++ blog prints: the preset ZeRO++ over ZeRO-3 at two or
-    more rates.  Without any, the page has neither the figure nor the table of it.
-
-    Args:
-        pairs: from :func:`pairs`.
-    """
-    found = several_rates(pairs[pairs["role"] == ""])
-    return found[found["contender"] == NAMES[PROPOSED]]
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:

@@ -9,6 +9,7 @@ import pandas as pd
 from harness.records.trace_record import LANES, hidden
 from impl.comm.timeline import Span
 from report.data import decoding, emulation, footnotes, metrics, published, scaling
+from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.quantities import QUANTITIES, formula
 from report.data.text import FEWEST_IN_WORDS, listed
@@ -123,7 +124,8 @@ THROUGHPUT: Final = Figure(
 
 
 def _beside_published(derived: Derived) -> pd.DataFrame:
-    ours, theirs = metrics.beside_published(derived.pairs), published.throughput()
+    ours, theirs = metrics.several_rates(derived.pairs[derived.pairs["role"] == ""]), published.throughput()
+    ours = ours[ours["contender"] == NAMES[PROPOSED]]
     if ours.empty:
         return ours
     size = _by_size(ours)["panel"].str.replace(" tokens per rank", " tokens")

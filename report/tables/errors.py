@@ -14,7 +14,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import NOTHING, listed, number, with_interval
-from report.draw.contenders import by_contender, peers_note
+from report.draw.contenders import by_contender
 from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 
@@ -134,8 +134,7 @@ def losses(derived: Derived) -> Table:
         Column("power", "Power", number(2), formula("power")),
         Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
         Column("_gain", f"{base}'s over it", str, formula("the baseline's over it")),
-        notes=f"Losses after fewer than {LEAST_STEPS} steps have no verdict: they hardly depend on what is "
-        f"compared. {peers_note(found) if len(found) else ''}",
+        notes=f"Losses of fewer than {LEAST_STEPS} steps have no verdict.",
     )
 
 
