@@ -67,11 +67,12 @@ def speedup(group: pd.DataFrame) -> Interval:
     Args:
         group: rows of :func:`generations` of one contender in one cell.
     """
-    by_trial = group.dropna(subset=["baseline"]).groupby(["seed", "repeat"])
+    paired = group.dropna(subset=["baseline"])
+    if paired.empty:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    by_trial = paired.groupby(["seed", "repeat"])
     rates = ("tokens_per_second", "baseline_tokens_per_second")
     ours, base = (by_trial[name].agg(lambda values: np.exp(np.log(values).mean())) for name in rates)
-    if ours.empty:
-        return Interval(math.nan, math.nan, math.nan, 0)
     return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
 
 
