@@ -15,7 +15,8 @@ from report.data.frames import ReportError
 def load(where: str | Path) -> pd.DataFrame:
     """Every trial that trained, one row each, with its metrics.
 
-    Columns are those of :func:`report.data.metrics.trials`: ``id``, ``suite``, ``strategy``, ``contender``
+    Columns are those of :func:`report.data.metrics.trials`, whose formulas are in
+    ``report/quantities.csv``: ``id``, ``suite``, ``strategy``, ``contender``
     (as the report names it), ``nodes``, ``ranks_per_node``, ``tokens_per_rank``, ``rate_mbit``, ``seed``,
     ``repeat``, ``sweep``, then what was measured: ``step_seconds``, ``exposed_seconds``,
     ``tokens_per_second``, ``sent_bytes``, ``validation_loss``, ...; times in s, sizes in B, per optimizer

@@ -35,7 +35,6 @@ _FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
 def build(
     results: Path,
     *,
-    across_pools: bool = False,
     columns: Mapping[str, Sequence[str]] | None = None,
     width: float = theme.WIDTH,
 ) -> Path:
@@ -45,14 +44,13 @@ def build(
 
     Args:
         results: the folder.
-        across_pools: whether records of several machines or codes may stand together.
         columns: of tables by their names: those to print beside the contender, by title or name in the CSV.
         width: of figures, in mm.
 
     Raises:
         Refusal: for a table or a column that is not there.
     """
-    derived = derive(load(results, across_pools=across_pools))
+    derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
     return publish(results, _FOLDERS, lambda folder: _write(folder, derived, shown, width))
 
@@ -114,14 +112,13 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
 def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float) -> None:
     """Write the page, figures and tables."""
     style = files.style_of(derived, width)
-    found = [(one, files.draw(one, derived, folder / "figures", style)) for one in registry.FIGURES]
+    found = (files.draw(one, derived, folder / "figures", style) for one in registry.FIGURES)
+    drawn = [one for one in found if one is not None]
     for table in shown:
         latex.write(table, folder / "tables")
     macros = latex.numbers(shown, lambda row: records_of(derived, row))
     (folder / "tables" / f"{_NUMBERS}.tex").write_text(macros, encoding="utf-8", newline="\n")
-    drawn = [one for _, one in found if one is not None]
-    text = page.render(derived, drawn, [figure for figure, one in found if one is None], shown)
-    (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
+    (folder / PAGE).write_text(page.render(derived, drawn, shown), encoding="utf-8", newline="\n")
 
 
 def _swap_in(staging: Path, results: Path, folders: Folders) -> None:

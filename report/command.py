@@ -69,9 +69,9 @@ def report(
             print("\n".join(differing))
             raise typer.Exit(SOME_FAILED)
         return
-    folder = folder_of(what, results)
+    folder = _known(what, results)
     asked = _columns(columns or [])
-    if folder is not None and (archives := sorted(folder.glob(f"*{archive.SUFFIX}"))):
+    if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
         if asked or explain:
             raise Refusal(
                 f"{folder} holds {len(archives)} archives: --columns and --explain are of one suite"
@@ -86,11 +86,6 @@ def report(
                 pages = list(pool.map(built, largest_first))
         print("\n".join(map(str, sorted(pages))))
         return
-    if folder is None:
-        raise Refusal(
-            f"unknown suite {what!r}: {results} holds {suites_in(results)}; a report is of a suite, "
-            "`zeropp show` also prints single trials"
-        )
     if explain is not None:
         from report.explain import explained
 
@@ -105,9 +100,7 @@ def archive_records(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    folder = folder_of(what, results)
-    if folder is None:
-        raise Refusal(f"unknown suite {what!r}: {results} holds {suites_in(results)}")
+    folder = _known(what, results)
     print(archive.pack(folder, into))
 
 
@@ -117,9 +110,7 @@ def bundle(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write records, suite, packages, commands and claims into one file, for an artifact's evaluation."""
-    folder = folder_of(what, results)
-    if folder is None:
-        raise Refusal(f"unknown suite {what!r}: {results} holds {suites_in(results)}")
+    folder = _known(what, results)
     from report.bundle import bundle as bundled
 
     print(bundled(folder, into))
@@ -143,12 +134,12 @@ def compare(
     if found is None or not 0 < float(found[1]) < 100:
         raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
     from report.compare import compare as compared
-    from report.compare import notes, page, table
+    from report.compare import page
     from report.tables import terminal
 
     result, out = compared(first, second, float(found[1]) / 100), console()
-    terminal.show(table(result), out)
-    for note in notes(result):
+    terminal.show(result.table, out)
+    for note in result.notes:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page(result), encoding="utf-8")
@@ -210,6 +201,20 @@ def folder_of(what: str, results: Path) -> Path | None:
         return folder
     places = (Path(what), results / what) if what else ()
     return next((place for place in places if place.is_dir()), None)
+
+
+def _known(what: str, results: Path) -> Path:
+    """The same of one that there is.
+
+    Raises:
+        Refusal: if there is none, naming those there are.
+    """
+    if (folder := folder_of(what, results)) is None:
+        raise Refusal(
+            f"unknown suite {what!r}: {results} holds {suites_in(results)}; a report is of a suite, "
+            "`zeropp show` also prints single trials"
+        )
+    return folder
 
 
 def suites_in(results: Path) -> str:

@@ -68,7 +68,8 @@ _ON_THE_PAGE: Final = (
     "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
     "in 16 bits", "Allowed step/step", "To the target, s",
 )  # fmt: skip
-"""Titles of columns that are left to the page, as is the share of bytes, which docs/claims.md has."""
+"""Titles of columns that are left to the page."""
+_SAID_ELSEWHERE: Final = ("bytes_ratio", "_gain")  # keys likewise: docs/claims.md has shares of bytes
 _CLAIMS_HEAD: Final = """\
 # Claims
 
@@ -185,48 +186,30 @@ def _results(found: Mapping[str, Derived]) -> str:
     for suite, derived in found.items():
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name in _FACTS)
         first, *others = answer(derived).sentences
-        shown = _table(derived)
+        shown, left = _table(derived)
+        rest = f"\n{counted(left, 'more row')} on the page.\n" if left else ""
         parts.append(
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
             + f"\n![{_shows(derived).title}](figures/{suite}.svg)\n"
-            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}{_rest(derived)}\n"
+            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}{rest}\n"
             f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
         )
     return "".join(parts)
 
 
-def _table(derived: Derived) -> Table:
-    """The table of a suite's answer, else its Summary, without what is left to the page."""
-    shown = _whole(derived)
-    kept = (
-        one
-        for one in shown.columns
-        if one.title not in _ON_THE_PAGE and one.key not in ("bytes_ratio", "_gain")
-    )
-    rows = len(shown.data) - _left(shown)
-    return replace(shown, columns=tuple(kept), data=shown.data[:rows])
-
-
-def _left(whole: Table) -> int:
-    """How many of its rows are left to the page."""
-    return len(whole.data) - _FIRST if len(whole.data) > _MOST_ROWS else 0
-
-
-def _whole(derived: Derived) -> Table:
-    """The same with all rows and columns."""
+def _table(derived: Derived) -> tuple[Table, int]:
+    """The table of a suite's answer, else its Summary, without what is left to the page, and how many rows
+    that is.
+    """
     asked = answer(derived).quantity
     name = _TABLES.get(asked, "summary")
     if asked == "step" and tables.all_tables(derived, ("peers",)):
         name = "peers"
     (shown,) = tables.all_tables(derived, (name,)) or tables.all_tables(derived, ("summary",))
-    return shown
-
-
-def _rest(derived: Derived) -> str:
-    """How many rows of a long table are on the suite's page alone."""
-    more = _left(_whole(derived))
-    return f"\n{counted(more, 'more row')} on the page.\n" if more else ""
+    kept = [one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key not in _SAID_ELSEWHERE]
+    left = len(shown.data) - _FIRST if len(shown.data) > _MOST_ROWS else 0
+    return replace(shown, columns=tuple(kept), data=shown.data[: len(shown.data) - left]), left
 
 
 def _claims(found: Mapping[str, Derived]) -> str:

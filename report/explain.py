@@ -1,8 +1,7 @@
-"""Says what is behind one number of a report: the records, how it is computed, and by which code."""
+"""Says what is behind one number of a report: the records, and how it is computed."""
 
 from __future__ import annotations
 
-import inspect
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from report.data.metrics import derive, records_of
 from report.tables import registry
 from report.tables.table import Table
 
-ROOT: Final = Path(__file__).parents[1]
 _MOST_NAMED: Final = 12  # rows in a message
 
 
@@ -40,7 +38,6 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
     ids = records_of(derived, raw)
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
     beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    maker = registry.MAKERS[shown.name]
     where = " | ".join(cells[: sum(one.place for one in shown.columns) + 1])
     lines = [f"{shown.title}, {where}, {name}: {told}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
@@ -50,7 +47,7 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
     if beside:
         lines.append(f"compared with ({len(beside)}): " + " ".join(f"{one}.json" for one in beside))
     lines.append(f"how: {shown.caption}")
-    lines.append(f"code: {_place(maker)}; quantities of a trial: {_place(derive)}; docs/reference/metrics.md")
+    lines.append("quantities: docs/reference/metrics.md")
     return "\n".join(lines)
 
 
@@ -92,10 +89,3 @@ def _belongs(key: str, name: str, table: Table) -> bool:
     """Whether a raw value belongs to a printed column: its own, or an end of its interval."""
     stems = [column.name for column in table.columns if column.title == name] or [name]
     return key.startswith(stems[0])
-
-
-def _place(function: Any) -> str:
-    """``report/tables/summary.py:42 summary``."""
-    file = Path(inspect.getsourcefile(function) or "")
-    _, line = inspect.getsourcelines(function)
-    return f"{file.relative_to(ROOT).as_posix()}:{line} {function.__name__}"

@@ -16,13 +16,11 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
-from report.draw.figure import Figure
 from report.draw.files import Drawn
 from report.tables.settings import essentials
 from report.tables.table import Table
 
 _HERE: Final = Path(__file__).parent
-_SUITES: Final = _HERE.parent / "suites"
 _TEMPLATE: Final = "page.html"
 _STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
@@ -32,19 +30,17 @@ _FACTS: Final = {  # in the page's head, by their names on record
     "code.commit": "commit",
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
+_OPTIONAL: Final = ("note", "questions", "shows", "marked", "summary", "last", "failures")
 _LONGEST_NAMES: Final = 60  # characters of contenders in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
-def render(
-    derived: Derived, drawn: Sequence[Drawn], missing: Sequence[Figure], tables: Sequence[Table]
-) -> str:
+def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) -> str:
     """Render the page as HTML.
 
     Args:
         derived: the records.
         drawn: figures that had data.
-        missing: figures that had none.
         tables: that have rows.
     """
     frames = derived.frames
@@ -68,7 +64,6 @@ def render(
         figures=[figure for figure in drawn if figure is not shows],
         note=footnotes.modelled_in_words(derived),
         marked=derived.disturbed,
-        missing=[(one.title, one.needs, needed(one.suite)) for one in missing if not one.extra],
         summary=first,
         tables=[table for table in tables if table not in apart],
         last=[by_name[name] for name in _LAST if name in by_name],
@@ -78,22 +73,15 @@ def render(
 
 
 def fill(**parts: Any) -> str:
-    """Fill the template; a missing part is an error."""
+    """Fill the template, without the parts that are not given and that a page may lack."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     style = (_HERE / _STYLE).read_text(encoding="utf-8")
-    page: str = environment.get_template(_TEMPLATE).render(style=style, full=theme.WIDTH, **parts)
+    parts = {"style": style, "full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, "") | parts
+    page: str = environment.get_template(_TEMPLATE).render(parts)
     return page
-
-
-def needed(suite: str, suites: Path = _SUITES) -> str:
-    """How to come by a suite's records: the command where its file lies beside the program, as in a checkout,
-    else the suite's name.
-    """
-    file = suites / f"{suite}.toml"
-    return f"zeropp run {suites.name}/{file.name}" if file.exists() else suite
 
 
 def heading(derived: Derived) -> tuple[str, str]:

@@ -18,14 +18,14 @@ import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
 from harness.records import archive
-from impl.plan.machine import Machine, Overlap
+from impl.plan.machine import Machine
 from impl.plan.step_time import FLOPS_PER_TOKEN, Work, flops, least_seconds, step_time
 from report.data import published
 from report.data.frames import load
@@ -59,13 +59,21 @@ def read(path: Path) -> pd.DataFrame:
         raise PublishedError(f"{path}: neither column seconds nor column tflops_per_gpu is there")
     table = table.drop_duplicates([*NEEDED, *table.columns.intersection(["seconds", "tflops_per_gpu"])])
     table = table.reset_index(drop=True)
+
+    def column(name: str, default: Any) -> pd.Series:
+        return table.get(name, pd.Series(default, table.index)).fillna(default)
+
+    def check(name: str, values: pd.Series) -> None:
+        numbers = pd.to_numeric(values, errors="coerce")
+        if len(bad := values[~(numbers > 0) | ~np.isfinite(numbers)]):
+            raise PublishedError(
+                f"{path}, row {bad.index[0] + 1}: {name} is {bad.iloc[0]}, not a number above 0"
+            )
+
     for name in _NUMBERS:
-        numbers = pd.to_numeric(table[name], errors="coerce")
-        if not (bad := table[~(numbers > 0) | ~np.isfinite(numbers)]).empty:
-            row = bad.index[0]
-            raise PublishedError(f"{path}, row {row + 1}: {name} is {table[name][row]}, not a number above 0")
+        check(name, table[name])
     known = published.volume().set_index("method")["total_m"]
-    volumes = table.get("volume_m", pd.Series(np.nan, table.index)).fillna(table["system"].map(known))
+    volumes = column("volume_m", np.nan).fillna(table["system"].map(known))
     if volumes.isna().any():
         row = int(volumes.isna().to_numpy().argmax())
         raise PublishedError(
@@ -76,26 +84,19 @@ def read(path: Path) -> pd.DataFrame:
     egress = volumes * ELEMENT_BYTES * parameters * (nodes - 1).clip(lower=0) / nodes
     rate = table["rate_gbps"] * table["adapters"] * 1e9 / 8
     operations = FLOPS_PER_TOKEN * parameters * table["tokens_per_gpu"]
-    seconds = table.get("seconds", pd.Series(np.nan, table.index))
-    if "tflops_per_gpu" in table:
-        seconds = seconds.fillna(operations / (table["tflops_per_gpu"] * 1e12))
-    for name, numbers in (("seconds, by tflops_per_gpu if not said,", seconds), ("volume_m", volumes)):
-        if not (bad := table[~(numbers > 0) | ~np.isfinite(numbers)]).empty:
-            raise PublishedError(
-                f"{path}, row {bad.index[0] + 1}: {name} is {numbers[bad.index[0]]}, not a number above 0"
-            )
+    seconds = column("seconds", np.nan).fillna(operations / (column("tflops_per_gpu", np.nan) * 1e12))
+    check("seconds, by tflops_per_gpu if not said,", seconds)
+    check("volume_m", volumes)
     works = [
         Work(parameters=p, tokens=t, egress_bytes=e, rate=r)
         for p, t, e, r in zip(parameters, table["tokens_per_gpu"], egress, rate, strict=True)
     ]
-    overlap = table.get("overlap", pd.Series("none", table.index)).fillna("none")
-    fitted = table.get("fitted", pd.Series("no", table.index)).eq("yes")
     return table.assign(
         seconds=seconds,
         tflops=operations / seconds / 1e12,
         work=pd.Series(works, table.index, dtype=object),
-        overlap=overlap,
-        fitted=fitted,
+        overlap=column("overlap", "none"),
+        fitted=column("fitted", "no").eq("yes"),
     )
 
 
@@ -103,13 +104,16 @@ def fit(rows: pd.DataFrame) -> Machine:
     """Returns the machine whose steps are nearest to the rows', by least squares of relative errors.
 
     Raises:
-        PublishedError: for no rows, or rows of systems that overlap differently.
+        PublishedError: for no rows, or rows that overlap differently, or neither not at all nor fully.
     """
     if len(set(rows["overlap"])) != 1:
         raise PublishedError(
             f"a machine is fitted to rows of one kind of overlap, not to {len(rows)} of several"
         )
-    tokens = rows["tokens_per_gpu"]
+    tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
+    if overlap not in ("none", "full"):
+        raise PublishedError(f'overlap is "{overlap}", not none or full')
+    several = len(set(tokens)) > 1  # one batch cannot tell fixed from per token
 
     def machine(values: np.ndarray) -> Machine:
         # Scaled to be of the order of 1: 1e-10 s for each parameter, 1e-13 s for each of its tokens.
@@ -117,14 +121,12 @@ def fit(rows: pd.DataFrame) -> Machine:
         return Machine(
             name="fitted",
             source=f"{len(rows)} rows",
-            fixed=fixed * 1e-10
-            if len(set(tokens)) > 1
-            else 0.0,  # one batch cannot tell fixed from per token
+            fixed=fixed * 1e-10 if several else 0.0,
             per_token=per_token * 1e-13,
             efficiency=efficiency,
             fewest=float(tokens.min()),
             most=float(tokens.max()),
-            overlap=_overlap(rows["overlap"].iloc[0]),
+            overlap=overlap,
         )
 
     def errors(values: np.ndarray) -> np.ndarray:
@@ -136,12 +138,6 @@ def fit(rows: pd.DataFrame) -> Machine:
     start = [1.0, 1e13 * float((rows["seconds"] / (rows["parameters_billion"] * 1e9 * tokens)).min()), 0.8]
     found = least_squares(errors, start, bounds=([0, 1e-9, 0.01], [np.inf, np.inf, 1]))
     return machine(found.x)
-
-
-def _overlap(name: str) -> Overlap:
-    if name not in ("none", "full"):
-        raise PublishedError(f'overlap is "{name}", not none or full')
-    return "none" if name == "none" else "full"
 
 
 @dataclass(frozen=True)

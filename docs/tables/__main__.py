@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from docs.tables import COMPILED, DOCS, PAGES, refreshed
+from docs.tables import COMPILED, DOCS, METRICS, PAGES, fresh
 from tests.support.cubin import missing
 
-for name, render in (PAGES | COMPILED).items():
+for name in (*PAGES, METRICS, *COMPILED):
     path = DOCS / name
     page = path.read_text(encoding="utf-8")
     if name in COMPILED and (without := missing()):
         sys.stdout.write(f"{path}: left as it is, tox -e compile has what it needs: {without}\n")
         continue
-    if (fresh := refreshed(page, render())) != page:
-        path.write_text(fresh, encoding="utf-8")
+    if (changed := fresh(name, page)) != page:
+        path.write_text(changed, encoding="utf-8")
         sys.stdout.write(f"{path}\n")

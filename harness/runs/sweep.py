@@ -100,8 +100,8 @@ def run_sweep(
         sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, on)
         if (other := stack.enter_context(sharing_machine())) is not None:
             console.print(
-                f"another zeropp run (process {other}) is under way on this machine: each disturbs what the other "
-                "measures",
+                f"another zeropp run (process {other}) is under way on this machine: each disturbs what the "
+                "other measures",
                 soft_wrap=True,
                 highlight=False,
             )

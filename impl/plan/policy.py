@@ -706,7 +706,7 @@ class Policy:
             world: ranks.
             shard: elements of a rank's shard; 0 before it is laid out, when any block of weights fits.
         """
-        matrices = [shape for shape in shapes if len(shape) > 1 and math.prod(shape)]
+        matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
         policy = self
         if self.planes > 1 and shapes and not matrices:
             policy = replace(policy, planes=1)

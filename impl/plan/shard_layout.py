@@ -46,10 +46,10 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """Bands of a matrix's rows side by side in a shard: ``count`` of them from element ``start`` on."""
+    """Bands of a matrix's rows side by side in a shard: ``many`` of them from element ``start`` on."""
 
     start: int
-    count: int
+    many: int
     columns: int
 
 
@@ -201,7 +201,7 @@ class UnitGeometry:
             if len(slot.spec.shape) > 1 and columns and columns % rows == 0:
                 start += (slot.offset - low - start) % columns
                 found.append(Band(start, max(0, end - start) // (rows * columns), columns))
-        return tuple(band for band in found if band.count)
+        return tuple(band for band in found if band.many)
 
 
 def lay_out(

@@ -164,17 +164,17 @@ class WeightGather:
         if (stream := self._wire.gathers) is not None:
             flat.attach()  # memory of the computation's stream, which uses it last
             with self._wire.beside(stream) as self._arrival:
-                self._decode(flat)
+                self._receive(flat)
 
     def finish(self, flat: FlatBuffer) -> None:
         """Wait for all hops, keep hpZ's copy, and decode the frames to ``flat``: steps 3 to 5."""
         if self._arrival is None:
-            self._decode(flat)
+            self._receive(flat)
         else:
             self._wire.join(self._arrival)
             self._arrival = None
 
-    def _decode(self, flat: FlatBuffer) -> None:
+    def _receive(self, flat: FlatBuffer) -> None:
         gather = self._under_way
         if gather is None:  # alone
             return

@@ -113,20 +113,13 @@ def errors(derived: Derived, purpose: str = "gradients") -> pd.Series[float]:
     return found.groupby(["cell", "contender"], sort=False)["vnmse"].median()
 
 
-def device_mib(derived: Derived, contender: str) -> float:
-    """MiB that the engine holds on the device of the fullest rank, the median over trials."""
-    held = _engine(derived, contender)
-    kept = held[held["part"].isin(on_device(dict.fromkeys(held["part"], 0)))]
-    return float(kept.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)
-
-
-def copied_mib(derived: Derived, contender: str) -> float:
-    """MiB that the rank that copies most copies between host and device in a step."""
-    held = _engine(derived, contender, "copied")
-    return float(held.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)
-
-
-def _engine(derived: Derived, contender: str, source: str = "engine") -> pd.DataFrame:
+def device_mib(derived: Derived, contender: str, source: str = "engine") -> float:
+    """MiB of the rank that has most, the median over trials: what the engine holds on the device, or what is
+    ``copied`` between host and device in a step.
+    """
     memory, ran = derived.frames.memory, derived.finished
     ids = ran[ran["contender"] == contender]["id"]
-    return memory[memory["id"].isin(ids) & (memory["source"] == source)]
+    held = memory[memory["id"].isin(ids) & (memory["source"] == source)]
+    if source == "engine":
+        held = held[held["part"].isin(on_device(dict.fromkeys(held["part"], 0)))]
+    return float(held.groupby(["id", "rank"])["bytes"].sum().groupby("id").max().median() / 2**20)

@@ -120,11 +120,6 @@ def beside_zeropp(strategy: str) -> Finding:
     return told
 
 
-def memory(derived: Derived) -> str:
-    """Who is fastest in the memory of the baseline's engine, and in twice that."""
-    return sizes.within_memory(derived)
-
-
 def _shares(derived: Derived) -> str:
     """Bytes between nodes of every contender, of the baseline's."""
     found = {one.contender: one for one in effects.effects(derived)}
@@ -245,7 +240,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
     14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
     15: ("frontier", differing_by("DeepSpeed's", "LoCo", "(sums", "(blocks", base=NAMES["zeropp"])),
-    16: ("convergence_long", verdicts), 17: ("equal_memory", memory),
+    16: ("convergence_long", verdicts), 17: ("equal_memory", sizes.within_memory),
     18: ("inner_rate", lead), 19: ("slow_node", lead),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""

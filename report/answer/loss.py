@@ -18,16 +18,14 @@ from report.answer.parts import (
     YES,
     Found,
     apart,
-    ends,
     g3,
     is_named,
     named_first,
     spelled,
 )  # fmt: skip
-from report.answer.sizes import errors_of_variants
 from report.data import loss_verdicts
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed
+from report.data.text import byte_unit, counted, listed, with_interval
 from report.draw.contenders import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
@@ -165,7 +163,7 @@ def _test(derived: Derived, row: Row) -> str:
 
 def nats(row: Row) -> str:
     """``+0.0113 (+0.0053 to +0.0174)``."""
-    return f"{row['difference'].estimate:+.4f}{ends(row['difference'], '+.4f')}"
+    return with_interval(row["difference"], "{:+.4f}".format)
 
 
 def _kind(row: Row) -> str:
@@ -191,28 +189,19 @@ def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
 
 
 def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
-    """Losses of too few seeds or steps: how far they are apart, and by error where that is measured."""
+    """Losses of too few seeds or steps: how far they are apart."""
     main, base = rows[0], spelled(rows[0]["base"])
     why = f"{counted(main['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
     if main["steps"] < LEAST_STEPS:
         why = f"{main['steps']} steps, where a verdict takes {LEAST_STEPS}"
     names = apart(derived, [row["contender"] for row in rows])
-    told = [
-        f"{names[row['contender']]} {nats(row)}"
-        for row in sorted(rows, key=lambda row: row["difference"].estimate)
-    ]
-    count = len(told)
-    if count > MOST_NAMED:
-        told = [*told[:2], *told[-2:]]
+    ranked = sorted(rows, key=lambda row: row["difference"].estimate)
+    told, most = [f"{names[row['contender']]} {nats(row)}" for row in ranked], ""
+    if len(told) > MOST_NAMED:
+        told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
-    shown = f"{listed(told)}{_of(told, count)}"
-    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {shown}."
-    return Found(first, [OPEN], kept, errors_of_variants(derived))
-
-
-def _of(shown: Sequence[str], count: int) -> str:
-    """Which of all are shown, where they are not all."""
-    return "" if len(shown) == count else f" (the least and the largest of {count})"
+    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
+    return Found(first, [OPEN], kept)
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:

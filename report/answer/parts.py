@@ -17,7 +17,7 @@ from report.answer.effects import Effect
 from report.data import metrics
 from report.data.contender import fields_of, told
 from report.data.metrics import Derived
-from report.data.text import counted, listed, number
+from report.data.text import counted, listed, number, with_interval
 from report.draw.contenders import titles_of
 
 _FEW: Final = 2  # contenders that are told apart with the names of their fields
@@ -58,14 +58,9 @@ def listed_most(words: Sequence[str]) -> str:
     return listed(words) if more <= 0 else f"{listed(words[:MOST_NAMED])} ({more} more in the tables)"
 
 
-def ends(found: Interval, form: str = ".2f") -> str:
-    """An interval's ends in parentheses, after a space; nothing for too few values."""
-    return f" ({found.low:{form}} to {found.high:{form}})" if found.known else ""
-
-
 def ratio(found: Interval) -> str:
     """``2.30 (2.12 to 2.50)``."""
-    return f"{found.estimate:.2f}{ends(found)}"
+    return with_interval(found, "{:.2f}".format)
 
 
 def count(effect: Effect) -> str:
@@ -138,12 +133,6 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     elif not all(found.values()):
         found = {name: _words(keys, one, bare, {}) for name, one in fields.items()}
     return found if len(set(found.values())) == len(found) and all(found.values()) else own
-
-
-def differing(derived: Derived, names: Sequence[str]) -> list[str]:
-    """The fields of the policy in which contenders differ; none for peers."""
-    ran = derived.finished.drop_duplicates("contender").set_index("contender")
-    return _differing({name: fields_of(derived.frames.ran[str(ran.loc[name, "id"])]) for name in names})
 
 
 def _differing(fields: Mapping[str, Mapping[str, str]]) -> list[str]:

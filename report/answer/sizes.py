@@ -14,7 +14,6 @@ from report.answer.parts import (
     Found,
     apart,
     cell_of,
-    differing,
     g2,
     g3,
     listed_most,
@@ -92,29 +91,6 @@ def error(derived: Derived) -> Found:
     return Found(first, [], [], [which])
 
 
-def errors_of_variants(derived: Derived) -> list[str]:
-    """Sentences on the errors of each strategy's codecs, of what they are the codecs of."""
-    told = []
-    for names in effects.variants(derived):
-        called = apart(derived, names)
-        for purpose in ("weights", "gradients"):
-            found = effects.errors(derived, purpose).groupby(level="contender").median()
-            mine = {name: float(found[name]) for name in names if name in found.index}
-            fields = {purpose, "feedback", "reduce"} if purpose == "gradients" else {purpose}
-            if not fields & {*differing(derived, names)}:
-                continue
-            ranked = sorted(mine, key=lambda name: mine[name])
-            said = [f"{g2(mine[name])} with {called[name].removeprefix(f'{purpose} ')}" for name in ranked]
-            left_out = f" ({len(said) - 6} between them)" if len(said) > MOST_NAMED else ""
-            said = [*said[:3], *said[-3:]] if left_out else said
-            if len(said) > 1:
-                strategy = spelled(names[0]).split(" (")[0]
-                told.append(
-                    f"The error of {strategy}'s {purpose} end to end (vNMSE) is {listed(said)}{left_out}."
-                )
-    return told
-
-
 def memory(derived: Derived) -> Found:
     """By what the fullest rank holds on its device."""
     ran = derived.finished.sort_values(["place", "first"], kind="stable")
@@ -135,7 +111,7 @@ def memory(derived: Derived) -> Found:
         told.append(
             f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed_most(parts)}"
         )
-        copies = {name: effects.copied_mib(derived, name) for name in names}
+        copies = {name: effects.device_mib(derived, name, "copied") for name in names}
         said = [f"{size:.1f} MiB with {called[name]}" for name, size in copies.items() if size > 0]
         copied += [f"With {strategy}, a step copies {listed(said)} between host and device."] if said else []
     last = lists[-1]

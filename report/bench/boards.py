@@ -12,8 +12,11 @@ from typing import Any, Final
 
 from harness.records.bench_record import Kind, Sample
 from report.data.frames import rate_text
+from report.data.quantities import formula
 from report.data.text import number
 from report.tables.table import Column
+
+_MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +33,26 @@ class Board:
 
     name: str
     title: str
-    caption: str  # describes the columns
+    notes: str  # of the caption, after what columns say
     columns: tuple[Shown, ...]  # all measures are among them; the first with intervals is plotted
-    ratio: str  # what the plotted measure is, as a formula in words
     line: str  # what the line at 1 of the plot means
     row: str  # column whose values have a row of the plot each
     panel: str  # column whose values have a panel each, side by side
     below: str | None = None  # column whose values have a row of panels each
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
     colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
-    read: str = ""  # how to read the table in a terminal, which prints no caption
     log: bool = True  # the plot's axis
     labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
     """Further labels of a row, beside the sample's names."""
 
-    rounds: Callable[[Sample, Sequence[Sample]], dict[str, list[float]]] = lambda *_: {}
-    """Further seconds of a sample by round, from all samples of its run."""
+    rounds: Callable[[Sample], dict[str, list[float]]] = lambda _: {}
+    """Further seconds of a sample by round."""
+
+    @property
+    def caption(self) -> str:
+        """What numbers, columns and marks of the table are."""
+        says = [_MEDIANS, *(column.says for column in self.columns), self.notes]
+        return " ".join(part for part in says if part)
 
     @property
     def measures(self) -> dict[str, str]:
@@ -63,14 +70,14 @@ class Board:
         return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
 
 
-def _measured(name: str, title: str, measure: str, digits: int = 3, *, wide: bool = False) -> Shown:
+def _measured(name: str, title: str, measure: str, says: str = "", *, wide: bool = False) -> Shown:
     """A column of medians."""
-    return Shown(name, title, number(digits), ends=False, measure=measure, wide=wide)
+    return Shown(name, title, number(3), says, ends=False, measure=measure, wide=wide)
 
 
-def _ratio(name: str, title: str, measure: str, *, wide: bool = False) -> Shown:
+def _ratio(name: str, title: str, measure: str, says: str) -> Shown:
     """A column of medians with their intervals."""
-    return Shown(name, title, number(3), measure=measure, wide=wide)
+    return Shown(name, title, number(3), says, measure=measure)
 
 
 def _place(sample: Sample) -> str:
@@ -79,13 +86,8 @@ def _place(sample: Sample) -> str:
 
 
 _OF_COPY: Final = "reference_seconds / seconds * moved_bytes / (2 * element_bytes)"
+_ROOM: Final = "{0} / (8e-6 * sent_{0} / rate_mbit)"
 _ROUNDS: Final = Shown("rounds", "rounds", "{:d}".format, wide=True)
-_MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round. "
-READ: Final = (
-    "In brackets: 95 % intervals. A ratio is the median of ratios, each formed inside one round, so it need "
-    "not be the quotient of two printed medians."
-)
-_SLOWEST: Final = f"{_MEDIANS}Times are the slowest rank's. "
 BACKENDS: Final = {
     "cpu": "#0072b2", "cuda": "#009e73", "reference": "#777777", "bitsandbytes": "#cc79a7",
     "torchao": "#e69f00", "torch.compile": "#56b4e9", "deepspeed": "#d55e00",
@@ -132,18 +134,10 @@ BOARDS: Final[dict[Kind, Board]] = {
     "codec": Board(
         name="codecs",
         title="Rates of codecs",
-        caption=(
-            f"{_MEDIANS}GB/s: every byte read or written, once, over seconds. Speed: seconds of a copy_ of "
-            "the same elements into an existing buffer, timed just before, over seconds. Of the copy's "
-            "rate: GB/s over the copy's, which reads and writes the elements: at 1 memory is the limit, "
-            "below it arithmetic. Sums are of 4 frames. Other arithmetic: another library's, which equals "
-            "none of ours and makes its own buffers."
-        ),
-        read=(
-            "GB/s: every byte read or written, once, over seconds. 'decode, sum 4, encode' decodes 4 frames, "
-            "adds them and encodes the sum; 'carried error' adds what the last encoding lost, and keeps what "
-            "this one loses."
-        ),
+        notes="A copy_ is of the same elements into an existing buffer, timed just before. Of its rate: at 1 "
+        "memory is the limit, below it arithmetic. Sums are of 4 frames; 'carried error' adds what the last "
+        "encoding lost, and keeps what this one loses. Other arithmetic: another library's, which equals "
+        "none of ours and makes its own buffers.",
         labels=_of_codec,
         columns=(
             Shown("where", "where", place=True),
@@ -151,14 +145,13 @@ BOARDS: Final[dict[Kind, Board]] = {
             Shown("codec", "codec"),
             Shown("backend", "backend"),
             Shown("numel", "elements", "{:d}".format, wide=True),
-            _measured("rate", "GB/s", "moved_bytes / seconds / 1e9"),
+            _measured("rate", "GB/s", "moved_bytes / seconds / 1e9", formula("bytes moved", "GB/s")),
             _measured("copy_rate", "copy, GB/s", "2 * element_bytes / reference_seconds / 1e9", wide=True),
-            _measured("of_copy", "of copy's", _OF_COPY, 2, wide=True),
-            _ratio("speed", "speed, copy = 1", "reference_seconds / seconds"),
+            _measured("of_copy", "of copy's", _OF_COPY, formula("of the copy's rate"), wide=True),
+            _ratio("speed", "speed, copy = 1", "reference_seconds / seconds", formula("speed")),
             _ROUNDS,
             Shown("other", "other arithmetic", wide=True),
         ),
-        ratio="seconds of a copy of the same elements over seconds",
         line="Right of the dashed line an operation takes less time than the copy.",
         split={"type": ("fp32", "bf16", "fp16"), "device": ("cpu", "cuda")},
         row="codec",
@@ -168,13 +161,9 @@ BOARDS: Final[dict[Kind, Board]] = {
     "collective": Board(
         name="collectives",
         title="Times and bytes of collectives",
-        caption=(
-            f"{_SLOWEST}Times gloo: seconds of gloo's own collective of the same fp32 tensor over ours. MB "
-            "sent by all ranks in one call: ours by the wire's ledger, which counts what is read through "
-            "shared memory too; gloo's by its algorithms, a ring and an all-reduce's two rings. Shared "
-            "memory carries what stays inside a node, gloo the rest: a row names it only if a hop lies "
-            "inside one. Like for like is fp32."
-        ),
+        notes="Times are the slowest rank's. Bytes by the wire's ledger count what is read through shared "
+        "memory, which carries what stays inside a node, too: a row names it only if a hop lies inside one. "
+        "Like for like is fp32.",
         labels=_of_collective,
         columns=(
             Shown("where", "where", place=True),
@@ -183,13 +172,12 @@ BOARDS: Final[dict[Kind, Board]] = {
             Shown("carried", "transport"),
             _measured("milliseconds", "ms", "1e3 * seconds"),
             _measured("gloo_milliseconds", "gloo's ms", "1e3 * reference_seconds"),
-            _ratio("times", "times gloo", "reference_seconds / seconds"),
-            Shown("sent_mb", "MB sent", number(3)),
+            _ratio("times", "times gloo", "reference_seconds / seconds", formula("times gloo")),
+            Shown("sent_mb", "MB sent", number(3), formula("MB sent")),
             Shown("sent_inter_mb", "between nodes", number(3), wide=True),
             Shown("reference_sent_mb", "gloo's MB", number(3)),
             _ROUNDS,
         ),
-        ratio="seconds of gloo's own collective of the same fp32 tensor over ours",
         line="Right of the dashed line ours is faster. Like for like is fp32.",
         split={"operation": ("all_gather", "reduce_scatter")},
         row="run",
@@ -200,22 +188,23 @@ BOARDS: Final[dict[Kind, Board]] = {
     "step": Board(
         name="steps",
         title="Steps beside compute alone",
-        caption=(
-            f"{_SLOWEST}Compute alone: the same model that every rank trains by itself and that sends "
-            "nothing, optimizer included. Room: its seconds over those that the link needs for the step's "
-            "bytes, in forward and in backward."
-        ),
+        notes="Times are the slowest rank's. Compute alone: the same model that every rank trains by itself "
+        "and that sends nothing, optimizer included.",
         columns=(
             Shown("policy", "policy"),
             Shown("place", "where"),
             _measured("milliseconds", "ms", "1e3 * seconds"),
             _measured("alone_milliseconds", "alone, ms", "1e3 * reference_seconds"),
-            _measured("room_forward", "room, forward", "forward / (8e-6 * sent_forward / rate_mbit)"),
-            _measured("room_backward", "backward", "backward / (8e-6 * sent_backward / rate_mbit)"),
-            _ratio("of_alone", "times compute alone", "seconds / reference_seconds"),
+            _measured("room_forward", "room, forward", _ROOM.format("forward"), formula("room")),
+            _measured("room_backward", "backward", _ROOM.format("backward")),
+            _ratio(
+                "of_alone",
+                "times compute alone",
+                "seconds / reference_seconds",
+                formula("times compute alone"),
+            ),
             _ROUNDS,
         ),
-        ratio="seconds over those of compute alone",
         line="At the dashed line everything is hidden.",
         row="policy",
         panel="place",
@@ -223,10 +212,7 @@ BOARDS: Final[dict[Kind, Board]] = {
     "hops": Board(
         name="hops",
         title="Reductions in chunks",
-        caption=(
-            f"{_SLOWEST}The hops: their messages by themselves, without encoding. Hidden: what chunks save, "
-            "over the shorter hop; encoding that chunks hide counts too."
-        ),
+        notes="Times are the slowest rank's. The hops: their messages by themselves, without encoding.",
         columns=(
             Shown("chunks", "chunks", "{:d}".format),
             Shown("place", "where"),
@@ -234,16 +220,15 @@ BOARDS: Final[dict[Kind, Board]] = {
             _measured("one_chunk_milliseconds", "in one, ms", "1e3 * reference_seconds"),
             _measured("first_milliseconds", "hop 1, ms", "1e3 * first"),
             _measured("second_milliseconds", "hop 2, ms", "1e3 * second"),
-            _ratio("hidden", "shorter hop hidden", "(reference_seconds - seconds) / shorter"),
+            _ratio(
+                "hidden", "shorter hop hidden", "(reference_seconds - seconds) / shorter", formula("hidden")
+            ),
             _ROUNDS,
         ),
-        ratio="seconds that chunks save, over those of the shorter hop",
         line="At the dashed line all of that hop is hidden.",
         row="chunks",
         panel="place",
-        rounds=lambda sample, _: {
-            "shorter": [min(hops) for hops in zip(*sample.parts.values(), strict=True)]
-        },
+        rounds=lambda sample: {"shorter": [min(hops) for hops in zip(*sample.parts.values(), strict=True)]},
         log=False,
     ),
 }

@@ -24,13 +24,13 @@ from harness.fitted_table import console
 from harness.records.bench_record import Bench, read_all
 from harness.records.confidence_intervals import Interval, median_interval
 from report import page
-from report.bench.boards import BOARDS, READ, Board
+from report.bench.boards import BOARDS, Board
 from report.build import PAGE, Folders, publish
 from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
 from report.draw import axes, files
-from report.draw.figure import Drawing
+from report.draw.figure import Figure
 from report.draw.theme import Style
 from report.tables import latex, terminal
 from report.tables.table import Table
@@ -42,7 +42,6 @@ _FOLDERS: Final[Folders] = {
     ),
     "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
 }
-_MOST_TOLD: Final = 24  # dots that a description names one by one
 _MOST_FINDINGS: Final = 3  # in the lead
 _MOST_SCATTERED: Final = 3  # that a line names
 SCATTER: Final = 0.2  # of the median: beyond, a page says so
@@ -75,7 +74,7 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
         for bench in benches:
             for sample in (one for one in bench.samples if one.kind == kind):
                 fixed = {"id": bench.id, **sample.names, **board.labels(sample)}
-                by_round = sample.timed | board.rounds(sample, bench.samples)
+                by_round = sample.timed | board.rounds(sample)
                 for index, values in enumerate(zip(*by_round.values(), strict=True)):
                     known = {"round": index} | sample.sizes | dict(zip(by_round, values, strict=True))
                     rows.append(fixed | known)
@@ -158,7 +157,6 @@ def _finding(board: Board, rows: pd.DataFrame) -> str:
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
-    heading = ("zeropp bench", benches[0].subject)
     headline, drawn, tables = [], [], []
     scattered: list[str] = []
     boards = list(boards_of(benches))
@@ -170,27 +168,17 @@ def _write(folder: Path, benches: Sequence[Bench]) -> None:
         found = table_of(board, data, wide=True)
         latex.write(found, folder / "tables")
         tables.append(found)
+    missing = [f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()]
     text = page.fill(
-        note="",
-        title=" ".join(heading),
+        title=f"zeropp bench {benches[0].subject}",
         kicker="Results of a benchmark",
-        heading=heading,
-        questions=[],
+        heading=("zeropp bench", benches[0].subject),
         answer=headline[:_MOST_FINDINGS],
-        shows=None,
         emulated=emulation.of_benches(data for _, data in boards),
         facts=_facts(benches),
-        warnings=[
-            *scattered,
-            *(f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()),
-        ],
+        warnings=[*scattered, *missing],
         figures=drawn,
-        marked=frozenset(),
-        missing=[],
-        summary=[],
         tables=tables,
-        last=[],
-        failures=None,
         pools=sorted({bench.pool for bench in benches}),
     )
     (folder / PAGE).write_text(text, encoding="utf-8", newline="\n")
@@ -212,7 +200,7 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
 
 
-def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.DataFrame]]:
+def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Figure, pd.DataFrame]]:
     """One figure per value of ``board.split``, with its rows."""
     for name, values in zip(board.figures, product(*board.split.values()), strict=True):
         mine = data
@@ -220,8 +208,7 @@ def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Drawing, pd.Da
             mine = mine[mine[column] == value]
         if len(mine):
             title = ", ".join((board.title, *(value.replace("_", "-") for value in values)))
-            question = f"{board.plotted.title.capitalize()}: {board.ratio}."
-            drawn = Drawing(name=name, title=title, question=question, mark=Dots(board))
+            drawn = Figure(name=name, title=title, question=board.plotted.says, mark=Dots(board))
             yield drawn, derived(board, mine)
 
 
@@ -269,25 +256,12 @@ class Dots:
         """What a dot is."""
         return f"Medians over rounds with 95 % intervals. {self.board.line}"
 
-    def numbers(self, data: pd.DataFrame) -> str:
-        """Every dot, or the ranges of many."""
-        board, key = self.board, self.board.plotted.key
-        keys = [board.below, board.panel, board.row if len(data) <= _MOST_TOLD else None]
-        keys += [None if board.colours is None else board.colours[0]]
-        told = []
-        for names, group in groups(data, [one for one in keys if one]):
-            middles = [one.estimate for one in group[key]]
-            low, high = min(middles), max(middles)
-            range_ = f"{low:.3g}" if len(group) == 1 else f"{low:.3g} to {high:.3g}"
-            told.append(f"{', '.join(map(str, names))}: {range_}")
-        return f"{board.plotted.title.capitalize()}, by the median. {'; '.join(told)}."
-
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
     for board, data in boards_of(benches):
         terminal.show(table_of(board, data, wide=False), out)
-        for words in filter(None, (f"{board.read} {READ}".strip(), scattering(board, data))):
+        for words in filter(None, (board.caption, scattering(board, data))):
             out.print(textwrap.fill(words, _TEXT_COLUMNS), markup=False, highlight=False)
 
 

@@ -5,8 +5,6 @@ Nothing here puts two contenders, or two cells, together.
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
 
 from report.data.frames import Frames
@@ -74,11 +72,6 @@ def tried(frames: Frames, table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     first = found.sort_values(["place", "first"], kind="stable").iloc[0]
     mine = found[(found["contender"] == first["contender"]) & (found["cell"] == first["cell"])]
     return mine.reset_index(drop=True), f"{first['contender']} ({first['where']})"
-
-
-def median(rows: pd.DataFrame, column: str = "vnmse") -> float:
-    """Median of a column over repeats and seeds; NaN of none."""
-    return float(rows[column].median()) if len(rows) else math.nan
 
 
 def chosen(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:

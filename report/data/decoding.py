@@ -60,23 +60,20 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the paired ratios of tokens per second, with its interval.
+    """Geometric mean of the paired ratios of tokens per second, with its interval; NaN without a baseline.
 
     Generations of one trial are no samples of their own: the ratio of a trial is the geometric mean of its.
 
     Args:
-        group: rows of :func:`generations` of one contender in one cell, with a baseline.
+        group: rows of :func:`generations` of one contender in one cell.
     """
-    by_trial = group.groupby(["seed", "repeat"])
+    paired = group.dropna(subset=["baseline"])
+    if paired.empty:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    by_trial = paired.groupby(["seed", "repeat"])
     rates = ("tokens_per_second", "baseline_tokens_per_second")
     ours, base = (by_trial[name].agg(lambda values: np.exp(np.log(values).mean())) for name in rates)
     return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
-
-
-def speedup_or_nothing(group: pd.DataFrame) -> Interval:
-    """The same of rows of which some may have no baseline; NaN if none has."""
-    paired = group.dropna(subset=["baseline"])
-    return speedup(paired) if len(paired) else Interval(math.nan, math.nan, math.nan, 0)
 
 
 def speed(group: pd.DataFrame) -> Interval:

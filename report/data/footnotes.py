@@ -24,6 +24,13 @@ TAKEN_IN_WORDS = (
 )
 
 
+ABOVE_IN_WORDS = (
+    f"{ABOVE}: above 1, so what is said to be allowed is too long: steps sent bytes at a higher rate than "
+    "the probe after the trial found, their units share the computation otherwise than by their elements, "
+    "all ranks computed at once when it was measured, or ranks do not begin a step together."
+)
+
+
 def share(value: float | None) -> str:
     """Format a ratio to a bound, to hundredths; one above 1 is marked."""
     if value is None or pd.isna(value):
@@ -36,63 +43,35 @@ def part(value: float | None) -> str:
     return NOTHING if value is None or pd.isna(value) else f"{value:.1%}"
 
 
-def above_in_words(shares: pd.DataFrame) -> str:
-    """Caption text about shares above 1; empty if there are none.
-
-    Args:
-        shares: columns ``schedule_share``, ``ideal_share``, ``processors_busy`` and ``alone`` of trials.
-    """
-    beyond = {name for name in shares.columns if name != "alone" and shares[name].round(2).gt(1).any()}
-    if not beyond:
-        return ""
-    why = []
-    if "ideal_share" in beyond:
-        why.append("steps sent their bytes at a higher rate than the probe after the trial found")
-    elif "schedule_share" in beyond:
-        why.append(
-            "steps sent their bytes at a higher rate than the probe after the trial found, or their units "
-            "share the computation otherwise than by their elements, as the scheduled step takes it"
-        )
-    if shares["alone"].eq(other=True).any():
-        why.append("all ranks computed at once when it was measured, while in a step some wait")
-    elif "processors_busy" in beyond:
-        why.append("ranks do not begin a step together, so that part of what they computed is another step's")
-    return (
-        f"{ABOVE}: above 1, so what is said to be allowed is too long: {'; and '.join(why)}." if why else ""
-    )
-
-
 def rates(mine: pd.DataFrame) -> str:
     """The mark of trials in cells whose links had different rates; empty for others."""
     return f" {RATES}" if mine["rates_differ"].any() else ""
 
 
 def in_words(cells: Iterable[str]) -> str:
-    """Caption text for the marks of rates and trials that occur in these cells, after a space."""
+    """Caption text for the marks that occur in these cells, after a space."""
     found = "".join(cells)
-    words = {RATES: RATES_IN_WORDS, TAKEN: TAKEN_IN_WORDS, labels.INTERFACES: labels.INTERFACES_IN_WORDS}
+    words = {
+        RATES: RATES_IN_WORDS,
+        TAKEN: TAKEN_IN_WORDS,
+        ABOVE: ABOVE_IN_WORDS,
+        labels.INTERFACES: labels.INTERFACES_IN_WORDS,
+    }
     return "".join(f" {told}" for mark, told in words.items() if mark in found)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Caption text on whose computation the bounds of steps are formed of, after a space."""
+    """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
     ran = derived.trials
-    by_itself = int(ran["alone"].eq(other=True).sum())
-    told = (
-        " Computation is that of the model by itself, on all ranks at once before and after the timed steps: "
-        "what the engine adds to it, stalls among it, is not allowed."
-    )
-    if by_itself == len(ran):
-        return told
-    rest = (
-        " it was not measured by itself: it is what ranks did while they did not wait, and the engine's own "
-        "stalls count as computation."
-    )
+    older = int((~ran["alone"].eq(other=True)).sum())
+    if not older:
+        return ""
     only_train = all(trial.workload != "rlhf" for trial in derived.frames.ran.values())
     why = "whose records are older" if only_train else "whose steps do more than train"
-    if not by_itself:
-        return f" Of all trials, {why},{rest}"
-    return f"{told} Of {len(ran) - by_itself} of {counted(len(ran), 'trial')}, {why},{rest}"
+    return (
+        f" Of {older} of {counted(len(ran), 'trial')}, {why}, computation is what ranks "
+        "did while they did not wait, and the engine's own stalls count as such."
+    )
 
 
 def modelled_in_words(derived: Derived) -> str:

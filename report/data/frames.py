@@ -40,6 +40,7 @@ from harness.records.record import (
 from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
 from harness.suites.repeat_order import CONTENDER
+from harness.suites.suite_file import flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN
 from report.data.contender import label_of, order_of, shared_changes
@@ -52,6 +53,7 @@ _NOT_OF_A_CELL: Final = (
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
+FORESEEN: Final = ("foreseen_seconds", "foreseen_compute", "foreseen_wire", "foreseen_calibrated")
 _OF_RANK: Final = ("rank", "node", "local")
 _SUMMED: Final = ("bytes", "messages", "padding", "headers")
 _BY: Final = ("id", "source", "rank", "node", "phase", "purpose", "link", "hop")  # of these sums
@@ -107,15 +109,14 @@ class Frames:
     unit_bytes: dict[str, dict[tuple[str, str, str], int]]
 
 
-def load(results: Path, *, across_pools: bool = False) -> Frames:
+def load(results: Path) -> Frames:
     """Read a results folder.
 
     Args:
         results: the folder that holds ``<id>.json``.
-        across_pools: put records of different machines or code side by side.
 
     Raises:
-        ReportError: if there is no record, or there are several pools and that was not asked for.
+        ReportError: if there is no record, or there are several pools.
         RecordError: for a file that is not a record of this schema.
     """
     if not results.is_dir():
@@ -124,7 +125,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
     verified = journal.verify(results, records)
-    return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
+    return frames_of(records, read_traces(results), verified=verified)
 
 
 def frames_of(
@@ -134,7 +135,7 @@ def frames_of(
     across_pools: bool = False,
     verified: Verified | None = None,
 ) -> Frames:
-    """Tables of ``records`` and of traces of their trials' steps; see :func:`load`."""
+    """Tables of ``records`` and traces of their steps, of several pools if asked; see :func:`load`."""
     found = len(records)
     if not across_pools:
         records = _without_old_failures(records)
@@ -223,23 +224,12 @@ def _trial(record: Record) -> Trial:
         ) from error
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     """``cell`` and ``where`` of each trial: hash and description of every field but strategy, policy, seed
     and repeat.  The description has the fields that are always printed, and those that differ.
     """
     cells = {
-        name: {k: v for k, v in _flat(trial.canonical()).items() if k.split(".")[0] not in _NOT_OF_A_CELL}
+        name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
         for name, trial in trials.items()
     }
     found = {}
@@ -323,9 +313,6 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
-        "weights": str(policy.weights) if policy else "",
-        "gradients_local": str(policy.gradients[0]) if policy else "",
-        "gradients_node": str(policy.gradients[1]) if policy else "",
         "secondary": policy.secondary_ranks(topology) if policy else 0,
         "parameters": record.parameters,
         "units": len(record.units),
@@ -337,11 +324,10 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "miscounted": checks.miscounted(record) or "",
         "off_rate": checks.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
-        **_foreseen(record),
+        **{name: getattr(record.foreseen, name.removeprefix("foreseen_"), math.nan) for name in FORESEEN},
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
         "modelled": _modelled(record),
-        "backend": str(record.ran.get("backend", "")),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
         "processors": _processors(record, trial),
@@ -349,17 +335,6 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
         **_taken(record),
         **_gpus(record, trial),
-    }
-
-
-def _foreseen(record: Record) -> dict[str, float]:
-    """The step as it was predicted before the trial ran; NaN where it was not."""
-    step = record.foreseen
-    return {
-        "foreseen_seconds": math.nan if step is None else step.seconds,
-        "foreseen_compute": math.nan if step is None else step.compute,
-        "foreseen_wire": math.nan if step is None else step.wire,
-        "foreseen_calibrated": math.nan if step is None else float(step.calibrated),
     }
 
 
@@ -519,7 +494,7 @@ def _environment(record: Record) -> dict[str, Any]:
     facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
     if record.link is not None:
         facts["link"] = {"kind": record.link.kind, "why": record.link.why, **record.link.details}
-    return _flat(facts)
+    return dict(flatten(facts))
 
 
 def _facts_frame(records: list[Record]) -> pd.DataFrame:
@@ -550,43 +525,36 @@ def _without_old_failures(records: list[Record]) -> list[Record]:
 def _check_one_pool(records: list[Record]) -> None:
     """Refuse records of different machines, code or kernels, naming the differences.
 
+    Trials of one pool may have run different kernels: where a build failed, the reference did their work.
+
     Raises:
         ReportError: naming each pool, its records and the facts that differ; or the kernels that trials on
             one kind of device ran, and how many did.
     """
-    pools = {record.pool: record for record in reversed(records)}
-    if len(pools) == 1:
-        _check_kernels(records)
-        return
-    sizes = Counter(record.pool for record in records)
-    told = "; ".join(
-        f"{pool}: {sizes[pool]} records, such as {one.id}" for pool, one in sorted(pools.items())
-    )
-    facts = [_flat({"machine": one.machine, "code": one.code}) for _, one in sorted(pools.items())]
-    texts = {
-        key: [str(of_pool.get(key)) for of_pool in facts] for key in sorted({k for f in facts for k in f})
-    }
-    differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
-    values = "; ".join(differing[:6])
-    raise ReportError(
-        f"records of {len(pools)} pools (other machine or code) are not drawn together: {told}. "
-        f"They differ in {values or 'facts that are not recorded'}. Move one pool to a folder of its own"
-    )
-
-
-def _check_kernels(records: list[Record]) -> None:
-    """Refuse trials of one pool of which some ran other kernels: where a build failed, the reference did."""
-    ran: dict[str, dict[str, list[str]]] = {}
+    pools, ran = defaultdict[str, list[str]](list), defaultdict[str, dict[str, list[str]]](dict)
     for record in records:
+        pools[record.pool].append(record.id)
         if record.measured and "kernels" in record.ran:
-            of_device = ran.setdefault(str(record.ran.get("device")), {})
-            of_device.setdefault(str(record.ran["kernels"]), []).append(record.id)
-    for device, ids in ran.items():
-        if len(ids) > 1:
-            told = "; ".join(
-                f"{name}: {len(those)} records, such as {those[0]}" for name, those in ids.items()
-            )
+            ran[str(record.ran.get("device"))].setdefault(str(record.ran["kernels"]), []).append(record.id)
+    if len(pools) > 1:
+        firsts = {record.pool: record for record in reversed(records)}
+        facts = [
+            dict(flatten({"machine": one.machine, "code": one.code})) for _, one in sorted(firsts.items())
+        ]
+        texts = {key: [str(one.get(key)) for one in facts] for key in sorted(set().union(*facts))}
+        differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
+        raise ReportError(
+            f"records of {len(pools)} pools (other machine or code) are not drawn together: {_sizes(pools)}. "
+            f"They differ in {'; '.join(differing[:6]) or 'facts that are not recorded'}. Move one pool to a "
+            "folder of its own"
+        )
+    for device, kernels in ran.items():
+        if len(kernels) > 1:
             raise ReportError(
-                f"records of trials on {device} that ran different kernels are not drawn together: {told}. "
-                "Move those of one kind to a folder of their own, or run them again"
+                f"records of trials on {device} that ran different kernels are not drawn together: "
+                f"{_sizes(kernels)}. Move those of one kind to a folder of their own, or run them again"
             )
+
+
+def _sizes(ids: Mapping[str, list[str]]) -> str:
+    return "; ".join(f"{name}: {len(of)} records, such as {of[0]}" for name, of in sorted(ids.items()))

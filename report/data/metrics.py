@@ -23,7 +23,8 @@ from harness.records.confidence_intervals import (
 )
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.question import LEAST_STEPS
-from harness.suites.trial import PolicyChanges, Trial
+from harness.suites.repeat_order import setting_of
+from harness.suites.trial import Trial
 from report.data.best_step import (
     BITS_PER_MBIT,
     before_training,
@@ -32,10 +33,7 @@ from report.data.best_step import (
     schedule_seconds,
 )
 from report.data.contender import (
-    BASELINE,
-    NAMES,
     PAPERS_BASELINE,
-    PROPOSED,
     Comparison,
     comparison,
     is_baseline,
@@ -59,34 +57,18 @@ KEPT: Final = [
 
 
 def trials(frames: Frames) -> pd.DataFrame:
-    """Metrics of every finished trial that trained, one row each.
+    """Metrics of every finished trial that trained, one row each; seconds, and bytes per step.
 
-    Beside the columns of ``frames.trials``:
-        step_seconds: median over timed steps of the slowest rank's total.
-        compute_seconds: of computation by itself, the median over samples of the largest of any rank; where
-            it is not on record, the median over timed steps of the largest (total - exposed) of any rank.
-        alone: whether it, and the bounds that follow from it, are of computation by itself.
-        exposed_seconds: median over timed steps of the slowest rank's exposed communication.
-        tokens_per_second: tokens of all ranks in a step / step_seconds.
-        sent_bytes: bytes per step that all ranks sent between nodes in training (ledger).
-        predicted_bytes, interface_bytes: the same, from the prediction and the interface counters.
-        header_bytes: of the packets that the interfaces counted, per step.
+    Beside the columns of ``frames.trials`` those that ``report/quantities.csv`` names, and
+        alone: whether computation, and the bounds that follow from it, are of computation by itself; else of
+            what ranks did in their timed steps while they did not wait.
+        schedule_share, ideal_share: schedule_seconds and ideal_seconds / step_seconds.
         egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
-        wire_seconds: 8 egress_bytes / achieved rate.
-        ideal_seconds: max(compute_seconds, wire_seconds): full overlap.
-        schedule_seconds: of the simulated schedule (:mod:`report.data.best_step`); never below wire_seconds.
-        processor_seconds: CPU seconds of all ranks / number of CPUs that they share (likewise).
-        best_seconds: the larger of these two; NaN where the schedule's is not known.
-        share, schedule_share, ideal_share: best_seconds, schedule_seconds and ideal_seconds / step_seconds.
-        processors_busy: processor_seconds / step_seconds.
-        segment_bytes: what the ledger's messages would be on a real network, each in packets of
-            :data:`harness.records.packet_sizes.SEGMENT_BYTES` with their headers.
-        m_bytes: M times the micro-batches of a step; M is the bytes between nodes of one hierarchical
-            all-gather of the model, without padding, in 16 bits: 2 * elements * (nodes - 1), of all ranks.
+        m_bytes: M times the micro-batches of a step.
         tflops: model TFLOP/s of a rank, for presets.
-        first_loss, validation_loss: of the first step (mean over ranks) and the last validation; NaN if
-            that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
-        validation_step: optimizer steps before that validation, warm-ups included.
+        first_loss: of the first step, mean over ranks.
+        validation_loss, validation_step: of the last validation and the steps before it, warm-ups included;
+            NaN if that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
     """
     table = frames.trials
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
@@ -278,18 +260,14 @@ def middle(group: pd.DataFrame, column: str) -> float:
     return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
 
 
-def step_interval(group: pd.DataFrame) -> Interval:
+def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
     """Geometric mean of the steps of some trials, with its interval: the number that a page prints of them.
 
     Args:
         group: rows of :func:`trials` of one contender in one cell.
+        column: what else is to be averaged.
     """
-    return geometric_interval(list(group["step_seconds"]), list(group["sweep"]))
-
-
-def throughput(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the tokens per second of some trials, with its interval."""
-    return geometric_interval(list(group["tokens_per_second"]), list(group["sweep"]))
+    return geometric_interval(list(group[column]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
@@ -316,17 +294,6 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
-
-
-def beside_published(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Pairs comparable to the throughput that the ZeRO++ blog prints: the preset ZeRO++ over ZeRO-3 at two or
-    more rates.  Without any, the page has neither the figure nor the table of it.
-
-    Args:
-        pairs: from :func:`pairs`.
-    """
-    found = several_rates(pairs[pairs["role"] == ""])
-    return found[found["contender"] == NAMES[PROPOSED]]
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
@@ -429,11 +396,10 @@ def parity_interval(group: pd.DataFrame) -> Interval:
 
 
 def cell_without_rate(frames: Frames, identity: str) -> str:
-    """Hash of a trial's cell without the rate."""
+    """A trial's cell without the rate."""
     trial = frames.ran[identity]
-    everywhere = {"strategy": BASELINE, "policy": PolicyChanges(), "seed": 0, "repeat": 0}
-    unshaped = trial.cluster.model_copy(update={"rate": None})
-    return trial.model_copy(update=everywhere | {"cluster": unshaped, "measure_quantisation": False}).id
+    unshaped = trial.model_copy(update={"cluster": trial.cluster.model_copy(update={"rate": None})})
+    return setting_of(unshaped, "seed", "repeat", "measure_quantisation")
 
 
 def split(frames: Frames) -> pd.DataFrame:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,7 +27,7 @@ _EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
 
 
 def grid(
-    style: Style, rows: int, columns: int, heights: Sequence[float], *, share: Literal["x", "y", ""] = ""
+    style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
     """Create a figure of panels, all in one column where it is narrow.
 
@@ -37,23 +36,14 @@ def grid(
         rows: of panels.
         columns: of panels.
         heights: of each row, in inches, titles and names of axes included.
-        share: ``y``: panels of a row share their y axis; ``x``: those of a column their x axis.
+        share_y: whether panels of a row share their y axis.
     """
-    if style.narrow:
-        ratios = [height for height in heights for _ in range(columns)]
-        figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")
-        axes = figure.subplots(rows * columns, 1, squeeze=False, height_ratios=ratios).reshape(rows, columns)
-        return figure, [list(row) for row in axes]
-    figure = Figure(figsize=(style.inches, sum(heights)), layout="constrained")
-    axes = figure.subplots(
-        rows,
-        columns,
-        squeeze=False,
-        height_ratios=list(heights),
-        sharex="col" if share == "x" else "none",
-        sharey="row" if share == "y" else "none",
-    )
-    return figure, [list(row) for row in axes]
+    shape = (rows * columns, 1) if style.narrow else (rows, columns)
+    ratios = [height for height in heights for _ in range(shape[0] // rows)]
+    figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")
+    sharey: Literal["row", "none"] = "row" if share_y and not style.narrow else "none"
+    axes = figure.subplots(*shape, squeeze=False, height_ratios=ratios, sharey=sharey)
+    return figure, [list(row) for row in axes.reshape(rows, columns)]
 
 
 def rows_inches(count: int) -> float:
@@ -151,9 +141,3 @@ def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
     """A faint line at a value: upright, or ``across``."""
     if value is not None:
         (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)
-
-
-def farthest(*values: float) -> float:
-    """The largest of values that are known; NaN of none."""
-    known = [value for value in values if not np.isnan(value)]
-    return max(known, default=math.nan)

@@ -1,6 +1,6 @@
 """A figure as a declaration: a name, a question, the columns of one tidy table, and a mark.
 
-Captions and alternative texts follow from the columns, which say what they are.
+Captions follow from the columns, which say what they are.
 """
 
 from __future__ import annotations
@@ -70,17 +70,15 @@ class Mark(Protocol):
     def says(self, data: pd.DataFrame) -> str:
         """Caption text: what is drawn how."""
 
-    def numbers(self, data: pd.DataFrame) -> str:
-        """The main numbers, as alternative text."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
-    """How one tidy table of raw values with a column ``id`` (records) is drawn.
+class Figure:
+    """One figure: how a tidy table of raw values with a column ``id`` (records) is drawn.
 
     Attributes:
         name: of its files, and of its anchor on the page.
         question: that it answers, with which its caption begins.
+        table: its data of a suite's records; without rows if they hold nothing to draw.
         notes: further sentences of its caption.
     """
 
@@ -88,7 +86,13 @@ class Drawing:
     title: str
     question: str
     mark: Mark
+    table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
     notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
+
+    @property
+    def alt(self) -> str:
+        """Alternative text, without numbers: tables of the same page have them."""
+        return f"{self.title}. {self.question} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
         """The question, what is drawn how, and what all rows have in common."""
@@ -97,27 +101,6 @@ class Drawing:
         parts += [common_to(data)] if "where" in data else []
         parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []
         return " ".join(part.strip() for part in parts if part.strip())
-
-    def alt(self, data: pd.DataFrame) -> str:
-        """Alternative text: the main numbers."""
-        numbers = self.mark.numbers(data)
-        return f"{self.title}. {numbers[:1].upper()}{numbers[1:]}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure(Drawing):
-    """One figure of a suite's page.
-
-    Attributes:
-        table: its data; without rows if the records hold nothing to draw.
-        needs: what it takes, for a page without it; the suite is one that has it.
-        extra: whether most suites give no data for it, and a page without it does not say so.
-    """
-
-    table: Callable[[Derived], pd.DataFrame]
-    needs: str = ""
-    suite: str = "quickstart"
-    extra: bool = False
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from matplotlib.transforms import Bbox
 from report.data import footnotes
 from report.data.contender import name_of
 from report.data.metrics import Derived
-from report.draw.figure import Drawing, Figure, records_behind
+from report.draw.figure import Figure, records_behind
 from report.draw.theme import WIDTH, Style, fonts, looks_of
 
 # No dates and no versions: the same records give the same bytes.
@@ -37,7 +37,7 @@ _LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the
 class Drawn:
     """A figure that was drawn, with the raw values behind it."""
 
-    figure: Drawing
+    figure: Figure
     data: pd.DataFrame
     svg: bytes
     width: float = WIDTH  # mm
@@ -69,7 +69,7 @@ def draw(
 
 
 def write(
-    figure: Drawing, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS
+    figure: Figure, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS
 ) -> Drawn:
     """Draw a table with rows, and write it as ``forms``, and as CSV of its raw values."""
     rendered = {}

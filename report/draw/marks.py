@@ -21,7 +21,6 @@ from report.draw.contenders import by_cell, by_cell_and_contender, by_contender,
 from report.draw.figure import Measure
 from report.draw.theme import Look, Style
 
-_MOST_TOLD: Final = 12  # contenders in an alternative text
 _FEW: Final = 8  # values of an axis, each of which has its tick
 _PANEL_INCHES: Final = 2.3
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
@@ -46,10 +45,6 @@ def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
     return [one for one in measures if data[one.column].notna().any()]
 
 
-def _first(told: Sequence[str]) -> str:
-    return listed(list(told[:_MOST_TOLD])) + (", and others" if len(told) > _MOST_TOLD else "")
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
     """A row for each contender of each cell; measures stand side by side, each value as a dot."""
@@ -62,7 +57,7 @@ class Rows:
         names = [
             name + (footnotes.rates(group) if "rates_differ" in group else "") for name, _, group in rows
         ]
-        figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share="y")
+        figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
         for ax, measure in zip(panels, shown, strict=True):
             _row_panel(ax, [(contender, group) for _, contender, group in rows], measure, style)
             axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
@@ -74,20 +69,6 @@ class Rows:
         shown = _measured(self.measures, data)
         strokes = [f"strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
         return f"{_said(shown, data)} Dots: single values{''.join(f'; {stroke}' for stroke in strokes)}."
-
-    def numbers(self, data: pd.DataFrame) -> str:
-        """Each contender's estimate."""
-        told = [
-            f"{_label(one, data)}: "
-            + _first(
-                [
-                    f"{name} {one.form(one.of(group).estimate)}"
-                    for name, _, group in by_cell_and_contender(data)
-                ]
-            )
-            for one in _measured(self.measures, data)
-        ]
-        return f"{'; '.join(told)}."
 
 
 def _row_panel(ax: Axes, rows: Sequence[tuple[str, pd.DataFrame]], measure: Measure, style: Style) -> None:
@@ -121,7 +102,7 @@ def _row_panel(ax: Axes, rows: Sequence[tuple[str, pd.DataFrame]], measure: Meas
     axes.line_at(ax, measure.line, across=False)
     for place, (one, (_, group)) in enumerate(zip(found, rows, strict=True)):
         beyond = group[measure.stroke].median() if measure.stroke else np.nan
-        end = axes.farthest(one.estimate, one.high, group[measure.column].max(), beyond)
+        end = float(np.fmax.reduce([one.estimate, one.high, group[measure.column].max(), beyond]))
         axes.beside(ax, end, place, measure.form(one.estimate))
     if measure.log:
         ax.set_xlim(values[measure.column].min() / 1.5, values[measure.column].max() * 3)
@@ -242,18 +223,6 @@ class Lines:
         strokes = "".join(f"; dashes: {one.stroke.replace('_', ' ')}" for one in shown if one.stroke)
         return f"{_said(shown, data)} Markers: estimates; {raw}{strokes}."
 
-    def numbers(self, data: pd.DataFrame) -> str:
-        """The first and the last point of each line."""
-        told = []
-        for measure in _measured(self.measures, data):
-            for (title, line), group in groups(
-                data.dropna(subset=[measure.column]), [self.panels, self.lines]
-            ):
-                points = self._points(group, measure)["y"]
-                ends = " to ".join(measure.form(value) for value in (points.iloc[0], points.iloc[-1]))
-                told.append(f"{line}, {str(title).replace(chr(10), ' ')}: {ends}")
-        return f"{_label(self.measures[0], data)}: {'; '.join(told[:_MOST_TOLD])}."
-
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
@@ -326,15 +295,6 @@ class Stacked:
         ]
         return f"{self.says_parts}{''.join(f'; {mark}' for mark in marks)}. Means over trials."
 
-    def numbers(self, data: pd.DataFrame) -> str:
-        """Each contender's total."""
-        bars = data[data["kind"] == "bar"]
-        sums = bars.groupby([self.panels, "contender", "id"], sort=False)[self.value].sum()
-        means = sums.groupby(level=[0, 1], sort=False).mean()
-        names = means.index.get_level_values(1)
-        told = [f"{name} {value:.4g}" for name, value in zip(names, means, strict=True)]
-        return f"{self.label}: {_first(told)}."
-
 
 @dataclass(frozen=True, slots=True)
 class Front:
@@ -356,7 +316,7 @@ class Front:
         for row, (title, mine) in zip(panels, cells, strict=True):
             for ax, measure in zip(row, shown, strict=True):
                 known = mine.dropna(subset=[measure.column])
-                middles = self._middles(known, measure)
+                middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
                 ahead = middles.iloc[front(middles)]
                 ax.plot(*ahead.to_numpy().T, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
                 for _, name, group in by_contender(known):
@@ -384,9 +344,6 @@ class Front:
         axes.legend(figure, entries, style)
         return figure
 
-    def _middles(self, mine: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-        return mine.groupby("contender", sort=False)[[self.x, measure.column]].median()
-
     def says(self, data: pd.DataFrame) -> str:
         """What each measure is, and the front."""
         said = _said(_measured(self.measures, data), data)
@@ -394,19 +351,6 @@ class Front:
             f"{said} Markers: medians; dots: trials; grey: the Pareto front of the medians, whom none beats "
             f"in {self.label} without being worse in the other."
         )
-
-    def numbers(self, data: pd.DataFrame) -> str:
-        """Who is on the front."""
-        told = []
-        for title, mine in by_cell(data):
-            for measure in _measured(self.measures, mine):
-                middles = self._middles(mine.dropna(subset=[measure.column]), measure)
-                names = [
-                    f"{name} ({x:.3g}, {measure.form(y)})"
-                    for name, x, y in middles.iloc[front(middles)].itertuples(name=None)
-                ]
-                told.append(f"{_label(measure, data)}{f', {title}' if title else ''}: {listed(names)}")
-        return f"Pareto fronts. {'. '.join(told)}."
 
 
 def front(points: pd.DataFrame) -> list[int]:
@@ -453,7 +397,3 @@ class Lanes:
     def says(self, data: pd.DataFrame) -> str:
         """The sentences on the panels."""
         return f"{'; '.join(data[self.told].unique())}."
-
-    def numbers(self, data: pd.DataFrame) -> str:
-        """The same."""
-        return self.says(data)

@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import FEWEST
 from report.data import communication, loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
-from report.data.text import byte_unit, counted, listed, number, span
+from report.data.quantities import formula
+from report.data.text import byte_unit, counted, number, span
 from report.draw.contenders import titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
@@ -50,8 +50,6 @@ LOSS: Final = Figure(
                  "{:.3f}".format, bar=False),),
         points="step", band=True,
     ),
-    needs="three validations in a trial or more (validate_every)",
-    suite="convergence",
     notes=(_seeds_in_words,),
 )  # fmt: skip
 
@@ -78,8 +76,6 @@ FINAL_LOSS: Final = Figure(
             ),
         )
     ),
-    needs="a validation (validate_every)",
-    suite="convergence",
     notes=(_steps_in_words,),
 )  # fmt: skip
 
@@ -104,18 +100,6 @@ def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
     return list(np.asarray(found["validation_loss"], dtype=float) - np.asarray(theirs, dtype=float))
 
 
-def _front_in_words(data: pd.DataFrame) -> str:
-    seeds = counted(data["seed"].nunique(), "seed")
-    kinds = {kind: list(mine["contender"].unique()) for kind, mine in data.groupby("front")}
-    words = {"yes": "on the front", "no": "off it", loss_verdicts.OPEN: "it cannot be told of"}
-    told = [f"{word} {listed(kinds[kind])}" for kind, word in words.items() if kind in kinds]
-    return (
-        "M is what one gather of the whole model in 16 bits carries between nodes; bytes are the ledger's. "
-        f"By differences paired by {seeds}, 95 % intervals without correction for their number: "
-        f"{'; '.join(told)}."
-    )
-
-
 FRONTIER: Final = Figure(
     name="frontier",
     title="Loss against bytes between nodes",
@@ -131,9 +115,7 @@ FRONTIER: Final = Figure(
         ),
         log=True,
     ),
-    needs=f"validations of {loss_verdicts.FEWEST_OF_FRONT} contenders in one cell, of {FEWEST} seeds each",
-    suite="frontier",
-    notes=(_front_in_words,),
+    notes=(lambda _: formula("M", "ledger"),),
 )  # fmt: skip
 
 
@@ -165,8 +147,6 @@ SENT_ERROR: Final = Figure(
             ),
         )
     ),
-    needs="measured errors (measure_quantisation)",
-    suite="algorithms",
     notes=(
         lambda _: "A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in "
         "two hops.",
@@ -209,6 +189,4 @@ PARETO: Final = Figure(
             Measure("step_seconds", "seconds per step", ""),
         ),
     ),
-    needs="four contenders in one cell, with measured errors",
-    suite="bits",
 )  # fmt: skip

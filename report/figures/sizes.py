@@ -9,9 +9,8 @@ import pandas as pd
 
 from report.data import bytes_and_memory, published, scaling
 from report.data.metrics import Derived
-from report.data.text import listed, number, plain
+from report.data.text import number, plain
 from report.draw import theme
-from report.draw.contenders import contenders
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Rows, Stacked
 
@@ -70,7 +69,6 @@ VOLUME: Final = Figure(
             ),
         },
     ),
-    needs="bytes between two nodes or more",
     notes=(_m_in_words,),
 )  # fmt: skip
 
@@ -93,21 +91,6 @@ def _memory(derived: Derived) -> pd.DataFrame:
     )
 
 
-def _groups_in_words(data: pd.DataFrame) -> str:
-    """Ranks that share a copy, by contender, for those whose names do not say it."""
-    ranks = data.drop_duplicates("contender").set_index("contender")["secondary"]
-    told = [
-        f"{name} {int(ranks[name])}"
-        for _, name in contenders(data)
-        if ranks[name] and "groups of" not in name
-    ]
-    shared = f" ({listed(told)})" if told else ""
-    return (
-        f"Ordered by the number of ranks that share one copy of the weights{shared}: the smaller the group, "
-        "the more memory, the fewer hops in backward."
-    )
-
-
 VARIED: Final = (
     "masters", "host masters", "optimizer", "host optimizer", "gradients", "host gradients", "secondary",
     "host secondary", "gathered", "local gradients", "frames", "host frames", "feedback", "staging", "frozen",
@@ -126,9 +109,12 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the total of the formulas of impl.plan.memory")},
     ),
-    needs="ranks of our engine, with copies of two sizes or more",
-    suite="hpz_group",
-    notes=(_groups_in_words,),
+    notes=(
+        lambda _: (
+            "Ordered by the number of ranks that share one copy of the weights: the smaller the group, "
+            "the more memory, the fewer hops in backward."
+        ),
+    ),
 )
 
 
@@ -163,6 +149,4 @@ LARGEST_MODEL: Final = Figure(
             ),
         )
     ),
-    needs="a limit of memory that a trial keeps and another exceeds",
-    suite="stages",
 )

@@ -9,7 +9,9 @@ import pandas as pd
 from harness.records.trace_record import LANES, hidden
 from impl.comm.timeline import Span
 from report.data import decoding, emulation, footnotes, metrics, published, scaling
+from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
+from report.data.quantities import QUANTITIES, formula
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.contenders import by_cell_and_contender, contenders, titles_of
 from report.draw.figure import Figure, Measure
@@ -26,19 +28,12 @@ _SPEEDUP: Final = Measure(
     line=1,
 )
 _SHARE: Final = Measure(
-    "share",
-    "share of what is allowed",
-    "the shortest step that schedule, link and processors allow, over the measured one. It is the longer of "
-    "two: the engine's schedule, driven with the computation (see the table Time and processors) and a link "
-    "that carries what the busiest node sends at the achieved rate, one message after the other; and the "
-    "processor seconds of all ranks over the processors that they share",
-    form=footnotes.share,
-    line=1,
-    stroke="schedule_share",
-)
+    "share", "share of what is allowed", QUANTITIES["allowed step/step"]["formula"].replace("`", ""),
+    form=footnotes.share, line=1, stroke="schedule_share",
+)  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
-    metrics.throughput, "{:.0f}".format,
+    lambda group: metrics.step_interval(group, "tokens_per_second"), "{:.0f}".format,
 )  # fmt: skip
 
 
@@ -77,11 +72,11 @@ def _over_rates(derived: Derived) -> pd.DataFrame:
     return _by_size(metrics.several_rates(_pairs(derived)))
 
 
-def _above_in_words(data: pd.DataFrame) -> str:
-    """Caption text on shares above 1, where one is drawn."""
+def _bounds_in_words(data: pd.DataFrame) -> str:
+    """Caption text on what the shortest step is, and on shares above 1, where one is drawn."""
     drawn = data.groupby(["cell", "contender"])["share"].median()
-    beyond = drawn.round(2).gt(1).any()
-    return footnotes.above_in_words(data[[*metrics.SHARES[1:], "alone"]]) if beyond else ""
+    above = f" {footnotes.ABOVE_IN_WORDS}" if drawn.round(2).gt(1).any() else ""
+    return formula("best possible step", "scheduled step", "best step by processors") + above
 
 
 def _differing_in_words(data: pd.DataFrame) -> str:
@@ -99,7 +94,6 @@ SPEEDUP: Final = Figure(
     question="How much faster is each contender?",
     table=_at_one_rate,
     mark=Rows((_SPEEDUP,)),
-    needs="two contenders in one cell, on two nodes or more, at one rate of the link",
     notes=(_differing_in_words,),
 )
 SHARE: Final = Figure(
@@ -108,8 +102,7 @@ SHARE: Final = Figure(
     question="How near is each contender's step to the shortest possible?",
     table=_beside_possible,
     mark=Rows((_SHARE,)),
-    needs="two contenders in one cell, on two nodes or more, at one rate of the link, whose steps only train",
-    notes=(_above_in_words,),
+    notes=(_bounds_in_words,),
 )
 OVER_RATES: Final = Figure(
     name="speedup_over_rates",
@@ -119,9 +112,7 @@ OVER_RATES: Final = Figure(
     mark=Lines(
         "achieved_mbit", "achieved rate of a node's link, Mbit/s", (_SPEEDUP, _SHARE), points="cell", log=True
     ),
-    needs="two rates of the link or more",
-    suite="bandwidth",
-    notes=(_above_in_words, _differing_in_words),
+    notes=(_bounds_in_words, _differing_in_words),
 )
 THROUGHPUT: Final = Figure(
     name="throughput",
@@ -133,14 +124,13 @@ THROUGHPUT: Final = Figure(
     mark=Lines(
         "achieved_mbit", "achieved rate of a node's link, Mbit/s", (_TOKENS,), points="cell", log=True
     ),
-    needs="two rates of the link or more",
-    suite="bandwidth",
     notes=(_differing_in_words,),
 )
 
 
 def _beside_published(derived: Derived) -> pd.DataFrame:
-    ours, theirs = metrics.beside_published(derived.pairs), published.throughput()
+    ours, theirs = metrics.several_rates(derived.pairs[derived.pairs["role"] == ""]), published.throughput()
+    ours = ours[ours["contender"] == NAMES[PROPOSED]]
     if ours.empty:
         return ours
     size = _by_size(ours)["panel"].str.replace(" tokens per rank", " tokens")
@@ -152,20 +142,8 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
         rate=theirs["inter_node_gbps"],
         cell=[f"published {rate}" for rate in theirs["inter_node_gbps"]],
     )
-    kept = [
-        "id",
-        "baseline",
-        "panel",
-        "line",
-        "rate",
-        "cell",
-        "sweep",
-        "seed",
-        "repeat",
-        "speedup",
-        "link_kind",
-    ]
-    return pd.concat([ours, theirs], ignore_index=True)[[*kept, "model", "source"]]
+    more = ["baseline", "panel", "line", "rate", "speedup", "model", "source"]
+    return pd.concat([ours, theirs], ignore_index=True)[[*KEPT, *more]]
 
 
 BESIDE_PUBLISHED: Final = Figure(
@@ -190,8 +168,6 @@ BESIDE_PUBLISHED: Final = Figure(
         points="cell",
         log=True,
     ),
-    needs="the preset that was published and its baseline at two rates of the link or more",
-    suite="bandwidth",
     notes=(
         lambda _: "Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
         _emulated_in_words,
@@ -221,14 +197,12 @@ GENERATION: Final = Figure(
             ),
             Measure(
                 "speedup", "over {base}'s", "of the same repeat, geometric mean of the trials",
-                decoding.speedup_or_nothing, "{:.2f}".format, line=1,
+                decoding.speedup, "{:.2f}".format, line=1,
             ),
             Measure("first_mb", "MB, first token", "that all ranks send between nodes, by the ledger"),
             Measure("later_mb", "MB, later token", "for each one after the first"),
         )
     ),
-    needs="trials that decode",
-    suite="generation",
     notes=(
         lambda _: "The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, " + _published_decoding(),
     ),
@@ -248,7 +222,6 @@ PREDICTED: Final = Figure(
             )
         )
     ),
-    extra=True,
     notes=(predictions.score_in_words,),
 )
 SCALING: Final = Figure(
@@ -257,8 +230,6 @@ SCALING: Final = Figure(
     question="How does the throughput of all ranks change with the number of nodes?",
     table=lambda derived: scaling.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
-    needs="three numbers of nodes or more",
-    suite="nodes",
     notes=(
         lambda _: (
             "Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
@@ -310,7 +281,6 @@ STEP_SPLIT: Final = Figure(
             "other",
         ),
     ),
-    needs="trained steps",
     notes=(_unexposed_in_words,),
 )
 
@@ -345,7 +315,6 @@ TRACE: Final = Figure(
     question="What did the first rank compute, encode, send and wait for in one step, and when?",
     table=_traced,
     mark=LANES_OF_A_RANK,
-    extra=True,
     notes=(
         lambda _: (
             "Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are "

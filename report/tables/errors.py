@@ -7,15 +7,15 @@ from typing import Any
 
 import pandas as pd
 
-from harness.records.confidence_intervals import CONFIDENCE, ENOUGH_POWER, FEWEST, Interval
+from harness.records.confidence_intervals import ENOUGH_POWER, Interval
 from harness.suites.question import LEAST_STEPS
 from report.data import communication, loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived
+from report.data.quantities import formula
 from report.data.text import NOTHING, listed, number, with_interval
-from report.draw.contenders import by_contender, peers_note
-from report.tables.columns import CONTENDER, TRIALS, counted
-from report.tables.table import Column, Table, made
+from report.draw.contenders import by_contender
+from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 
 def sent_error(derived: Derived) -> Table:
@@ -35,32 +35,15 @@ def sent_error(derived: Derived) -> Table:
         CONTENDER,
         Column("step", "Step", str),
         TRIALS,
-        Column(
-            "cosine", "Cosine of ranks", number(3),
-            "Cosine: between ranks' gradients, mean over all pairs: the less they agree, the smaller their "
-            "mean, and the larger the same error of a hop is beside it.",
-        ),
-        Column(
-            "hops", "Each hop",
-            says="Each hop: the decoded frames that it sends, against the values that were encoded there "
-            "(error feedback included).",
-        ),
-        Column(
-            "end_to_end", "End to end", number(3),
-            "End to end: sum((reduced - mean)^2) / sum(mean^2), the mean being that of all ranks' gradients, "
-            "sent as they are in fp32 and added up in fp64.",
-        ),
-        Column(
-            "repeated", f"of {times} reductions' sum", number(3),
-            "With error feedback the error of one step includes what earlier ones left over; what it lowers, "
-            "as random rounding does, is the error of the sum of steps: here of so many reductions of the "
-            "same gradients, which for all others is that of one.",
-        ),
-        Column("weights", "Weights", number(3), "Weights: gathered against fp32 masters."),
+        Column("cosine", "Cosine of ranks", number(3), formula("cosine of ranks")),
+        Column("hops", "Each hop", says=formula("of each hop")),
+        Column("end_to_end", "End to end", number(3), formula("end to end")),
+        Column("repeated", f"of {times} reductions' sum", number(3), formula("of repeated reductions")),
+        Column("weights", "Weights", number(3), formula("of weights")),
         Column("secondary", "from hpZ's copy", number(3)),
         notes="vNMSE, sums over all units; medians over repeats and seeds. Measured just before the step of "
         "that number, in passes that are not timed.",
-    )  # fmt: skip
+    )
 
 
 def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
@@ -119,22 +102,17 @@ def _changes(mine: pd.DataFrame) -> list[str]:
 
 def quantisation(derived: Derived) -> Table:
     """Table of the median vNMSE of each codec that was tried, by block size."""
-    says = (
-        "Median vNMSE = sum((decoded - x)^2) / sum(x^2) over units and trials, by elements per block; "
-        "'shard' is one scale for a whole shard."
-    )
-    return _tried(derived, "quantisation", "Codecs tried", says)
+    return _tried(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
     """Table of the largest error of each codec that was tried, by block size."""
-    says = "Largest |decoded - x| over the largest |x|, of any unit and trial, by elements per block."
-    return _tried(derived, "largest_error", "Codecs tried: largest error", says)
+    says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
+    return _tried(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
-def _tried(derived: Derived, name: str, title: str, says: str) -> Table:
+def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
     """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
-    value = "vnmse" if name == "quantisation" else "largest"
     found, where = communication.tried(derived.frames, derived.trials)
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
@@ -145,16 +123,15 @@ def _tried(derived: Derived, name: str, title: str, says: str) -> Table:
         aggfunc="median" if value == "vnmse" else "max",
     )
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
-    heads = {block: "no blocks" if block == "none" else block for block in blocks}
     return made(
         name,
         title,
         wide[blocks].reset_index(),
         Column("purpose", "Of"),
         Column("kind", "Codec"),
-        *(Column(block, head, number(3)) for block, head in heads.items()),
-        notes=f"{says} Each codec encodes once what training left to {where}: weights, and reduced "
-        "gradients. Nothing of it is sent; what was sent has a table of its own.",
+        *(Column(block, "no blocks" if block == "none" else block, number(3)) for block in blocks),
+        notes=f"{says}, by elements per block ('shard': one scale for all of it). Each codec encodes once "
+        f"what training left to {where}: weights, and reduced gradients. Nothing of it is sent.",
     )
 
 
@@ -173,43 +150,25 @@ def losses(derived: Derived) -> Table:
     for row in rows:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]
         row["_gain"] = f"{row['reached']} of {row['seeds']} reach it" if few else _interval(row["gain"])
+    verdict = (
+        f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
+        f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the interval ends below "
+        f"it; inferior: it begins above it; no power: below {ENOUGH_POWER:g}, and nothing is claimed."
+    )
     return made(
         "losses",
         "Losses",
         rows,
         CONTENDER,
-        Column(
-            "seeds", "Seeds", str,
-            "Last validation loss, mean over seeds: repeats of a seed train the same again, and count once.",
-        ),
+        Column("seeds", "Seeds", str),
         Column("loss", "Validation loss", number(4)),
-        Column(
-            "difference", f"minus {base}'s", _nats,
-            f"Difference: of the same seed, mean with its {CONFIDENCE:.0%} interval, Student's t, from "
-            f"{FEWEST} seeds on.",
-        ),
-        Column(
-            "verdict", "Verdict", str,
-            f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
-            f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the "
-            "interval's upper end lies below it; inferior: its lower end lies above it; cannot tell: the "
-            "margin lies inside.",
-        ),
-        Column(
-            "power", "Power", number(2),
-            "Power: probability that an equal contender would be found not inferior with this spread; below "
-            f"{ENOUGH_POWER:g} the verdict is 'no power', and nothing is claimed, unless the contender is "
-            "inferior. Each of the first two verdicts is wrong in at most 2.5 % of cases.",
-        ),
-        Column(
-            "seconds", "To the target, s", number(3),
-            f"Target: {base}'s mean loss and the margin, by the line between validations; its ratio is "
-            "paired by seed, and there is none unless all seeds of both reach it.",
-        ),
-        Column("_gain", f"{base}'s over it", str),
-        notes=f"Losses after fewer than {LEAST_STEPS} steps have no verdict: they hardly depend on what is "
-        f"compared. {peers_note(found) if len(found) else ''}",
-    )  # fmt: skip
+        Column("difference", f"minus {base}'s", _nats, formula("difference")),
+        Column("verdict", "Verdict", str, verdict),
+        Column("power", "Power", number(2), formula("power")),
+        Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
+        Column("_gain", f"{base}'s over it", str, formula("the baseline's over it")),
+        notes=f"Losses of fewer than {LEAST_STEPS} steps have no verdict.",
+    )
 
 
 def _interval(found: Interval) -> str:

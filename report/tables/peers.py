@@ -8,13 +8,12 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.suites.peers import PEERS, family_of
-from harness.suites.trial import PeerSettings, PolicyChanges, Trial
+from harness.suites.repeat_order import setting_of
+from harness.suites.trial import Trial
 from report.data import metrics
-from report.data.contender import BASELINE
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.tables.columns import CONTENDER, RATIO, STEP, TRIALS, counted
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, counted, made
 
 FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
@@ -105,11 +104,7 @@ def _compute(trial: Trial) -> str:
 
 
 def _setting(trial: Trial) -> str:
-    """Hash of what a trial and its peers have in common: neither who ran, nor over which transport."""
+    """What a trial and its peers have in common: neither who ran, nor over which transport."""
     cluster = trial.cluster.model_copy(update={"transport": "shm"})
-    common = {
-        "strategy": BASELINE, "policy": PolicyChanges(), "peer": PeerSettings(), "deepspeed_config": None,
-        "seed": 0, "repeat": 0, "cluster": cluster, "measure_quantisation": False, "validate_every": None,
-        "timeout_seconds": 600.0,
-    }  # fmt: skip
-    return trial.model_copy(update=common).id
+    kept = trial.model_copy(update={"cluster": cluster})
+    return setting_of(kept, "seed", "repeat", "measure_quantisation", "validate_every", "timeout_seconds")

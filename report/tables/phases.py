@@ -15,8 +15,7 @@ from report.data import published
 from report.data.contender import BASELINE, PROPOSED, is_baseline, name_of
 from report.data.metrics import PAIR, Derived, slowest_steps, timed_steps
 from report.data.text import NOTHING, number
-from report.tables.columns import CONTENDER, RATIO, TRIALS, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, made, rows_of
 
 PHASES: Final = ("generate", "score", "train")
 _PUBLISHED: Final = {"generation": "generate", "training": "train"}

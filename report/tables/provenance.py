@@ -1,4 +1,4 @@
-"""Tables of where numbers come from: links, GPUs, settings, machine, failures, and others' prints."""
+"""Tables of where numbers come from: links, GPUs, settings, machine and failures."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.records.confidence_intervals import median_interval
-from report.data import metrics, published
-from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.metrics import Derived
+from report.data.quantities import formula
 from report.data.text import number
-from report.tables.columns import CONTENDER, TRIALS, rows_of
 from report.tables.settings import setting as settings
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
 _HELD_FROM: Final = 0.05  # share of samples
@@ -36,67 +34,34 @@ def energy(derived: Derived) -> Table:
         rows,
         CONTENDER,
         TRIALS,
-        Column(
-            "joules_per_token", "J/token", number(3),
-            "J/token: by the GPUs' own counters where they have one, else the integral of their power; "
-            "median over trials with its 95 % interval.",
-        ),
+        Column("joules_per_token", "J/token", number(3), formula("joules per token")),
         Column("watts", "W per GPU", number(3)),
-        Column(
-            "utilisation", "Utilisation", number(2),
-            "Utilisation: share of time in which a kernel ran, which a kernel that waits for a message does "
-            "too.",
-        ),
+        Column("utilisation", "Utilisation", number(2)),
         Column("clock_mhz", "Clock, MHz", number(4)),
-        Column(
-            "throttled", "Held down", number(2),
-            "Held down: share of samples in which power or temperature held a clock down.",
-        ),
-        notes="GPUs of all ranks over the timed steps, and the validations between them, as NVML reports "
-        f"them. {HELD}: trials in which they were held down for more than {_HELD_FROM:.0%}, or in which a "
-        "process of others computed on a GPU.",
-    )  # fmt: skip
+        Column("throttled", "Held down", number(2)),
+        notes="Medians. Utilisation: share of time in which a kernel ran, a waiting one too. Held "
+        "down: share of samples in which power or temperature held a clock down. GPUs of all ranks, as NVML "
+        f"reports them. {HELD}: trials in which they were held down for more than {_HELD_FROM:.0%}, or in "
+        "which a process of others computed on a GPU.",
+    )
 
 
 def links(derived: Derived) -> Table:
     """Table of requested and achieved rates of links."""
-    aggregates = {
-        "measurements": "size",
-        "median_mbit": "median",
-        "lowest_mbit": "min",
-        "highest_mbit": "max",
-    }
     rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
-    data = rates.agg(**{name: ("achieved_mbit", how) for name, how in aggregates.items()}).reset_index()
+    data = rates["achieved_mbit"].agg(["size", "median", "min", "max"]).reset_index()
     return made(
         "links",
         "Links",
-        data.assign(share=data["median_mbit"] / data["requested_mbit"]),
+        data.assign(share=data["median"] / data["requested_mbit"]),
         Column("kind", "Kind"),
-        Column("requested_mbit", "Requested, Mbit/s", number(3)),
+        Column("requested_mbit", "Requested, Mbit/s", number(3), formula("requested rate")),
         Column("when", "When"),
-        Column("measurements", "n", str),
-        Column("median_mbit", "Median, Mbit/s", number(4)),
-        Column("lowest_mbit", "Lowest", number(4)),
-        Column("highest_mbit", "Highest", number(4)),
+        Column("size", "n", str),
+        Column("median", "Median, Mbit/s", number(4), formula("calibrated rate", "probed rate")),
+        Column("min", "Lowest", number(4)),
+        Column("max", "Highest", number(4)),
         Column("share", "of requested", number(3)),
-        notes="Rate of a node's link: calibrated before the sweep, probed after each trial.",
-    )
-
-
-def published_throughput(derived: Derived) -> Table:
-    """The blog's throughput table, if ours is comparable: :func:`metrics.beside_published`."""
-    return made(
-        "published_throughput",
-        "Published throughput",
-        published.throughput() if len(metrics.beside_published(derived.pairs)) else [],
-        Column("model", "Model"),
-        Column("inter_node_gbps", "Gbit/s a node", number(3)),
-        Column("tokens_per_gpu", "Tokens/GPU", str),
-        *(Column(name, name_of(name), number(3)) for name in (BASELINE, PROPOSED)),
-        Column("speedup", "Speed-up", number(3)),
-        Column("source", "Source"),
-        notes="TFLOPs per GPU on 24 nodes of 16 V100, as printed (rounded) on the bars of the ZeRO++ blog.",
     )
 
 
@@ -119,9 +84,9 @@ def setting(derived: Derived) -> Table:
         pd.DataFrame(settings(derived.frames, derived.finished), columns=["setting", "value"]),
         Column("setting", "Setting"),
         Column("value", "Value"),
-        notes="What all trials were given, from their records; several values are told apart by contender "
-        "where they depend on it alone. Units are what the policies gather at once. Kernels: 'reference' "
-        "(plain PyTorch), 'cpu' or 'cuda' encode and decode.",
+        notes="What trials were given, by the keys of a suite; several values are "
+        "told apart by contender where they depend on it alone. Kernels: 'reference' (plain PyTorch), 'cpu' "
+        "or 'cuda' encode and decode.",
     )
 
 

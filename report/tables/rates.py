@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from harness.records.confidence_intervals import FEWEST, Interval
+from harness.records.confidence_intervals import Interval
 from report.data import decoding, footnotes, metrics, published
 from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import FEWEST_IN_WORDS, NOTHING, number
-from report.tables.columns import CONTENDER, RATIO, TRIALS, counted, rows_of
-from report.tables.table import Column, Table, made
+from report.data.quantities import formula
+from report.data.text import NOTHING, number
+from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, counted, made, rows_of
 
 
 def parity(derived: Derived) -> Table:
@@ -63,19 +63,10 @@ def parity(derived: Derived) -> Table:
         Column("ours", ours, number(3)),
         Column("base", base, number(3)),
         Column("unit", "Unit"),
-        Column(
-            "parity", "Parity", number(3),
-            f"Throughput of {ours} at a quarter of the rate over {base}'s at the full rate: geometric mean "
-            f"of the pairs ({FEWEST_IN_WORDS}).",
-            "_rates",
-        ),
-        Column(
-            "verdict", "Verdict",
-            says="Verdict: parity is held if the interval lies at 1 or above, missed if it lies below; with "
-            "1 inside it cannot be told.",
-        ),
+        Column("parity", "Parity", number(3), formula("parity"), "_rates"),
+        Column("verdict", "Verdict"),
         notes="n: trials of both.",
-    )  # fmt: skip
+    )
 
 
 def _verdict(found: Interval) -> str:
@@ -111,21 +102,14 @@ def break_even(derived: Derived) -> Table:
         rows,
         CONTENDER,
         TRIALS,
-        Column(
-            "break_even_mbit", "Break-even, Mbit/s", _end,
-            f"Highest achieved rate at which the contender and {derived.compared.baseline} are equally fast, "
-            "on the straight line between neighbouring measured rates (speed-up and rate logarithmic), of "
-            f"which the lowest and the highest stand beside it, with Fieller's 95 % interval from {FEWEST} "
-            "pairs on at both; 'below' and 'above': it goes on beyond the neighbours, where nothing was "
-            f"measured. {NOTHING}: not crossed between these.",
-            "_rates",
-        ),
+        Column("break_even_mbit", "Break-even, Mbit/s", _end, formula("break-even"), "_rates"),
         Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
         Column("high_speedup", "at the highest", number(3)),
-        notes="n: trials at all rates, the baseline's among them.",
-    )  # fmt: skip
+        notes="'below' and 'above': it goes on beyond the rates that were measured. "
+        f"{NOTHING}: not crossed. n: trials at all rates, {derived.compared.baseline}'s among them.",
+    )
 
 
 def _end(value: float) -> str:
@@ -144,7 +128,7 @@ def generation(derived: Derived) -> Table:
             | {
                 "tokens_per_second": decoding.speed(mine),
                 "later_tokens_per_second": mine["later_tokens_per_second"].median(),
-                "speedup": decoding.speedup_or_nothing(mine),
+                "speedup": decoding.speedup(mine),
                 "exposed": mine["exposed"].median(),
                 "first_mb": mine["first_bytes"].median() / 1e6,
                 "later_mb": mine["later_bytes"].median() / 1e6,
@@ -162,27 +146,20 @@ def generation(derived: Derived) -> Table:
         for row in (published.generation().to_dict("records") if rows else [])
         for name in (BASELINE, PROPOSED)
     ]
+    speed, ratio = formula("tokens per second of a rank"), formula("over ZeRO-3's")
+    sent = formula("bytes between nodes")
     return made(
         "generation",
         "Generation",
         rows,
         CONTENDER,
         TRIALS,
-        Column(
-            "tokens_per_second", "Tokens/s per rank", number(3),
-            "Tokens/s: geometric means over trials with their 95 % interval. A rank decodes several "
-            "sequences at once; a token takes as long as on the slowest rank.",
-        ),
+        Column("tokens_per_second", "Tokens/s per rank", number(3), speed),
         Column("later_tokens_per_second", "without the first token", number(3)),
-        Column(
-            "speedup", f"over {derived.compared.baseline}'s", RATIO,
-            "The ratio is the geometric mean over generations of the same number, seed and repeat.",
-        ),
-        Column("exposed", "Exposed share", number(2)),
-        Column(
-            "first_mb", "Between nodes, first token, MB", number(4), "Bytes: by the ledger, all ranks."
-        ),
+        Column("speedup", f"over {derived.compared.baseline}'s", RATIO, ratio),
+        Column("exposed", "Exposed share", number(2), formula("exposed share")),
+        Column("first_mb", "Between nodes, first token, MB", number(4), sent),
         Column("later_mb", "each later one, MB", number(4)),
-        notes="n: generations. Other columns: medians. Published: the ZeRO++ blog's RLHF figure, tokens/s "
+        notes="n: generations; other columns: medians. Published: the ZeRO++ blog's RLHF figure, tokens/s "
         "per GPU, whose batches and models are others.",
-    )  # fmt: skip
+    )

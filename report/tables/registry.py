@@ -11,7 +11,7 @@ from report.data.metrics import Derived
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
 from report.tables.phases import phases
-from report.tables.provenance import energy, environment, failures, links, published_throughput, setting
+from report.tables.provenance import energy, environment, failures, links, setting
 from report.tables.rates import break_even, generation, parity
 from report.tables.sizes import checks, memory, volume
 from report.tables.summary import summary, time
@@ -21,8 +21,8 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
         summary, peers, time, energy, losses, failures, generation, phases, volume, checks, parity,
-        break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, links,
-        published_throughput, setting, environment,
+        break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, links, setting,
+        environment,
     )
 }  # fmt: skip
 

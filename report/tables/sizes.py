@@ -12,13 +12,14 @@ from harness.records.memory_parts import HOST
 from report.data import bytes_and_memory, published
 from report.data.frames import groups
 from report.data.metrics import Derived
+from report.data.quantities import formula
 from report.data.text import NOTHING, number
 from report.draw.contenders import by_contender
 from report.figures.sizes import VARIED
-from report.tables.columns import CONTENDER, TRIALS, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
+_SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
 
 _BY: Final = {
     "predicted": "predicted_bytes", "ledger": "sent_bytes", "interface": "interface_bytes",
@@ -51,29 +52,14 @@ def volume(derived: Derived) -> Table:
         "Volume between nodes",
         rows,
         CONTENDER,
-        *(
-            Column(part, head, number(3))
-            for part, head in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)
-        ),
+        *(Column(*one, number(3)) for one in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
-        Column(
-            "interface", "Interface", number(4),
-            "Interfaces count headers too, of packets that this machine makes larger than a real network "
-            "does.",
-        ),
-        Column(
-            "segment", "In 1,448-byte segments", number(4),
-            "In segments: the ledger with 66 bytes for each 1,448 bytes of a message.",
-        ),
-        Column(
-            "published", "Published rule", number(3),
-            "The published rule is of the presets of ZeRO-3 and of ZeRO++'s techniques, and counts no "
-            "scales.",
-        ),
-        notes="Bytes between nodes per step in units of M, one hierarchical 16-bit gather of the model "
-        "without padding, which is a column of its own and in no other part.",
-    )  # fmt: skip
+        Column("interface", "Interface", number(4), formula("interface")),
+        Column("segment", "In 1,448-byte segments", number(4), formula("in 1,448-byte segments")),
+        Column("published", "Published rule", number(3), "The published rule is of presets, without scales."),
+        notes=f"{formula('volume', 'M')} Padding is a column of its own, and in no other part.",
+    )
 
 
 def checks(derived: Derived) -> Table:
@@ -92,33 +78,20 @@ def checks(derived: Derived) -> Table:
                 "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
             }
         )
+    stated_over = formula("interface / ledger", "interface / (ledger + headers)")
+    deviation = formula("reference loss", "first-loss deviation")
     return made(
         "checks",
         "Checks",
         rows,
         CONTENDER,
         TRIALS,
-        Column(
-            "equal", "Ledger as predicted", str,
-            "Trials whose ledger equals the prediction to the byte, row by row.",
-        ),
+        Column("equal", "Ledger as predicted", str, formula("ledger", "predicted")),
         Column("interface_over_ledger", "Interface/ledger", number(4)),
-        Column(
-            "interface_over_stated", "Interface/(ledger + headers)", number(4),
-            "Bytes that the interfaces counted over the ledger's, and over the ledger's with the headers of "
-            "the packets.",
-        ),
-        Column(
-            "first_loss_deviation", "First loss, relative deviation", number(2),
-            "The largest relative difference of the first step's loss from a single process on the same "
-            "batches.",
-        ),
-        Column(
-            "gradient_share", "Gradient, difference/allowed", number(2),
-            "The largest difference of a reduced gradient from a single process's, before training and later "
-            "measured steps, over what the codecs allow together.",
-        ),
-    )  # fmt: skip
+        Column("interface_over_stated", "Interface/(ledger + headers)", number(4), stated_over),
+        Column("first_loss_deviation", "First loss, relative deviation", number(2), deviation),
+        Column("gradient_share", "Gradient, difference/allowed", number(2), formula("gradient / allowed")),
+    )
 
 
 def memory(derived: Derived) -> Table:
@@ -136,29 +109,27 @@ def memory(derived: Derived) -> Table:
     usual = [part.replace(" ", "_") for part in VARIED]
     rank = {part: (part.startswith(HOST), place) for place, part in enumerate(usual)}
     parts = sorted(held, key=lambda part: (*rank.get(part, (True, len(rank))), part))
+    columns = {
+        **{f"engine_{part}_mib": part.replace("_", " ") for part in parts},
+        "engine_mib": "Sum",
+        "beyond_mib": "Without formula",
+        "covered_mib": "With formula",
+        "formula_mib": "Formula",
+        **_COPY,
+        "process_peak_rss_mib": "Process peak",
+        "copied_step_mib": "Copied, a step",
+        "copied_formula_step_mib": "Copied, formula",
+    }
     return made(
         "memory",
         "Memory per rank",
         rows,
         CONTENDER,
-        *(Column(f"engine_{part}_mib", part.replace("_", " "), number(3)) for part in parts),
-        Column("engine_mib", "Sum", number(4), "MiB of the fullest rank: what the engine owns, by part and "
-        "in sum."),
-        Column("beyond_mib", "Without formula", number(3), "Of that, parts without and with a formula."),
-        Column("covered_mib", "With formula", number(4)),
-        Column("formula_mib", "Formula", number(4), "Formula: the sum of the formulas."),
-        *(Column(key, title, number(3)) for key, title in _COPY.items()),
-        Column(
-            "process_peak_rss_mib", "Process peak", number(3),
-            "hpZ's copy: by formula, as the frames that came and in 16 bits, as DeepSpeed and the paper keep "
-            "it, whichever was kept.",
-        ),
-        Column(
-            "copied_step_mib", "Copied, a step", number(4),
-            "Copied: of what is offloaded (host parts), between host and device in a step.",
-        ),
-        Column("copied_formula_step_mib", "Copied, formula", number(4)),
-    )  # fmt: skip
+        *(Column(key, title, number(4 if key in _SUMS else 3)) for key, title in columns.items()),
+        notes="MiB of the fullest rank: what the engine owns, by part and in sum, without a formula and "
+        "with one, and the sum of formulas; hpZ's copy by formula, as the frames that came and in 16 "
+        "bits, whichever was kept; copied: of what is offloaded, between host and device in a step.",
+    )
 
 
 def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:

@@ -7,32 +7,32 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import FEWEST, Interval
+from harness.records.confidence_intervals import Interval
 from harness.suites import labels
 from report.data import footnotes, metrics
-from report.data.contender import BASELINE, FLAT_FACTOR, PAPERS_BASELINE, name_of, short_names_in_words
+from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in_words
 from report.data.metrics import Derived
+from report.data.quantities import formula
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
-from report.tables.columns import CONTENDER, RATIO, STEP, TRIALS, rows_of
-from report.tables.table import Column, Table, made
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
 
 _MEDIANS: Final = (
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "validation_loss", "m_bytes",
 )  # fmt: skip
 _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
-_PAPERS_IN_WORDS: Final = (
-    f"Over the paper's baseline: the same over {name_of(PAPERS_BASELINE)}, one ring over all ranks for "
-    f"gathers and reductions, in 16 bits, as ZeRO++ was compared with; the best {name_of(BASELINE)} goes "
-    f"between nodes and inside them by hops of their own. {FLAT_FACTOR}."
-)
 
 
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows, two, base = _rows(derived), bool(len(derived.over_papers)), derived.compared.baseline
     best = f"the best {name_of(BASELINE)}" if two and not derived.compared.asked else base
+    papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     steps = derived.trials["validation_step"].dropna()
+    loss = (
+        "Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
+        f"trial, after {span(steps, 'step') if len(steps) else ''}; less is better."
+    )
     return made(
         "summary",
         "Summary",
@@ -41,46 +41,27 @@ def summary(derived: Derived) -> Table:
         TRIALS,
         STEP,
         Column("tokens_per_second", "Tokens/s", number(3)),
-        Column(
-            "speedup", f"Speed-up over {best}", RATIO,
-            "Speed-up: geometric mean of the pairs' ratios with its 95 % interval, Student's t on their "
-            f"logarithms, from {FEWEST} pairs on; 'Pairs' has their number and the range in which they lie."
-            f"{sweeps_in_words(derived.trials['sweep'])}",
-            "_rates",
-        ),
-        *([Column("over_papers", "over the paper's baseline", RATIO, _PAPERS_IN_WORDS)] if two else []),
-        Column("_pairs", "Pairs", str),
-        Column(
-            "share", "Allowed step/step", footnotes.share,
-            "Allowed step/step: the shortest step that schedule, link and processors allow, over the "
-            "measured one (the table Time and processors has a column for each)."
-            f"{footnotes.alone_in_words(derived)}",
-        ),
-        Column(
-            "sent_mb", "Sent, MB/step", number(3),
-            "Sent: by all ranks between nodes in training (ledger)."
-            f"{short_names_in_words(row['contender'] for row in rows)}",
-            "_sent",
-        ),
+        Column("speedup", f"Speed-up over {best}", RATIO, formula("speed-up"), "_rates"),
+        *([Column("over_papers", "over the paper's baseline", RATIO, papers)] if two else []),
+        Column("_pairs", "Pairs", str, "Pairs: their number, and the range in which their ratios lie."),
+        Column("share", "Allowed step/step", footnotes.share, formula("allowed step/step")),
+        Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
         Column("bytes_ratio", f"of {base}'s", number(3)),
-        Column(
-            "validation_loss", "Validation loss", number(4),
-            "Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of "
-            f"each trial, after {span(steps, 'step') if len(steps) else ''}; less is better.",
-        ),
-        notes=f"Other columns: medians. {_above_in_words(derived, rows, 'share')}",
-    )  # fmt: skip
+        Column("validation_loss", "Validation loss", number(4), loss),
+        notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
+        f"{footnotes.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
+    )
 
 
 def time(derived: Derived) -> Table:
     """Step time, one row per cell and contender: measured against its bounds, and CPU usage."""
     rows = _rows(derived)
-    unknown = (
-        f" ({NOTHING}: not on record: the system has no /proc/stat, ranks may have stood on several "
-        "machines, or the record is older)"
-        if derived.trials["taken_share"].isna().any()
-        else ""
-    )
+    taken = formula("others' share", "steal share", "taken by others")
+    if derived.trials["taken_share"].isna().any():
+        taken += (
+            f" {NOTHING}: not on record, for the system has no /proc/stat, ranks may have stood on several "
+            "machines, or the record is older."
+        )
     return made(
         "time",
         "Time and processors",
@@ -88,39 +69,15 @@ def time(derived: Derived) -> Table:
         CONTENDER,
         TRIALS,
         STEP,
-        Column("exposed_seconds", "Exposed, s", number(2), "Exposed: communication waited for."),
-        Column("share", "Allowed step/step", footnotes.share),
-        Column(
-            "schedule_share", "Scheduled step/step", footnotes.share,
-            "Step/step: a possible step over the measured one. Scheduled: the step that the engine's order "
-            "of gathers and reductions would take with this computation and these bytes on this link if "
-            "every rank had a processor of its own.",
-        ),
-        Column("ideal_share", "Ideal step/step", footnotes.share),
-        Column(
-            "processors_busy", "Processors busy", footnotes.share,
-            "Processors busy: of the step in which the processors, never idle, could compute what the ranks "
-            "did; not known on GPUs and of older records. Allowed: the longer of these two. Ideal: "
-            f"max(compute, wire), which no schedule reaches.{footnotes.alone_in_words(derived)}",
-        ),
-        Column(
-            "taken_share", "Taken by others", footnotes.part,
-            "Taken by others: what other programs, and the machine's host, had of the processors' time, in "
-            f"the trial in which it was most{unknown}.",
-        ),
-        Column(
-            "tflops", "TFLOPs", number(2),
-            "TFLOPs: of the model, per rank, by Megatron's formula without recomputation.",
-        ),
-        notes=f"Other columns: medians. {_above_in_words(derived, rows, *metrics.SHARES)}",
-    )  # fmt: skip
-
-
-def _above_in_words(derived: Derived, rows: list[dict[str, Any]], *keys: str) -> str:
-    """Why shares are above 1, where one is printed so."""
-    if not any(round(row[key], 2) > 1 for row in rows for key in keys):
-        return ""
-    return footnotes.above_in_words(derived.trials[[*metrics.SHARES[1:], "alone"]])
+        Column("exposed_seconds", "Exposed, s", number(2), formula("exposed communication")),
+        Column("share", "Allowed step/step", footnotes.share, formula("best possible step")),
+        Column("schedule_share", "Scheduled step/step", footnotes.share, formula("scheduled step")),
+        Column("ideal_share", "Ideal step/step", footnotes.share, formula("ideal step")),
+        Column("processors_busy", "Processors busy", footnotes.share, formula("processors busy")),
+        Column("taken_share", "Taken by others", footnotes.part, taken),
+        Column("tflops", "TFLOPs", number(2), "TFLOPs: of the model, per rank, without recomputation."),
+        notes=f"Other columns: medians.{footnotes.alone_in_words(derived)}",
+    )
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:

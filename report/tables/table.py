@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval
+from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import footnotes
-from report.data.text import NOTHING, text, with_interval
+from report.data.frames import groups
+from report.data.metrics import OTHERS_WITHIN
+from report.data.quantities import formula
+from report.data.text import NOTHING, number, text, with_interval
+from report.draw.contenders import by_contender
 
 _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     r"""
@@ -157,6 +161,8 @@ def made(
     data = pd.DataFrame(rows)
     shown = [one for one in columns if one.key in data and data[one.key].map(_known).any()]
     caption = [*(one.says for one in shown), notes]
+    if any(one.ends and _has_interval(data[one.key]) for one in shown):
+        caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
         told = pd.DataFrame([str(where).split(", ") for where in data["where"]]).fillna("")
         places = [place for place in told.columns if len(set(told[place])) > 1]
@@ -175,5 +181,28 @@ def made(
     return replace(found, caption=found.caption + marks)
 
 
+def _has_interval(values: pd.Series) -> bool:
+    return any(isinstance(value, Interval) and value.known for value in values)
+
+
 def _known(value: Any) -> bool:
     return isinstance(value, Interval) or bool(pd.notna(value))
+
+
+CONTENDER: Final = Column("contender", "Contender")
+TRIALS: Final = Column("trials", "n", str, mark="_taken")
+STEP: Final = Column("step_seconds", "Step, s", number(3), formula("step"), ends=False)
+RATIO: Final = "{:.2f}".format
+
+
+def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
+    """Of each contender at each place (by ``keys``, else its cell): the columns above, strategy and rows."""
+    for _, here in groups(table, list(keys or ("cell",))):
+        for strategy, contender, mine in by_contender(here):
+            yield {"where": mine["where"].iloc[0], "contender": contender, **counted(mine)}, strategy, mine
+
+
+def counted(mine: pd.DataFrame) -> dict[str, Any]:
+    """The number of trials, with that of those during which others had the processors."""
+    taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
+    return {"trials": len(mine), "_taken": f" ({taken} {footnotes.TAKEN})" if taken else ""}

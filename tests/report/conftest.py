@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from report.draw.figure import Drawing
+from report.draw.figure import Figure
 from report.draw.files import Drawn
 
 
@@ -15,7 +15,7 @@ from report.draw.files import Drawn
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures have their data and their files, with nothing drawn: for tests of what stands around them."""
 
-    def write(plot: Drawing, data: pd.DataFrame, folder: Path, *_: object, **__: object) -> Drawn:
+    def write(plot: Figure, data: pd.DataFrame, folder: Path, *_: object, **__: object) -> Drawn:
         svg = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
         for form in ("svg", "pdf", "png"):
             (folder / f"{plot.name}.{form}").write_bytes(svg)

@@ -13,7 +13,7 @@ from harness import cli
 from harness.records.confidence_intervals import Interval
 from harness.records.record import Record, write
 from harness.suites.trial import Cluster, Trial
-from report.compare import compare, judge, notes, page, table
+from report.compare import compare, judge, page
 from report.data.frames import ReportError
 from tests.report.records import record_of
 
@@ -63,32 +63,31 @@ def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[
     """A contender whose steps take 1.5 times as long is worse, an unchanged one the same; the status is 1."""
     before, after = folder(tmp_path / "a", 1.0), folder(tmp_path / "b", 1.5)
     found = compare(before, after, 0.02)
-    verdicts = {row.contender: row for row in found.rows}
-    assert {name: row.verdict for name, row in verdicts.items()} == {"ZeRO-3": "same", "ZeRO++": "worse"}
-    assert verdicts["ZeRO++"].step.estimate == pytest.approx(1.5)
-    assert verdicts["ZeRO++"].sent == 1.0
+    rows = found.table.data.set_index("contender")
+    assert dict(rows["verdict"]) == {"ZeRO-3": "same", "ZeRO++": "worse"}
+    assert rows["step"]["ZeRO++"].estimate == pytest.approx(1.5)
+    assert rows["bytes"]["ZeRO++"] == 1.0
     assert found.worse == 1
     html = tmp_path / "compared.html"
     assert cli.main(["compare", str(before), str(after), "--html", str(html)]) == cli.SOME_FAILED
     shown = capsys.readouterr().out
     assert "Of 2 comparisons: 1 worse, 1 same" in shown
-    assert all(cell in html.read_text() for row in table(found).rows() for cell in row[2:6])
+    assert all(cell in html.read_text() for row in found.table.rows() for cell in row[2:6])
     assert cli.main(["compare", str(after), str(before)]) == cli.OK
 
 
 def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     """Five pairs have no interval, so nothing is worse, and the notes say why."""
     found = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)
-    assert {row.verdict for row in found.rows} == {"cannot tell"}
-    assert any("too few pairs cannot be told" in note for note in notes(found))
+    assert set(found.table.data["verdict"]) == {"cannot tell"}
+    assert any("too few pairs cannot be told" in note for note in found.notes)
 
 
 def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:
     """Trials without a partner are counted, and folders without a common trial are refused."""
     before = folder(tmp_path / "a", 1.0)
     found = compare(before, folder(tmp_path / "b", 1.0, strategies=("zero3",)), 0.02)
-    assert len(found.alone[0]) == 8
-    assert any(note.startswith(f"Only in {before}") for note in notes(found))
+    assert any(note.startswith(f"Only in {before}") and "(8)" in note for note in found.notes)
     with pytest.raises(ReportError, match="no trial finished in both"):
         compare(before, folder(tmp_path / "c", 1.0, strategies=("ddp",)), 0.02)
     with pytest.raises(ReportError, match="no such folder"):

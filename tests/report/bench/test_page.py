@@ -110,15 +110,14 @@ def test_tables_fit_a_terminal(subject: str) -> None:
 
 
 def test_a_terminal_says_how_to_read_its_tables() -> None:
-    """Below them stand what brackets and ratios are, and the words of a codec's table."""
+    """Below them stands what brackets, ratios and columns are, as on the page."""
     said = {}
     for record in (codecs(), collectives()):
         out = Console(width=200, file=io.StringIO(), color_system=None)
         show([record], out)
         said[record.subject] = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
-        assert "In brackets: 95 % intervals." in said[record.subject]
-        assert "each formed inside one round" in said[record.subject]
-    assert "GB/s: every byte read or written, once" in said["codecs"]
+        assert "in brackets 95 % intervals of ratios formed inside a round" in said[record.subject]
+    assert "GB/s: bytes moved / (10^9 * seconds)" in said["codecs"]
     assert "'carried error' adds" in said["codecs"]
     assert "GB/s:" not in said["collectives"]
 

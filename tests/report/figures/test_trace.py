@@ -47,7 +47,6 @@ def test_the_figure_shows_the_first_ranks_lanes() -> None:
     bars = [path.get_extents() for one in ax.collections for path in one.get_paths()]
     assert [(round(bar.x0), round(bar.x1)) for bar in bars] == [(0, 2000), (1000, 3000), (2000, 3000)]
     assert "2 s under way, 50% of it hidden, in a step of 7 s" in PLOT.caption(data)
-    assert "50% of it hidden" in PLOT.alt(data)
 
 
 @pytest.mark.parametrize("other", [traced("another pool"), traced(trial=Trial(strategy="zeropp", seed=7))])

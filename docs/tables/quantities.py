@@ -1,0 +1,30 @@
+"""Tables of ``docs/reference/metrics.md``: every reported quantity, from ``report/quantities.csv``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Final
+
+from report.data.quantities import QUANTITIES
+
+_TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
+
+
+def refreshed(page: str) -> str:
+    """``page`` with the rows of its tables of quantities, in their order; a head without unit has none.
+
+    Raises:
+        ValueError: if the page has another number of them than the file.
+    """
+    tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
+    if len(heads := _TABLE.findall(page)) != len(tables):
+        raise ValueError(f"a page with {len(heads)} tables of quantities, where there are {len(tables)}")
+    left = iter(tables)
+
+    def rows(match: re.Match[str]) -> str:
+        keys = ("quantity", "formula", "unit")[: match[1].count("---")]
+        lines = ["| " + " | ".join(row[key] for key in keys) + " |" for row in next(left)]
+        return match[1] + "".join(f"{line}\n" for line in lines)
+
+    return _TABLE.sub(rows, page)
