@@ -107,7 +107,8 @@ def load_communication_state(
     """Take over what :func:`communication_state` gave on the same rank of the same topology and policy.
 
     Raises:
-        ZeroError: for errors or copies that do not fit, naming their unit; nothing is changed then.
+        ZeroError: for errors or copies that do not fit, naming their unit, and for those of another budget;
+            nothing is changed then.
     """
     found: list[tuple[Unit, dict[str, Tensor], dict[str, Tensor]]] = []  # errors, and copies
     for unit in units:
@@ -126,6 +127,8 @@ def load_communication_state(
         found.append((unit, own, copies))
     if renewal is not None:
         renewal.check_state(state.get("budget"))
+    elif "budget" in state:
+        raise ZeroError("state of a budget, and this policy has none")
     clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
     for unit, own, copies in found:
         if (feedback := unit.reduction.feedback()) is not None:

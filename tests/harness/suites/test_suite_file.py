@@ -192,7 +192,7 @@ def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
 
 
 CELLS = {
-    "ablation": 9, "algorithms": 14, "bandwidth": 45, "bits": 90, "block_size": 8, "convergence": 42,
+    "ablation": 10, "algorithms": 14, "bandwidth": 57, "bits": 90, "block_size": 8, "convergence": 42,
     "reordering": 18, "signs": 30, "feedback": 66, "formats": 84, "generation": 9, "hpz_group": 10,
     "models": 6, "nodes": 14, "offload": 8, "slow_node": 4, "inner_rate": 20, "engine": 29,
     "convergence_long": 48, "equal_memory": 7,

@@ -255,10 +255,12 @@ def _loading_another(mesh: Mesh, policy: Policy, saved: Policy) -> None:
 
 
 def test_a_state_of_another_budget_is_refused() -> None:
-    """The line names both budgets."""
-    policy = preset("zero3", **OWN)
-    with pytest.raises(ZeroError, match=r"is of budget weights gradients every 2 of .*, not none"):
-        on_threads(Topology(2, 1), _loading_another, policy, replace(policy, budget=BOTH))
+    """By a policy without one, and, without one, by a policy that has."""
+    plain = preset("zero3", **OWN)
+    budgeted = replace(plain, budget=BOTH)
+    for policy, saved in ((plain, budgeted), (budgeted, plain)):
+        with pytest.raises(ZeroError, match="state of a budget"):
+            on_threads(Topology(2, 1), _loading_another, policy, saved)
 
 
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
