@@ -228,7 +228,7 @@ def run(
             f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
         )
     if only is not None:
-        asked = [suite.trial(only, sweeps)]
+        asked = [suite.beginning(only, sweeps)]
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
         more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
         more += ["--only", only] if only is not None else []
@@ -259,8 +259,8 @@ def run(
         fitted_table.say(f"Of them {only} alone.", progress)
     if own:
         fitted_table.say(f"The declared laws of {', '.join(own)} hold.", progress)
-    known = suite.ids(max(sweeps, *(1 + record.sweep for record in there))) if there else set()
-    if others := len({record.id for record in there} - known):
+    known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in there))) if there else {}
+    if others := len({record.id for record in there} - known.keys()):
         what = f"{counted(others, 'record')} that this suite does not ask for"
         fitted_table.say(f"This folder also holds {what}; the report draws them too.", progress)
 

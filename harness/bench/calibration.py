@@ -68,28 +68,15 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 
 def trials() -> list[Trial]:
     """What is run, in order: the first once more at the end, for has the machine changed meanwhile?"""
-    return [
-        Trial.model_validate(
-            {
-                "strategy": strategy,
-                "model": {"name": model, "arguments": {"layers": layers}},
-                "sequence": 128,
-                "tokens_per_rank": tokens,
-                "steps": 16,
-                "warmup": 2,
-                "repeat": int(last),
-                "cluster": {
-                    "nodes": 2,
-                    "ranks_per_node": 2,
-                    "rate": f"{RATE:g} Mbit/s" if held else "unshaped",
-                },
-            }
-        )
-        for last, (model, layers, tokens, strategy, held) in (
-            *((False, one) for one in _TRIALS),
-            (True, _TRIALS[0]),
-        )
-    ]
+    usual = {"sequence": 128, "steps": 16, "warmup": 2}
+
+    def trial(model: str, layers: int, tokens: int, strategy: str, held: bool, *, repeat: int = 0) -> Trial:
+        shape = {"name": model, "arguments": {"layers": layers}}
+        cluster = {"nodes": 2, "ranks_per_node": 2, "rate": f"{RATE:g} Mbit/s" if held else "unshaped"}
+        asked = {"strategy": strategy, "tokens_per_rank": tokens, "repeat": repeat}
+        return Trial.model_validate({**usual, **asked, "model": shape, "cluster": cluster})
+
+    return [*(trial(*one) for one in _TRIALS), trial(*_TRIALS[0], repeat=1)]
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
@@ -118,10 +105,10 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     log = folder / "calibration.log"
     with open_link(Setting("auto", 2, None), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
-        latency = statistics.median(run_ranks(_latency, _MESSAGES, launch, lambda _: None))
+        latency = statistics.median(run_ranks(_latency, _MESSAGES, launch))
     with open_link(Setting("none", 1, None), SUITE[:6]) as link:
         launch = Launch(Topology(1, 1), link.ports, None, 1, _TIMEOUT_SECONDS, log)
-        (samples,) = run_ranks(_coding, _CODEC_SECONDS, launch, lambda _: None)
+        (samples,) = run_ranks(_coding, _CODEC_SECONDS, launch)
     return fit(
         Machine(
             name=name,

@@ -204,10 +204,7 @@ def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
             for row in _rows([span for span in rank.spans if span.lane == lane]):
                 threads += 1
                 events.append(_named("thread_name", number, threads, lane))
-                events.append(
-                    {"ph": "M", "name": "thread_sort_index", "pid": number, "tid": threads,
-                     "args": {"sort_index": threads}}
-                )  # fmt: skip
+                events.append(_named("thread_sort_index", number, threads, threads, "sort_index"))
                 events += [
                     {
                         "ph": "X",
@@ -235,8 +232,8 @@ def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
     }
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+def _named(what: str, process: int, thread: int, value: str | int, key: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:

@@ -68,34 +68,22 @@ class Suite:
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))
 
-    def ids(self, sweeps: int) -> set[str]:
-        """The ids of all trials for which so many sweeps may ask."""
+    def all_repeats(self, sweeps: int) -> dict[str, Trial]:
+        """All trials for which so many sweeps may ask, by id."""
         repeats = range(sweeps * self.repeats.most)
-        return {one.model_copy(update={"repeat": repeat}).id for one in self.cells for repeat in repeats}
+        made = (one.model_copy(update={"repeat": repeat}) for one in self.cells for repeat in repeats)
+        return {trial.id: trial for trial in made}
 
-    def beginning(self, identity: str) -> Trial:
-        """The trial of the first sweep whose id begins so.
+    def beginning(self, identity: str, sweeps: int = 1) -> Trial:
+        """The trial of so many sweeps whose id begins so.
 
         Raises:
             Refusal: if none or several do.
         """
-        found = {trial.id: trial for trial in self.trials if trial.id.startswith(identity)}
+        found = [one for name, one in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(found) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])
             count = f"{len(found) or 'no'} trials begin with {identity!r}"
             more = ", ..." if len(self.trials) > _MOST_NAMED else ""
             raise Refusal(f"suite {self.name!r}: {count}; it has {known}{more}")
-        return next(iter(found.values()))
-
-    def trial(self, identity: str, sweeps: int) -> Trial:
-        """The trial of an id among those for which so many sweeps may ask.
-
-        Raises:
-            Refusal: if there is none.
-        """
-        for one in self.cells:
-            for repeat in range(sweeps * self.repeats.most):
-                found = one.model_copy(update={"repeat": repeat})
-                if found.id == identity:
-                    return found
-        raise Refusal(f"--only {identity}: no trial of suite {self.name!r} in {sweeps} sweeps has this id")
+        return found[0]
