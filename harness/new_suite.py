@@ -27,6 +27,8 @@ AXES: Final = (
         "likewise, or a list of two hops: how few will do?",
     ),
     ("policy.feedback", '["none", "loco"]', "does carrying errors over help?"),
+    ("policy.sums", '["fp32", "fp16"]', "as DeepSpeed: what do sums in fp16 cost?"),
+    ("policy.blocks", '["codec", "shape"]', "as DeepSpeed: what do blocks by shape bring?"),
     (
         "policy.budget",
         '["none", "gradients every 2 of int3:256 int8:256"]',

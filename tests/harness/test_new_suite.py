@@ -26,7 +26,7 @@ NO_AXIS = {  # what has a meaning only with other keys, limits a run, or is said
     "optimizer.schedule.start", "optimizer.schedule.floor", "steps", "warmup", "validate_every",
     "validation_batches", "timeout_seconds", "measure_quantisation", "repeat", "policy.align",
     "policy.max_padding", "policy.stage", "policy.group", "policy.frozen", "policy.loss_scale",
-    "policy.persist_most", "policy.order_every", "policy.differences", "policy.refresh",
+    "policy.persist_most", "policy.order_every", "policy.differences", "policy.refresh", "policy.planes",
 }  # fmt: skip
 
 
