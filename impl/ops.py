@@ -28,11 +28,8 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build what tensors on ``device`` need, so that no later call waits for a compiler.
 
     On a GPU each codec encodes and decodes one octet, so that a compiler or an architecture that is missing
-    is said here, and not in the first step.
-
-    Raises:
-        ValueError: for a device that has no backend, or that a user's own codec is not for.
-        RuntimeError: for a codec whose kernels do not compile or run on the GPU.
+    is a RuntimeError here, and not in the first step.  A device that has no backend, or that a user's own
+    codec is not for, is a ValueError.
     """
     operations, _ = _choose(device.type)
     codecs = tuple(codecs)
@@ -44,11 +41,7 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format.
-
-    Raises:
-        RuntimeError: naming the codec and the device, if that fails.
-    """
+    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format."""
     if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
         return
     x = torch.zeros(OCTET, device=device)
@@ -61,11 +54,7 @@ def try_codec(operations: Operations, codec: Codec, device: torch.device) -> Non
 
 
 def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
-    """Refuse tensors on ``device`` to users' own codecs that are not for it.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuse tensors on ``device`` to users' own codecs that are not for it."""
     for codec in codecs:
         if not isinstance(codec, OwnCodec) or codec.thing.device == "any":
             continue
@@ -74,18 +63,12 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Name of the kernels that serve ``device``, for the record; casts are torch's on all of them.
-
-    Raises:
-        ValueError: for a device that has none.
-    """
+    """Name of the kernels that serve ``device``, for the record; casts are torch's on all of them."""
     return _choose(device.type)[0].name
 
 
 def loaded_kernels(device: torch.device) -> str | None:
-    """SHA-256 of the kernels that this process has loaded for ``device``, for the record; None of the
-    reference, which has none.
-    """
+    """SHA-256 of the kernels that this process has loaded for ``device``; None of the reference."""
     operations, _ = _choose(device.type)
     if isinstance(operations, cpu.Kernels):
         return operations.sha256
@@ -93,10 +76,7 @@ def loaded_kernels(device: torch.device) -> str | None:
 
 
 def operations_of(name: str) -> Operations:
-    """The backend ``name``, whichever would be chosen: to compare one with another.
-
-    Args:
-        name: cpu, cuda or reference.
+    """The backend cpu, cuda or reference, whichever would be chosen: to compare one with another.
 
     Raises:
         ValueError: for another name, or where this machine lacks what it needs, saying what.
@@ -110,11 +90,7 @@ def operations_of(name: str) -> Operations:
 
 
 def warning_of(device: torch.device) -> str | None:
-    """One line, for the record: why the reference serves ``device``; None where it does not.
-
-    Raises:
-        ValueError: for a device that has no backend.
-    """
+    """One line, for the record: why the reference serves ``device``; None where it does not."""
     return _choose(device.type)[1]
 
 

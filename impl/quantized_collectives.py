@@ -25,13 +25,13 @@ from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, as_frames, placed
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
 from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
 
 CodecOrText = Codec | str
 
@@ -64,9 +64,7 @@ def quantized_all_gather(
         ValueError: for another type, a stochastic codec without a key, or an ``out`` that does not fit.
         CodecError: for a text that is no codec.
     """
-    codec, numel, world = _codec(codec), x.numel(), mesh.topology.world
-    _check_type(x)
-    _check_key(key, codec)
+    (codec,), numel, world = _checked([codec], x, key), x.numel(), mesh.topology.world
     axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
     wire = wire or Wire(mesh)
     out = x.new_empty((world, *x.shape)) if out is None else out
@@ -153,7 +151,7 @@ def quantized_reduce_scatter(
         CodecError: for a text that is no codec.
         PolicyError: for a combination that cannot be carried out.
     """
-    _check_type(x)
+    gradients = _checked(_pair(codecs), x, key)
     world = mesh.topology.world
     if x.dim() == 0 or x.shape[0] % world:
         raise ValueError(
@@ -161,9 +159,7 @@ def quantized_reduce_scatter(
         )
     if op not in ("mean", "sum"):
         raise ValueError(f"op = {op!r}: expected mean or sum")
-    gradients = _pair(codecs)
-    _check_key(key, *gradients)
-    policy = Policy(gradients=gradients, reduce=reduce, chunks=chunks)
+    policy = Policy(gradients=(gradients[0], gradients[1]), reduce=reduce, chunks=chunks)
     shape = (x.shape[0] // world, *x.shape[1:])
     shard = math.prod(shape)
     if shard == 0:
@@ -173,38 +169,32 @@ def quantized_reduce_scatter(
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
         piece=shard,
+        ring=reduce == "ring",
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
         stays=True,
     )
-    own_key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    mean = Average(how, reduce, x.detach().reshape(-1), key=own_key).finish()
+    key = None if key is None else dataclasses.replace(key, source=mesh.rank)
+    mean = Average(how, x.detach().reshape(-1), key=key).finish()
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
 
 
-def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> tuple[Codec, Codec]:
+def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> Sequence[CodecOrText]:
     """The codecs of both hops."""
-    single = not isinstance(codecs, Sequence) or isinstance(codecs, str)
-    given: list[CodecOrText] = [codecs, codecs] if single else list(codecs)  # type: ignore[list-item, arg-type]
-    if len(given) != 2:
-        raise ValueError(f"codecs: one, or one for each of two hops, got {len(given)}")
-    return _codec(given[0]), _codec(given[1])
+    pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
+    if len(pair) != 2:
+        raise ValueError(f"codecs: one, or one for each of two hops, got {len(pair)}")
+    return pair
 
 
-def _check_key(key: Key | None, *codecs: Codec) -> None:
-    for codec in codecs:
-        if codec.stochastic and key is None:
-            raise ValueError(f"{codec} rounds stochastically: it needs a key")
-
-
-def _codec(given: CodecOrText) -> Codec:
-    if isinstance(given, str):
-        return parse(given)
-    if not isinstance(given, Codec):
-        kind = type(given).__name__
-        raise TypeError(f"codec {given!r} is a {kind}: expected its text, or what codec.parse() gives")
-    return given
-
-
-def _check_type(x: Tensor) -> None:
+def _checked(codecs: Sequence[CodecOrText], x: Tensor, key: Key | None) -> list[Codec]:
+    """``codecs`` as values that can carry ``x`` with the random bits of ``key``."""
     if x.dtype not in NAMES:
         raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
+    found = [parse(given) if isinstance(given, str) else given for given in codecs]
+    for codec in found:
+        if not isinstance(codec, Codec):
+            kind = type(codec).__name__
+            raise TypeError(f"codec {codec!r} is a {kind}: expected its text, or what codec.parse() gives")
+        if codec.stochastic and key is None:
+            raise ValueError(f"{codec} rounds stochastically: it needs a key")
+    return found

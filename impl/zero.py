@@ -9,7 +9,7 @@ The training loop gains one line::
     optimizer.step()
 
 What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
-:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_masters`.
+:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_step`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.engine.engine import Zero
+from impl.engine.hooks import Hooks
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
 from impl.parameters.init import give_values
 from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn, taken_over
-from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.unit.context import Passes, UnitContext
-from impl.unit.host_memory import MEMORY, HostMemory
-from impl.unit.member import check_plain
-from impl.unit.memory_pool import Meter, Pool, Reserve
+from impl.plan.traffic import placements_of
+from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Pool, Reserve, UnitContext
+from impl.unit.flat_buffer import check_plain
 from impl.unit.unit import Unit
 
 __all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
@@ -113,12 +112,9 @@ def shard(
         units.append(unit)
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    zero = Zero(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
-    unit_of = {
-        id(parameter): unit
-        for draft, unit in zip(drafts, units, strict=True)
-        for parameter in draft.parameters
-    }
+    hooks = Hooks(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
+    zero = Zero(model, units, context, hooks)
+    unit_of = {id(one): unit for draft, unit in zip(drafts, units, strict=True) for one in draft.parameters}
     for module, parameter in external:
         if id(parameter) not in unit_of:
             raise ZeroError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.adapters.joined import HostError, Joined
-from impl.comm.reduce_scatter import Average, Replicas
+from impl.comm.reduce_scatter import Average
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
 from impl.plan.policy import Policy
@@ -103,19 +103,10 @@ class InDDP(Joined):
 
     def _average(self, unit: _Unit) -> Average:
         """The mean of a unit's gradients under way."""
+        how = self._reduction(unit.geometry.name, unit.geometry.piece)
         axes, codec = self._replicas
-        how, replicas = self._reduction(unit.geometry.name, unit.geometry.piece), None
-        if axes:  # one rank has the whole mean
-            replicas = Replicas(axes=axes, codec=codec, strides=[axis.stride for axis in axes])
-        return Average(how, self.policy.reduce, unit.flat, replicas=replicas)
-
-    def _hand_back(self, unit: _Unit, mean: Tensor) -> None:
-        """Write ``mean`` (padded,) fp32 to DDP's buckets."""
-        if self.wire.observer is not None:
-            first, end = unit.geometry.received_piece(self.wire.mesh.rank)
-            self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])
-        for gradient, slot in unit.back:
-            gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
+        replicas = [(axis, axis.stride) for axis in axes]  # one rank has the whole mean
+        return Average(replace(how, replicas=replicas, replica_codec=codec), unit.flat)
 
     def _finish(self) -> None:
         """The last bucket is there: wait for everything and hand it back."""
@@ -126,10 +117,14 @@ class InDDP(Joined):
                     f"{unit.geometry.name!r}: none may be frozen or ignored after InDDP took it"
                 )
         for unit, average in self._under_way:
-            self._hand_back(unit, average.finish())
-        self._under_way.clear()
-        for unit in self._units:
+            mean = average.finish()  # (padded,) fp32
+            if self.wire.observer is not None:
+                first, end = unit.geometry.received_piece(self.wire.mesh.rank)
+                self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])
+            for gradient, slot in unit.back:
+                gradient.copy_(mean[slot.offset : slot.end].view(slot.spec.shape))
             unit.back.clear()
+        self._under_way.clear()
         for future, buffer in self._futures:
             future.set_result(buffer)
         self._futures.clear()

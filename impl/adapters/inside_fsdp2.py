@@ -25,13 +25,12 @@ from torch.distributed.tensor import DTensor
 from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.reference import NAMES
-from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Average
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
 from impl.plan.topology import Topology
-from impl.plan.traffic import Phase
+from impl.plan.traffic import Phase, Tag
 from impl.quantized_collectives import Gathering
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.clip_grad_norm_ does
@@ -64,7 +63,7 @@ class InFSDP2(Joined):
         blocks = [module for name, module in modules.items() if name]
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
-        self._phase: Phase = "forward"
+        self.phase: Phase = "forward"
         for group in groups:
             module = modules["" if group.name == ROOT else group.name]
             module.set_custom_all_gather(_Gather(self, group))
@@ -91,17 +90,10 @@ class InFSDP2(Joined):
         return norm
 
     def _enter(self, *_: Any) -> None:
-        self._phase = "forward" if torch.is_grad_enabled() else "evaluate"
+        self.phase = "forward" if torch.is_grad_enabled() else "evaluate"
 
     def _leave(self, *_: Any) -> None:
-        self._phase = "backward"
-
-    def gather(self, group: GroupGeometry, shard: Tensor, whole: Tensor) -> _Pending:
-        """Post the gather of ``shard`` (S,) of all ranks into ``whole`` (world * S,), in rank order."""
-        policy, tag = self.policy, Tag(self._phase, "weights", group.name)
-        axes, _ = policy.gather_axes(self.wire.mesh.topology)
-        ring = policy.gather == "flat"
-        return _Pending(Gathering(self.wire, policy.weights, axes, shard, whole, tag=tag, ring=ring))
+        self.phase = "backward"
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Refuse a message that is not the group's, naming the group and what does not fit."""
@@ -129,9 +121,9 @@ class _Pending(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Carry the gather to its end; the wire's own timeout holds."""
-        if self._gathering is not None:
-            self._gathering.finish()
-            self._gathering = None
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            gathering.finish()
         return True
 
 
@@ -150,15 +142,17 @@ class _Gather(_OfGroup, AllGather):
     """
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
-        self._joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        return self._joined.gather(self._group, input_tensor, output_tensor)
+        joined, name = self._joined, self._group.name
+        joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
+        policy, tag = joined.policy, Tag(joined.phase, "weights", name)
+        axes, _ = policy.gather_axes(joined.wire.mesh.topology)
+        shard, ring = input_tensor, policy.gather == "flat"
+        return _Pending(
+            Gathering(joined.wire, policy.weights, axes, shard, output_tensor, tag=tag, ring=ring)
+        )
 
 
 class _Scatter(_OfGroup, ReduceScatter):
@@ -178,7 +172,7 @@ class _Scatter(_OfGroup, ReduceScatter):
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise HostError(f"FSDP2 reduces {name!r} by {op}; expected a mean or a sum")
         how = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
-        mean = Average(how, joined.policy.reduce, input_tensor).finish()  # (S,) fp32
+        mean = Average(how, input_tensor).finish()  # (S,) fp32
         if (observer := joined.wire.observer) is not None:
             observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
         output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))

@@ -13,14 +13,13 @@ from torch import nn
 
 from impl import ops
 from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
-from impl.comm.ledger import Tag
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, LedgerKey, Sent
+from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
 
 class HostError(RuntimeError):
@@ -68,6 +67,7 @@ class Joined:
             hops=self.policy.reduce_axes(self.wire.mesh.topology),
             tag=Tag("backward", "gradients", name),
             piece=piece,
+            ring=self.policy.reduce == "ring",
             chunks=chunks_of(self.policy, piece),
             stays=True,
         )
@@ -78,30 +78,22 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 
     ``model`` may be sharded, or not yet, or on the meta device.  On ``blocks`` ``fully_shard`` is called by
     themselves; they may lie in one another.
-
-    Raises:
-        HostError: for a parameter without dimensions, which FSDP2 cannot cut.
     """
     names = {module: name for name, module in model.named_modules()}
-    owners = [model, *blocks]
-    groups = []
-    for owner in owners:
-        own = set(owner.modules())
-        inside = {
-            below for other in owners if other is not owner and other in own for below in other.modules()
-        }
-        found: dict[nn.Parameter, str] = {}
-        for module in owner.modules():
-            if module in inside:
-                continue
-            for key, parameter in module.named_parameters(recurse=False):
-                name = names[module]
-                found.setdefault(parameter, f"{name}.{key}" if name else key)
-        for parameter, name in found.items():
+    found: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
+    home: dict[nn.Module, nn.Module] = {}
+    for owner in names:  # outer ones first
+        if owner in found:
+            home |= dict.fromkeys(owner.modules(), owner)
+    for module, name in names.items():
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.dim() == 0:
-                raise HostError(f"FSDP2 cannot cut parameter {name!r}: it has no dimension")
-        specs = tuple(ParameterSpec(name, tuple(parameter.shape)) for parameter, name in found.items())
-        trained = tuple(parameter.requires_grad for parameter in found)
+                raise HostError(f"FSDP2 cannot cut parameter {own!r}: it has no dimension")
+            found[home[module]].setdefault(parameter, own)
+    groups = []
+    for owner, parameters in found.items():
+        specs = tuple(ParameterSpec(name, tuple(parameter.shape)) for parameter, name in parameters.items())
+        trained = tuple(parameter.requires_grad for parameter in parameters)
         groups.append(GroupGeometry(names[owner] or ROOT, specs, trained, topology.world))
     return [group for group in groups if group.parameters]
 
@@ -109,11 +101,7 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's.
-
-    Raises:
-        PolicyError, GeometryError, HostError: as the adapters when they join it.
-    """
+    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's."""
     check_host(host, policy)
     if host == "fsdp2":
         return fsdp2_groups(model, find_blocks(model), topology)

@@ -17,7 +17,7 @@ from impl.codecs.codec import FP32, common_grain
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.topology import Topology
-from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, predict
+from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, Tag, predict
 
 Host = Literal["fsdp2", "ddp"]
 
@@ -54,11 +54,7 @@ def carries(host: Host, name: str) -> bool:
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Refuse a policy that ``host`` cannot carry out with our collectives.
-
-    Raises:
-        PolicyError: naming the first field, its value and what is expected.
-    """
+    """Refuse a policy that ``host`` cannot carry out, by its first field, its value and what is expected."""
     base = dict(_values(BASES[host]))
     for name, value in _values(policy):
         if name not in _OPEN[host] and value != base[name]:
@@ -147,9 +143,7 @@ def predict_hosted(
     cost nothing, since every rank has all gradients.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
-
-    Raises:
-        PolicyError: if the host cannot carry the policy out.
+    A policy that the host cannot carry out is refused.
     """
     check_host(host, policy)
     if host == "ddp":
@@ -158,7 +152,7 @@ def predict_hosted(
         return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
-    kept = False  # whether the root is gathered from the pass before
+    ring, kept = policy.gather == "flat", False  # whether the root is gathered from the pass before
     for event in events:
         if event == "norm":
             book.control(NORM_BYTES)
@@ -170,7 +164,7 @@ def predict_hosted(
         for group in units:
             if group.shard and not (kept and group.name == ROOT):
                 frame = policy.weights.frame_bytes(group.shard)
-                book.gather(phase, "weights", group.name, axes, frame, ring=policy.gather == "flat")
+                book.gather(Tag(phase, "weights", group.name), axes, frame, ring=ring)
             if phase == "backward" and group.piece:
                 book.reduction(policy, group.name, group.piece, common_grain(*policy.gradients))
         kept = phase != "backward"

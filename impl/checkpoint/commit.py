@@ -27,9 +27,6 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or read, as asked; one line that names what."""
 
 
-# Folders
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, oldest first; none if it is not there."""
     return [path for path in named(folder) if (path / MANIFEST).is_file()]
@@ -54,11 +51,7 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def resolve(folder: Path) -> Path:
-    """The checkpoint that ``folder`` is, or the newest that it holds.
-
-    Raises:
-        CheckpointError: if it is none and holds none.
-    """
+    """The checkpoint that ``folder`` is, or the newest that it holds; a CheckpointError if there is none."""
     if folder.is_file():
         raise CheckpointError(
             f"{folder}: is a file; expected a folder of checkpoints, or a checkpoint: "
@@ -70,15 +63,8 @@ def resolve(folder: Path) -> Path:
     return path
 
 
-# Saving
-
-
 def begin(folder: Path) -> Path:
-    """Make the folder in which the next checkpoint is written, and remove what broken saves have left.
-
-    Raises:
-        OSError: if there cannot be one.
-    """
+    """Make the folder in which the next checkpoint is written, and remove what broken saves have left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -90,18 +76,14 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder.
-
-    Raises:
-        OSError: if that cannot be done; then it is not complete.
-    """
+    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder."""
     path = partial.with_name(partial.name.split(".")[1])
     (partial / MANIFEST).write_text(manifest, encoding="utf-8")
-    for written in (partial / MANIFEST, partial):
-        sync(written)
+    sync(partial / MANIFEST)
+    sync(partial)
     partial.rename(path)
-    for written in (path.parent, path.parent.parent):
-        sync(written)
+    sync(path.parent)
+    sync(path.parent.parent)
     return path
 
 
@@ -120,9 +102,8 @@ def thin(folder: Path, keep: int) -> None:
     Of a link the name goes alone.  What cannot be removed is logged: the new checkpoint is there.
     """
     for path in checkpoints(folder)[:-keep]:
-        gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         try:
-            path.rename(gone)
+            gone = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial"))
             sync(folder)
         except OSError as error:
             _log.warning("%s: older than the %d to be kept, and stays: %s", path, keep, error.strerror)
@@ -139,10 +120,6 @@ def remove(path: Path) -> None:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """(bytes, SHA-256 in hex) of a file."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -15,16 +15,10 @@ from impl.checkpoint.resharding import Parts, write_tensors
 
 
 def consolidated(folder: Path | str) -> dict[str, Any]:
-    """The unsharded model's state dict out of a checkpoint; ``load_state_dict(strict=True)`` takes it.
+    """The unsharded model's state dict out of a checkpoint, or out of the newest in a folder of them.
 
-    Args:
-        folder: a checkpoint, or a folder of them, of which the newest is taken.
-
-    Returns:
-        fp32 parameters, tied ones under all their names, buffers and extra states.
-
-    Raises:
-        CheckpointError: if it is missing, foreign, of another version, cut short or altered.
+    ``load_state_dict(strict=True)`` takes it: fp32 parameters, tied ones under all their names, buffers and
+    extra states.  What is missing, foreign, of another version, cut short or altered is a CheckpointError.
     """
     return {name: from_json(value) for name, value in _open(folder).entries()}
 
@@ -36,7 +30,7 @@ def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.f
     memory until they are written.  Extra states of modules that are no tensors are left out.
 
     Args:
-        folder: a checkpoint, or a folder of them, of which the newest is taken.
+        folder: as :func:`consolidated` takes it.
         path: of the file, which must not be there.
         dtype: of the parameters; buffers keep theirs.
 
@@ -47,16 +41,13 @@ def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.f
     if path.exists():
         raise CheckpointError(f"{path}: is there already")
     parts, unfinished = _open(folder), path.with_name(f".{path.name}.partial")
-    state = parts.manifest.state
+    tensors = (
+        (name, value.to(dtype) if "parameter" in parts.manifest.state[name] else value)
+        for name, value in parts.entries()
+        if isinstance(value, Tensor)
+    )
     try:
-        write_tensors(
-            unfinished,
-            (
-                (name, value.to(dtype) if "parameter" in state[name] else value)
-                for name, value in parts.entries()
-                if isinstance(value, Tensor)
-            ),
-        )
+        write_tensors(unfinished, tensors)
         unfinished.replace(path)
         sync(path.parent)
     except OSError as error:

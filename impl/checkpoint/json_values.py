@@ -18,16 +18,7 @@ _KEYS: Final = ("__tuple__", "__number__")
 
 
 def to_json(value: object, where: str) -> Any:
-    """``value`` in what JSON has.
-
-    Args:
-        value: None, bool, int, float, str, tensors without dimensions; lists, tuples and dicts with str keys
-            of them.
-        where: what it is, for the error.
-
-    Raises:
-        CheckpointError: naming the place of what has no such form.
-    """
+    """``value`` in what JSON has; refuses what has no such form, by its place in ``where``."""
     kind = type(value)  # subclasses would come back as these
     if value is None or kind in (bool, int, float, str):
         return value

@@ -21,31 +21,22 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds, and where.
-
-    Attributes:
-        step: optimizer steps before it.
-        micro_batch: backward passes since ``step``; with a loss scale, of steps that were skipped.
-        of: what the state of codecs, which only an equal run can take over, belongs to.
-        state: entries of the state dict in order: of a ``parameter`` its own name, of which tied ones share
-            one, and ``shape``; of a ``buffer`` its type, and ``shape``; the ``extra`` state of a module.
-        optimizers: each one's class (``kind``), and of each of its ``parameters`` the ``options``, and the
-            ``numbers`` of its state, None before its first step.
-        loss_scale: its ``setting``, and the state that a resumed run goes on with.
-        extra: the caller's.
-        files: (bytes, SHA-256) of each rank's.
-    """
+    """What a checkpoint holds, and where."""
 
     writer: str
-    step: int
-    micro_batch: int
+    step: int  # optimizer steps before it
+    micro_batch: int  # backward passes since ``step``; with a loss scale, of steps that were skipped
     topology: str
-    of: dict[str, str]
+    of: dict[str, str]  # what the state of codecs, which only an equal run can take over, belongs to
+    # Entries of the state dict in order: of a ``parameter`` its own name, of which tied ones share one, and
+    # ``shape``; of a ``buffer`` its type, and ``shape``; the ``extra`` state of a module.
     state: dict[str, dict[str, Any]]
+    # Each one's class (``kind``), and of each of its ``parameters`` the ``options``, and the ``numbers`` of
+    # its state, None before its first step.
     optimizers: list[dict[str, Any]]
-    loss_scale: dict[str, Any] | None
-    extra: Any
-    files: list[tuple[int, str]]
+    loss_scale: dict[str, Any] | None  # its ``setting``, and the state that a resumed run goes on with
+    extra: Any  # the caller's
+    files: list[tuple[int, str]]  # (bytes, SHA-256) of each rank's
 
     @property
     def parameters(self) -> dict[str, list[int]]:
@@ -63,11 +54,7 @@ class Manifest:
         return json.dumps({**held, "sha256": digest(held)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int], *, digests: bool = True) -> None:
-        """Make sure that the files of these ranks in ``path`` are those that were written.
-
-        Raises:
-            CheckpointError: naming the first that is missing, cut short or altered.
-        """
+        """Refuse files of these ranks in ``path`` that are missing, cut short or altered."""
         for number in numbers:
             file, (nbytes, sha256) = path / file_name(number), self.files[number]
             try:
@@ -90,11 +77,7 @@ def digest(held: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder ``path``.
-
-    Raises:
-        CheckpointError: if it is not there, not one, of another version, or altered.
-    """
+    """The manifest of the checkpoint in folder ``path``; refuses what is none, or is altered."""
     file = path / MANIFEST
     try:
         if file.exists() and not file.is_file():  # to open a pipe would wait for a writer
@@ -106,9 +89,9 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: cut short, or not JSON") from None
     if not isinstance(held, dict) or held.get("format") != FORMAT:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
-    if held.get("version") != VERSION:
+    if (found := held.get("version")) != VERSION:
         raise CheckpointError(
-            f"{file}: version {held.get('version')!r} of the format; this program reads version {VERSION}"
+            f"{file}: version {found!r} of the format; this program reads version {VERSION}"
         )
     if held.pop("sha256", None) != digest(held):
         raise CheckpointError(f"{file}: altered since it was written: its digest is another")
@@ -116,11 +99,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def check_names(own: Collection[str], held: Collection[str], what: str) -> None:
-    """Refuse a checkpoint whose names are not the model's.
-
-    Raises:
-        CheckpointError: naming the first that differs, and where it is.
-    """
+    """Refuse a checkpoint whose names are not the model's, naming the first that differs."""
     if odd := sorted(set(own) ^ set(held)):
         side = "only in the model" if odd[0] in own else "not in the model"
         raise CheckpointError(f"{len(odd)} {what} differ, first {odd[0]!r}, {side}")

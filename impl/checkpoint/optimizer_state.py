@@ -18,7 +18,6 @@ from impl.checkpoint.commit import CheckpointError
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.manifest import check_names
 from impl.checkpoint.resharding import Parts, Range, held_ranges, saved_ranges
-from impl.plan.shard_layout import UnitGeometry
 from impl.unit.unit import Unit
 
 
@@ -31,45 +30,33 @@ class Owned(NamedTuple):
     saved: list[Range]
 
 
-def _owned(geometry: UnitGeometry, rank: int, group: int, start: int, end: int) -> Owned:
-    def own(ranges: Iterator[Range]) -> list[Range]:
-        return [one._replace(at=one.at - start) for one in ranges if one.slot.spec.group == group]
-
-    specs = [slot.spec for slot in geometry.slots]
-    names = [spec.name for spec in specs if spec.group == group and spec.numel]
-    return Owned(end - start, names, own(held_ranges(geometry, rank)), own(saved_ranges(geometry, rank)))
-
-
 class SavedMasters:
-    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else.
-
-    Raises:
-        CheckpointError: for an optimizer that holds something else, or a master that two hold.
-    """
+    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else."""
 
     def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._owned: dict[int, Owned] = {}
         for unit in units:
-            spans = unit.geometry.spans(rank) if unit.geometry.trainable else ()
-            for (_, master), span in zip(unit.master_shard.masters, spans, strict=True):
-                self._owned[id(master)] = _owned(unit.geometry, rank, *span)
+            geometry = unit.geometry
+            spans = geometry.spans(rank) if geometry.trainable else ()
+            for (_, master), (group, start, end) in zip(unit.master_shard.masters, spans, strict=True):
+                specs = [slot.spec for slot in geometry.slots if slot.spec.group == group]
+                names = [spec.name for spec in specs if spec.numel]
+                held, saved = (
+                    [one._replace(at=one.at - start) for one in ranges if one.slot.spec.group == group]
+                    for ranges in (held_ranges(geometry, rank), saved_ranges(geometry, rank))
+                )
+                self._owned[id(master)] = Owned(end - start, names, held, saved)
         seen: set[int] = set()
         for number, optimizer in enumerate(optimizers):
-            for held in map(id, _masters(optimizer)):
-                if held not in self._owned or held in seen:
-                    why = (
-                        "a master that is held twice" if held in seen else "what is no master of this engine"
-                    )
+            for one in map(id, _masters(optimizer)):
+                if (twice := one in seen) or one not in self._owned:
+                    why = "a master that is held twice" if twice else "what is no master of this engine"
                     raise CheckpointError(f"optimizer {number} holds {why}: build it of Zero.param_groups()")
-                seen.add(held)
+                seen.add(one)
 
     def described(self) -> list[dict[str, Any]]:
-        """What the manifest says of optimizers; the same on all ranks.
-
-        Raises:
-            CheckpointError: for state or options that are neither by element nor plain values.
-        """
+        """What the manifest says of optimizers; the same on all ranks."""
         return [self._described(number, one) for number, one in enumerate(self._optimizers)]
 
     def _described(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
@@ -101,15 +88,10 @@ class SavedMasters:
                         yield one.key(f"optimizer{number}.{key}"), value[one.at : one.at + one.numel]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Refuse state that these optimizers cannot take over; nothing is changed.
-
-        Raises:
-            CheckpointError: naming the first difference.
-        """
+        """Refuse state that these optimizers cannot take over; nothing is changed."""
         if len(saved) != len(self._optimizers):
-            raise CheckpointError(
-                f"it holds {len(saved)} optimizers, {len(self._optimizers)} are to be loaded"
-            )
+            here = len(self._optimizers)
+            raise CheckpointError(f"it holds {len(saved)} optimizers, {here} are to be loaded")
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, held = type(optimizer).__name__, one["parameters"]
             if kind != one["kind"]:
@@ -130,17 +112,12 @@ class SavedMasters:
         return from_json(held[names[0]][what]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
-        """Take over state that :meth:`check` let pass.
-
-        Raises:
-            CheckpointError: if a file cannot be read.
-        """
+        """Take over state that :meth:`check` let pass."""
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters = _masters(optimizer)
             for index, master in enumerate(masters):
-                numbers = self._shared(one["parameters"], [master], "numbers")
-                if numbers is not None:
+                if (numbers := self._shared(one["parameters"], [master], "numbers")) is not None:
                     state[index] = numbers | _elements(parts, self._owned[id(master)], f"optimizer{number}.")
             groups = optimizer.state_dict()["param_groups"]
             for group, own in zip(groups, optimizer.param_groups, strict=True):

@@ -68,17 +68,9 @@ def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write and sync a file, of whose tensors the host has a copy until then.
+    """Write and sync a file; returns its bytes, and their SHA-256 in hex.
 
-    Args:
-        path: of the file.
-        tensors: by name; each is asked for once, and may go then.
-
-    Returns:
-        Bytes, and their SHA-256 in hex.
-
-    Raises:
-        CheckpointError: for a type that such files do not have, or if it cannot be written.
+    Each tensor is asked for once, and may go then: the host has a copy of all until they are written.
     """
     from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
     from safetensors.torch import save_file
@@ -100,9 +92,6 @@ class Parts:
 
     Attributes:
         kinds: of each parameter, what was saved of its elements.
-
-    Raises:
-        CheckpointError: if a file cannot be read.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -126,19 +115,14 @@ class Parts:
                     self._starts[kind, name].append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a parameter, in memory of their own.
-
-        Raises:
-            CheckpointError: if some of them were not saved.
-        """
+        """(end - start,) elements of a parameter, in memory of their own."""
         parts = []
         for low, number in sorted(self._starts[kind, name]):
             values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (held := sum(map(len, parts))) != end - start:
-            raise CheckpointError(
-                f"{self.path}: has {held} of elements {start} to {end} of {kind} of {name!r}"
-            )
+            lacking = f"has {held} of elements {start} to {end} of {kind} of {name!r}"
+            raise CheckpointError(f"{self.path}: {lacking}")
         return torch.cat(parts) if parts else torch.empty(0)
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:

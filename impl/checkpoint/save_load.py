@@ -3,7 +3,7 @@
 Each rank writes the ranges of parameters that it alone holds into one safetensors file; rank 0 adds the
 manifest, and one rename completes the checkpoint (:mod:`impl.checkpoint.commit`).  Another layout reads what
 it holds out of those ranges (:mod:`impl.checkpoint.resharding`).  Whatever a rank cannot do, none does
-(:mod:`impl.checkpoint.all_ranks`).  docs/guide/checkpoints.md says what is promised.
+(:func:`together`).  docs/guide/checkpoints.md says what is promised.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +23,18 @@ from torch.optim import Optimizer
 
 from impl import __version__
 from impl.checkpoint import commit as disk
-from impl.checkpoint.all_ranks import together
 from impl.checkpoint.commit import CheckpointError, latest
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.manifest import Manifest, check_names, digest, file_name, read_manifest
 from impl.checkpoint.optimizer_state import SavedMasters
 from impl.checkpoint.resharding import Parts, held_ranges, saved_ranges, write_tensors
+from impl.comm.wire import Wire
 from impl.engine import state_dict as state
-from impl.unit.whole_values import WholeValues
+from impl.errors import ZeroError
+from impl.unit.unit import WholeValues
 from impl.zero import Zero
 
+MESSAGE_BYTES: Final = 1024  # of each rank: a result in JSON, or "!" and an error's line, which may be cut
 _CARRIED = {
     "errors that gradient codecs carried": "feedback",
     "copies that differences of weights begin with": "differences",
@@ -43,18 +45,46 @@ __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 
 
 class Loaded(NamedTuple):
-    """What a load brought.
+    """What a load brought."""
 
-    Attributes:
-        extra: what the caller gave to :func:`save`.
-        step: optimizer steps before the checkpoint.
-        dropped: what the checkpoint holds and this run could not, or was not asked to, take over: a line
-            each.
+    extra: Any  # what the caller gave to :func:`save`
+    step: int  # optimizer steps before the checkpoint
+    dropped: tuple[str, ...]  # a line each: what this run could not, or was not asked to, take over
+
+
+# All or nothing
+
+
+def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
+    """Run ``attempt`` on this rank, and return what it returned on each; all ranks must call it.
+
+    A rank that raised alone would leave the others waiting in their next exchange, so all tell each other how
+    it went, in one all-gather of small messages, before any goes on.  It returns something short that JSON
+    has.  If it raises on any rank, all raise a CheckpointError: the first rank's, with its number where not
+    all say the same.
     """
+    failure = None
+    try:
+        outcome = json.dumps(attempt())
+    except Exception as error:
+        failure, outcome = error, "!" + _line(error)
+    data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
+    sent = torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device)
+    rows = wire.all_gather_small(sent).cpu().numpy()  # (ranks, MESSAGE_BYTES)
+    outcomes = [row.tobytes().decode(errors="ignore").rstrip() for row in rows]
+    for rank, words in enumerate(outcomes):
+        if words.startswith("!"):
+            where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
+            raise CheckpointError(where + words[1:]) from failure
+    return [json.loads(words) for words in outcomes]
 
-    extra: Any
-    step: int
-    dropped: tuple[str, ...]
+
+def _line(error: Exception) -> str:
+    """One line that says what went wrong."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    words = " ".join(str(error).split()) or "no message"
+    return words if isinstance(error, CheckpointError | ZeroError) else f"{type(error).__name__}: {words}"
 
 
 # Saving
@@ -132,7 +162,7 @@ def _check_equal(digests: Sequence[str], words: str) -> None:
 
 def _check_between_steps(zero: Zero) -> None:
     """Refuse a moment at which gradients wait to be used: they are not saved."""
-    zero.hooks.backward.check_finished("save()")
+    zero.hooks.check_finished("save()")
     if unused := zero.masters.unused_gradients:
         raise CheckpointError(
             f"save() with gradients that no optimizer has used, of {unused} masters: they are "
@@ -249,7 +279,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
 
     def find() -> str:
         nonlocal parts, masters
-        zero.hooks.backward.check_finished("load()")
+        zero.hooks.check_finished("load()")
         zero.check_hidden("load()")
         path = disk.resolve(Path(folder))
         manifest = read_manifest(path)

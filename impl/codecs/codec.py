@@ -19,7 +19,6 @@ Symmetric scale: ``absmax / largest code``, so that quantising twice changes not
 
 from __future__ import annotations
 
-import enum
 import math
 import operator
 import re
@@ -27,7 +26,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from impl.codecs import own_object
-from impl.codecs.own_object import OwnObject, OwnObjectError
+from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
+from impl.codecs.own_object import Law as Law  # noqa: PLC0414
+from impl.codecs.own_object import OwnObject
 from impl.errors import raised
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
@@ -35,11 +36,7 @@ SCALE_BYTES: Final = 4  # fp32
 ITEM_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 SMALLEST_NORMAL: Final = 2.0**-126  # of fp32; scales are floored here so that x / scale is finite
 # Half a unit in the last place, relative, and half the smallest subnormal, absolute.
-HALF_ULP: Final = {
-    "fp32": (2.0**-24, 2.0**-150),
-    "bf16": (2.0**-8, 2.0**-134),
-    "fp16": (2.0**-11, 2.0**-25),
-}
+HALF_ULP: Final = {"fp32": (2.0**-24, 2.0**-150), "bf16": (2.0**-8, 2.0**-134), "fp16": (2.0**-11, 2.0**-25)}
 LARGEST: Final = {"fp32": (2 - 2.0**-23) * 2.0**127, "bf16": (2 - 2.0**-7) * 2.0**127, "fp16": 65504.0}
 
 MX_BLOCK: Final = 32  # OCP Microscaling Formats 1.0, section 5.2
@@ -51,22 +48,6 @@ Block = int | Literal["shard"]
 Element = Literal["e4m3", "e5m2", "e2m1"]
 Scale = Literal["fp32", "e8m0"]
 Sums = Literal["fp32", "fp16"]  # in which decoded sources are added up
-
-
-class CodecError(ValueError):
-    """A codec's text or its numbers are not possible; the message names them."""
-
-
-class Law(enum.Enum):
-    """A property that a codec promises; the tests run exactly the declared ones."""
-
-    BOUND = "the error of each element is within error_bound of its block"
-    ZERO = "zeros decode to zeros"
-    IDEMPOTENT = "what was decoded, encoded again, decodes to the same, but for the last bits of a scale"
-    SIGN = "encoding -x decodes to minus what x decodes to"
-    POWER_OF_TWO = "scaling by a power of two commutes, away from the ends of the range"
-    NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
-    UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
 
 
 def padded_bytes(n: int) -> int:
@@ -143,9 +124,15 @@ class _Scaled(_Framed):
     __slots__ = ()
 
     block: Block
+    largest: float
     asymmetric: bool = False
     clipped: bool = False
     scale: Scale = "fp32"
+
+    @property
+    def steps(self) -> float:
+        """Scales in the range of a block: in its largest magnitude, or between its extremes."""
+        return self.largest + self.clipped
 
     @property
     def grain(self) -> int:
@@ -225,27 +212,17 @@ class IntCodec(_Scaled):
     Decoding saturates at the output type's largest finite value.  A block that holds a
     non-finite value has scale NaN and decodes to NaN: an overflow is never silently zero.
 
-    Attributes:
-        bits: 2 to 8.
-        block: elements that share a scale, or ``"shard"``: one scale for the whole shard (the
-            paper's non-blocked baseline).
-        asymmetric: store an offset beside the scale.
-        hadamard: elements that are rotated together before quantising and back after it, a power
-            of two that divides the block; 0 for none.
-        stochastic: round up or down at random, so that the mean is the value.
-        clipped: of symmetric codes: use all 2^bits of them, and clip the positive top.
-
     Raises:
         CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, an impossible rotation, or a
             clipped top with an offset or random rounding, whose mean it would change.
     """
 
-    bits: int
-    block: Block
-    asymmetric: bool = False
-    hadamard: int = 0
-    stochastic: bool = False
-    clipped: bool = False
+    bits: int  # 2 to 8
+    block: Block  # that share a scale, or "shard": one for the whole shard (the paper's non-blocked baseline)
+    asymmetric: bool = False  # store an offset beside the scale
+    hadamard: int = 0  # elements rotated together, a power of two that divides the block; 0 for none
+    stochastic: bool = False  # round up or down at random, so that the mean is the value
+    clipped: bool = False  # of symmetric codes: use all 2^bits of them, and clip the positive top
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -262,14 +239,9 @@ class IntCodec(_Scaled):
         return f"int{self.bits}:{self.block}{scheme}{self._options()}"
 
     @property
-    def largest(self) -> int:
+    def largest(self) -> int:  # type: ignore[override]
         """Largest code."""
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
-
-    @property
-    def steps(self) -> int:
-        """Scales in the range of a block: in its largest magnitude, or between its extremes."""
-        return self.largest + self.clipped
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
@@ -299,19 +271,14 @@ class FloatCodec(_Scaled):
     sign.  Decoded ``code * s``, saturated; a block that holds a non-finite value has scale NaN (E8M0:
     255) and codes 0.
 
-    Attributes:
-        element: ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6).
-        scale: ``fp32``, or ``e8m0``: a power of two in a byte, as in OCP's MX formats, whose blocks
-            have 32 elements.
-
     Raises:
         CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible
             rotation.
     """
 
-    element: Element
+    element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
     block: Block
-    scale: Scale = "fp32"
+    scale: Scale = "fp32"  # or ``e8m0``: a power of two in a byte, as in OCP's MX formats, of 32 elements
     hadamard: int = 0
     stochastic: bool = False
 
@@ -349,14 +316,9 @@ class FloatCodec(_Scaled):
         return _FLOATS[self.element][1]
 
     @property
-    def largest(self) -> float:
+    def largest(self) -> float:  # type: ignore[override]
         """Largest element."""
         return _FLOATS[self.element][2]
-
-    @property
-    def steps(self) -> float:
-        """Scales in the largest magnitude of a block."""
-        return self.largest
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
@@ -414,23 +376,12 @@ class OwnCodec(_Framed):
 
     @property
     def thing(self) -> OwnObject:
-        """What it declares and can do.
-
-        Raises:
-            CodecError: if it cannot be imported, or lacks what a codec has.
-        """
-        try:
-            return self.given or own_object.imported(FORMATS.get(self.name, self.name))
-        except OwnObjectError as error:
-            raise CodecError(str(error)) from error
+        """What it declares and can do; a CodecError if it cannot be imported, or lacks what a codec has."""
+        return self.given or own_object.imported(FORMATS.get(self.name, self.name))
 
     @property
     def claimed(self) -> Raw | Blocked | None:
-        """The codec of ours that it says it is, bit for bit; None for what is new.
-
-        Raises:
-            CodecError: for a text that means none.
-        """
+        """The codec of ours that it says it is, bit for bit; None for what is new."""
         text = self.thing.codec
         try:
             return None if text is None else built_in(str(text))
@@ -463,11 +414,7 @@ class OwnCodec(_Framed):
         return bool(self.thing.stochastic) if (claimed := self.claimed) is None else claimed.stochastic
 
     def own_bytes(self, numel: int) -> int:
-        """Bytes of its object's frame, before padding.
-
-        Raises:
-            CodecError: for a number that is no size.
-        """
+        """Bytes of its object's frame, before padding."""
         if (claimed := self.claimed) is not None:
             return claimed.frame_bytes(numel)
         count, where = self.thing.frame_bytes, f"{self.name}: frame_bytes({numel})"
@@ -505,10 +452,7 @@ def own(thing: Any, name: str | None = None) -> OwnCodec:
     """
     kind = thing if isinstance(thing, type) else type(thing)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
-    try:
-        codec = OwnCodec(name, own_object.declared(name, thing))
-    except OwnObjectError as error:
-        raise CodecError(str(error)) from error
+    codec = OwnCodec(name, own_object.declared(name, thing))
     _ = codec.claimed  # a text that means none raises here, not later
     return codec
 
@@ -529,6 +473,9 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 _OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
+_OPTIONS: Final = re.compile(
+    "(:hadamard(?P<hadamard>[0-9]+))?(?P<stochastic>:stochastic)?(:(?P<left>.*))?", re.DOTALL
+)
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
@@ -565,44 +512,34 @@ def built_in(text: str) -> BuiltIn:
 
 
 def _parsed(text: str) -> Codec:
-    head, *rest = text.strip().split(":")
-    if text.strip() in FORMATS:
-        return OwnCodec(text.strip())
-    if not _OURS.fullmatch(head) and own_object.is_name(text.strip()):
-        return OwnCodec(text.strip())
+    text = text.strip()
+    head, *rest = text.split(":")
+    if text in FORMATS or (not _OURS.fullmatch(head) and own_object.is_name(text)):
+        return OwnCodec(text)
     if head in ITEM_BYTES:
         if rest:
             raise CodecError(f"{head} takes no options; {_ALLOWED}")
         return Raw(head)  # type: ignore[arg-type]  # checked against ITEM_BYTES
-    kind = _HEADS.get(head)
-    is_int = head.startswith("int") and head[3:].isdecimal() and head[3:].isascii()
+    kind, bits = _HEADS.get(head), re.fullmatch("int[0-9]+", head)
     block: Block = MX_BLOCK
     if kind is None or kind[1] == "fp32":
-        if not ((is_int or kind) and rest):
+        if not ((bits or kind) and rest):
             raise CodecError(_ALLOWED)
-        text = rest.pop(0)
-        if text != "shard" and not (text.isdecimal() and text.isascii()):
-            raise CodecError(f"block {text!r} is not a number; {_ALLOWED}")
-        block = "shard" if text == "shard" else int(text)
-    asymmetric, clipped = (is_int and rest[:1] == [word] for word in ("asym", "clip"))
-    hadamard, stochastic = _parse_options(rest[asymmetric or clipped :])
-    if kind is None:
-        return IntCodec(int(head[3:]), block, asymmetric, hadamard, stochastic, clipped)
-    return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
-
-
-def _parse_options(left: list[str]) -> tuple[int, bool]:
-    """(hadamard, stochastic), each at most once and in this order."""
-    hadamard = 0
-    if left and left[0].startswith("hadamard") and left[0][8:].isdecimal() and left[0].isascii():
-        hadamard = int(left.pop(0)[8:])
-        if hadamard == 0:
-            raise CodecError("hadamard0 rotates nothing; leave it out")
-    stochastic = left[:1] == ["stochastic"]
-    left = left[1:] if stochastic else left
-    if left:
-        raise CodecError(f"unknown option {':'.join(left)!r}; {_ALLOWED}")
-    return hadamard, stochastic
+        size = rest.pop(0)
+        if not re.fullmatch("shard|[0-9]+", size):
+            raise CodecError(f"block {size!r} is not a number; {_ALLOWED}")
+        block = "shard" if size == "shard" else int(size)
+    scheme = rest.pop(0) if bits and rest[:1] in (["asym"], ["clip"]) else ""
+    found = _OPTIONS.fullmatch(":".join(["", *rest]))
+    assert found is not None  # noqa: S101  # what is left matches anything
+    if found["left"] is not None:
+        raise CodecError(f"unknown option {found['left']!r}; {_ALLOWED}")
+    hadamard, stochastic = int(found["hadamard"] or 0), found["stochastic"] is not None
+    if found["hadamard"] and not hadamard:
+        raise CodecError("hadamard0 rotates nothing; leave it out")
+    if kind is not None:
+        return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
+    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, stochastic, scheme == "clip")
 
 
 def common_grain(*codecs: Codec) -> int:

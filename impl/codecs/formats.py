@@ -70,7 +70,7 @@ class _Format:
             return
         blocks = -(-numel // self.size)
         values = torch.cat([x, x[-1:].expand(blocks * self.size - numel)]).view(blocks, self.size)
-        codes, beside, whole = self.codes(values)
+        codes, beside, whole = self._codes(values)
         end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
         pack(codes.view(-1)[:numel], self.bits, frame[:end])
         frame[end:last] = beside.reshape(-1)
@@ -86,15 +86,25 @@ class _Format:
         codes = frame.new_zeros(blocks * self.size)
         codes[:numel] = unpack(frame[:end], self.bits, numel)
         beside = frame[end:last].view(blocks, self.beside)
-        values = self.values(codes.view(blocks, self.size), beside, frame[last:])
+        values = self._values(codes.view(blocks, self.size), beside, frame[last:])
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def error_bound(self, low: float, high: float, out: str) -> float:
+        """Largest error of a block of finite values in [low, high] that is decoded to ``out``."""
+        top = max(abs(low), abs(high))
+        relative, absolute = HALF_ULP[out]
+        return self._bound(low, high, top) + 2 * (top * relative + absolute)
+
+    def _bound(self, low: float, high: float, top: float) -> float:
+        """The same, without an ulp of the output; ``top`` is the largest magnitude."""
+        raise NotImplementedError
+
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of values (n, size): codes (n, size) uint8, bytes beside each block (n, beside), and of the row."""
         raise NotImplementedError
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """(n, size) fp32 of what :meth:`codes` gave."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
+        """(n, size) fp32 of what :meth:`_codes` gave."""
         raise NotImplementedError
 
 
@@ -142,18 +152,15 @@ class NF4(_Table):
     bits, size, beside, table = 4, 64, 4, _NF4
     laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
 
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """Half the largest gap, 0.152 of the largest magnitude."""
-        top = max(abs(low), abs(high))
-        return self.gap * max(top, SMALLEST_NORMAL) * _ROOM + _rounding(top, out)
+        return self.gap * max(top, SMALLEST_NORMAL) * _ROOM
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`_Format`."""
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, broken = _scale_of(values, 1.0)
         return self.nearest((values / scale).masked_fill(broken, 0.0)), _bytes(scale), values.new_empty(0)
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """See :class:`_Format`."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         return self.entries(codes) * _as(beside, torch.float32)
 
 
@@ -179,22 +186,19 @@ class _Microscaled(_Table):
     size, beside = 32, 1
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
 
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """Half the gap below the largest element, times a scale of at most twice the magnitude over it."""
-        top = max(abs(low), abs(high))
         scale = 2.0 ** math.ceil(math.log2(max(top / self.table[-1], SMALLEST_NORMAL)) - 1e-9)
-        return self.gap * scale * _ROOM + _rounding(top, out)
+        return self.gap * scale * _ROOM
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`_Format`."""
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, broken = _scale_of(values, self.table[-1])
         exponent = ((scale.view(torch.int32) + 0x7FFFFF) >> 23).masked_fill_(broken, 255)
         power = ((exponent & 0xFF) << 23).view(torch.float32)
         codes = self.nearest((values / power).masked_fill(broken, 0.0))
         return codes, exponent.to(torch.uint8), values.new_empty(0)
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """See :class:`_Format`."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         exponent = beside.to(torch.int32)
         power = torch.where(exponent == 255, math.nan, (exponent << 23).view(torch.float32))
         return self.entries(codes) * power
@@ -220,13 +224,11 @@ class NVFP4(_Table):
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
     block = "shard"  # whose scale is everybody's
 
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """Half a step of 2 scales, each at most 17/16 of a sixth of the shard's largest magnitude."""
-        top = max(abs(low), abs(high))
-        return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM + _rounding(top, out)
+        return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`_Format`."""
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         top = values.abs().amax(dim=1, keepdim=True)
         whole = (top.amax() / (6 * 448)).clamp(min=SMALLEST_NORMAL).view(1)
         finite = torch.isfinite(whole)
@@ -236,8 +238,7 @@ class NVFP4(_Table):
         quotients = torch.where(wide > 0, values / (wide * whole), 0.0).nan_to_num_(0.0)
         return self.nearest(quotients), scale.view(torch.uint8), whole.view(torch.uint8)
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """See :class:`_Format`."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         return self.entries(codes) * (_as(beside, torch.float8_e4m3fn).float() * _as(whole, torch.float32))
 
 
@@ -254,14 +255,12 @@ class _Spikes(_Format):
 
     size, beside = 128, 10
 
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """Half a step of the range and what bf16 rounds its ends by."""
-        top, steps = max(abs(low), abs(high)), (1 << self.bits) - 1
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL  # below it steps are coarse
-        return (high / 2 - low / 2) / steps * _ROOM + 2 * ends + _rounding(top, out)
+        return (high / 2 - low / 2) / ((1 << self.bits) - 1) * _ROOM + 2 * ends
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`_Format`."""
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         steps = (1 << self.bits) - 1
         broken = ~torch.isfinite(values).all(dim=1, keepdim=True)
         values = values.masked_fill(broken, 0.0)
@@ -278,8 +277,7 @@ class _Spikes(_Format):
         ends = torch.cat([spikes, low, step], dim=1).masked_fill(broken, math.nan)
         return codes, torch.cat([places.to(torch.uint8), _bytes(ends)], dim=1), values.new_empty(0)
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """See :class:`_Format`."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         ends = _as(beside[:, 2:], torch.bfloat16).float()  # (n, 4)
         values = (codes.float() * (ends[:, 3:] / 2) + ends[:, 2:3] / 2) * 2  # a range may overflow
         return values.scatter_(1, beside[:, :2].long() % self.size, ends[:, :2])  # of corrupt frames too
@@ -302,13 +300,11 @@ class Sign1(_Format):
 
     bits, size, beside = 1, 128, 4
 
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """The largest magnitude: a small value becomes the mean of all."""
-        top = max(abs(low), abs(high))
-        return top * _ROOM + _rounding(top, out)
+        return top * _ROOM
 
-    def codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`_Format`."""
+    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sums = values.double().abs()
         while sums.shape[1] > 1:  # in an order that kernels can keep
             half = sums.shape[1] // 2
@@ -317,31 +313,23 @@ class Sign1(_Format):
         mean = mean.masked_fill(~torch.isfinite(mean), math.nan)
         return (values < 0).to(torch.uint8), _bytes(mean), values.new_empty(0)
 
-    def values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """See :class:`_Format`."""
+    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
         return (1.0 - 2.0 * codes) * _as(beside, torch.float32)
 
 
-class BF16SR:
+class BF16SR(_Format):
     """See the table above: 16 random bits are added below those that bf16 keeps."""
 
-    device = "any"
-    kinds: ClassVar = ["fp32"]
     laws: ClassVar = ["bound", "zero", "nonfinite", "unbiased"]
-    block = 1
+    bits, size, beside = 16, 1, 0
     stochastic = True
 
-    def frame_bytes(self, numel: int) -> int:
-        """Bytes of a row."""
-        return 2 * numel
-
-    def error_bound(self, low: float, high: float, out: str) -> float:
+    def _bound(self, low: float, high: float, top: float) -> float:
         """A whole step of bf16, two ulps of half a step each."""
-        top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP["bf16"]
-        return 2 * (top * relative + absolute) + _rounding(top, out)
+        return 2 * (top * relative + absolute)
 
-    def encode(self, x: Tensor, frame: Tensor, noise: Noise) -> None:
+    def encode(self, x: Tensor, frame: Tensor, noise: Noise) -> None:  # type: ignore[override]
         """Write the frame (F,) uint8 of x (S,) fp32."""
         largest = LARGEST["bf16"]
         finite = torch.isfinite(x)
@@ -353,9 +341,3 @@ class BF16SR:
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Write the elements (S,) of a frame."""
         out.copy_(_as(frame, torch.bfloat16))
-
-
-def _rounding(top: float, out: str) -> float:
-    """An ulp of the output at ``top``."""
-    relative, absolute = HALF_ULP[out]
-    return 2 * float(top * relative + absolute)

@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import operator
 import re
@@ -23,10 +24,28 @@ _DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
 _seen: Final[list[Path]] = []  # folders whose modules count
 _added: Final[list[str]] = []  # of them, those that were not in sys.path
 _names: Final[list[str]] = []  # of modules that were imported
-LAWS: Final = ("bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite", "unbiased")
 
 
-class OwnObjectError(ValueError):
+class Law(enum.Enum):
+    """A property that a codec promises; the tests run exactly the declared ones."""
+
+    BOUND = "the error of each element is within error_bound of its block"
+    ZERO = "zeros decode to zeros"
+    IDEMPOTENT = "what was decoded, encoded again, decodes to the same, but for the last bits of a scale"
+    SIGN = "encoding -x decodes to minus what x decodes to"
+    POWER_OF_TWO = "scaling by a power of two commutes, away from the ends of the range"
+    NONFINITE = "a block with a NaN or an infinity decodes to NaN, or to itself"
+    UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
+
+
+LAWS: Final = [law.name.lower() for law in Law]
+
+
+class CodecError(ValueError):
+    """A codec's text, its numbers or its object are not possible; the message names them."""
+
+
+class OwnObjectError(CodecError):
     """A named object cannot be had, or lacks what a codec has; one line says which."""
 
 
@@ -40,7 +59,7 @@ class OwnObject:
         encode: (x, frame): writes the frame (F,) uint8 of x (S,); all of it, and nothing beyond it.
         decode: (frame, out): writes the elements (S,) of a frame.
         codec: text form of a codec of ours, which it then claims to be, bit for bit.
-        laws: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`impl.codecs.codec.Law`).
+        laws: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`Law`).
         block: elements that share a scale, or ``"shard"``.
         frame_bytes: (numel): bytes of a frame.
         error_bound: (low, high, out): largest error of finite values in [low, high] of one block, decoded to
@@ -51,9 +70,6 @@ class OwnObject:
         decode_sum: (frames, out): writes to out (S,) the fp32 sum of frames (sources, F), in ascending order.
         decode_sum_encode: (frames, frame, numel), and noise where it is stochastic: writes the frame (F,) of
             that sum; ``zeropp check codecs`` tries it, the engine encodes the sum by ``encode``.
-
-    Raises:
-        OwnObjectError: naming what it lacks.
     """
 
     encode: Any = None
@@ -73,8 +89,8 @@ class OwnObject:
         for method in ("encode", "decode"):
             if not callable(getattr(self, method)):
                 raise OwnObjectError(f"has no method {method!r}")
-        kinds, some = self.kinds, isinstance(self.kinds, list | tuple)
-        if not some or not kinds or any(kind not in _KINDS for kind in kinds):
+        kinds = self.kinds
+        if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
             raise OwnObjectError(f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
         if _DEVICE.fullmatch(str(self.device)) is None:
             raise OwnObjectError(f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number")
@@ -139,11 +155,7 @@ def forget() -> None:
 
 
 def import_object(text: str) -> Any:
-    """The object of ``module:object``; modules of the working folder count.
-
-    Raises:
-        OwnObjectError: if there is none, or what importing it raised.
-    """
+    """The object of ``module:object``; modules of the working folder count."""
     module, _, path = text.partition(":")
     see(Path.cwd())
     failed = f"cannot import {module!r}"
@@ -175,20 +187,12 @@ def _check_origin(text: str, module: str, file: str | None) -> None:
 
 @cache
 def imported(name: str) -> OwnObject:
-    """The codec of ``module:object``.
-
-    Raises:
-        OwnObjectError: as :func:`import_object` and :func:`declared`.
-    """
+    """The codec of ``module:object``."""
     return declared(name, import_object(name))
 
 
 def declared(name: str, thing: Any) -> OwnObject:
-    """What a user's object has of what :class:`OwnObject` lists.
-
-    Raises:
-        OwnObjectError: naming what it lacks, or what it raised.
-    """
+    """What a user's object has of what :class:`OwnObject` lists."""
     try:
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]

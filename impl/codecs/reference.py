@@ -9,7 +9,7 @@ the scale (never multiplication by its reciprocal), nearest-even or with the ran
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from impl.codecs import own_rows
 from impl.codecs.codec import (
+    FRAME_ALIGNMENT,
     ITEM_BYTES,
     LARGEST,
     SCALE_BYTES,
@@ -26,7 +27,6 @@ from impl.codecs.codec import (
     BuiltIn,
     Codec,
     FloatCodec,
-    IntCodec,
     OwnCodec,
     Raw,
     Sums,
@@ -35,6 +35,7 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_SEEN: Final = 4096  # operations that are remembered; a unit has about six
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +45,10 @@ class Carried:
     With ``h = x + error`` encoded in place of ``x``, and ``d`` what the frames decode to in fp32:
     ``error = decay * error + (1 - decay) * (h - d)``, in fp32 with one rounding an operation, then cast
     to the state's type, saturated; 0 where it is not finite, so that an overflow does not stay.
-
-    Attributes:
-        error: (..., S) fp32, bf16 or fp16, as many as are encoded; updated in place.
-        decay: 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8.
     """
 
-    error: Tensor
-    decay: float = 0.0
+    error: Tensor  # (..., S) fp32, bf16 or fp16, as many as are encoded; updated in place
+    decay: float = 0.0  # 0 is classic error feedback; LoCo's moving average (2407.04480) has 0.8
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
         """Keep what an encoding left over; ``with_error`` (..., S) fp32 is used up."""
@@ -71,15 +68,16 @@ class Beside(NamedTuple):
 class Operations:
     """What a backend does, and here the reference.
 
-    Others override ``_encode``, ``_decode``, ``_decode_sum``, and ``_decode_sum_encode`` for what it
-    ``_fuses``; the first three with ``_own`` for formats.  These get tensors that were checked here and hold
-    elements.
-
-    Attributes:
-        name: of the backend, for the record.
+    Others override ``_encode``, ``_decode``, ``_decode_sum`` for codecs that they have kernels for, and
+    ``_decode_sum_encode`` for what it ``_fuses``.  They get tensors that were checked and hold elements.
     """
 
-    name = "reference"
+    name = "reference"  # of the backend, for the record
+
+    def __init__(self) -> None:
+        # By all that an operation depends on but for where its tensors lie: what does it again.  The key has
+        # codecs by their addresses, which therefore must live as long.
+        self._seen: dict[tuple[Hashable, ...], tuple[Callable[[Tensor, Tensor], None], Sequence[Codec]]] = {}
 
     def encode(
         self,
@@ -110,36 +108,22 @@ class Operations:
         _check_state(codec, x.shape, noise, carried)
         _check_devices(codec, x, frames, carried)
         if x.numel() > 0:
-            beside = Beside(noise if codec.stochastic else None, carried)
-            if isinstance(codec, OwnCodec):
-                self._encode_own(codec, x, frames, beside)
-            else:
-                self._encode(codec, x, frames, beside)
+            self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
-
-        Raises:
-            ValueError: as :meth:`encode`.
-        """
+        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16."""
         if self._repeats("decode", (codec,), frames, out):
             return
         _check(codec, out.shape, out.dtype, frames)
         _check_devices(codec, out, frames)
         if out.numel() > 0:
-            if isinstance(codec, OwnCodec):
-                self._decode_own(codec, frames, out)
-            else:
-                self._decode(codec, frames, out)
+            self._decode(codec, frames, out)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
 
         ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
         rounded to fp16, where what exceeds 65504 is infinite.
-
-        Raises:
-            ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
         """
         if sums == "fp32" and self._repeats("decode_sum", (codec,), frames, out):
             return
@@ -150,8 +134,6 @@ class Operations:
         if out.numel() > 0:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
-            elif isinstance(codec, OwnCodec):
-                self._decode_sum_own(codec, frames, out)
             else:
                 self._decode_sum(codec, frames, out)
 
@@ -178,18 +160,17 @@ class Operations:
             noise: random bits, for a second codec that rounds stochastically.
             carried: error feedback of the second encoding.
             sums: type of the sum (:meth:`decode_sum`).
-
-        Raises:
-            ValueError: for no source, or as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         if plain and self._repeats(numel, (first, second), frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
-        ours = isinstance(first, IntCodec | FloatCodec) and isinstance(second, IntCodec | FloatCodec)
-        fused = ours and sums == "fp32"
-        fused = fused and self._fuses(first, second, numel, carried)  # type: ignore[arg-type]  # looked at
-        if not fused:
+        if not (
+            sums == "fp32"
+            and isinstance(first, Blocked)
+            and isinstance(second, Blocked)
+            and self._fuses(first, second, numel, carried)
+        ):
             held = torch.empty(shape, dtype=torch.float32, device=out.device)
             self.decode_sum(first, frames, held, sums=sums)
             self.encode(second, held, out, noise=noise, carried=carried)
@@ -200,7 +181,7 @@ class Operations:
         _check_devices(second, out, frames, carried)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
-            self._decode_sum_encode((first, second), frames, out, numel, beside)  # type: ignore[arg-type]
+            self._decode_sum_encode((first, second), frames, out, numel, beside)
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """The sum in fp16, for backends without a kernel: sources are decoded one after the other."""
@@ -212,13 +193,30 @@ class Operations:
 
     def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
         """Do again, unchecked, what was done to tensors like these; False if nothing was."""
-        return False
+        seen = self._seen.get(_key(what, codecs, first, second))
+        if seen is None:
+            return False
+        seen[0](first, second)
+        return True
+
+    def _remember(
+        self,
+        again: Callable[[Tensor, Tensor], None],
+        what: Hashable,
+        codecs: tuple[Codec, ...],
+        first: Tensor,
+        second: Tensor,
+    ) -> None:
+        """Let ``again`` do to tensors like these what was done to them, without noise and carried errors."""
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[_key(what, codecs, first, second)] = again, codecs
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether ``_decode_sum_encode`` can, instead of its two steps."""
         return False
 
-    def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
         noise, carried = beside
         if carried is not None:
             with_error = x.float() + carried.error.float()
@@ -226,16 +224,24 @@ class Operations:
             decoded = torch.empty_like(with_error)
             self._decode(codec, frames, decoded)
             carried.keep(with_error, decoded)
+        elif isinstance(codec, OwnCodec):
+            own_rows.encode(codec, x, frames, noise)
         elif isinstance(codec, Raw):
             _write_raw(codec, x, frames)
             _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
         else:
             _encode_blocks(codec, x, frames, noise)
 
-    def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
-        out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        if isinstance(codec, OwnCodec):
+            own_rows.decode(codec, frames, out)
+        else:
+            out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
 
-    def _decode_sum(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        if isinstance(codec, OwnCodec):
+            own_rows.decode_sum(codec, frames, out)
+            return
         self._decode(codec, frames[0], out)
         for source in frames[1:]:
             out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
@@ -245,27 +251,20 @@ class Operations:
     ) -> None:
         raise NotImplementedError
 
-    def _encode_own(self, codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
-        noise, carried = beside
-        if carried is None:
-            own_rows.encode(codec, x, frames, noise)
-            return
-        with_error = x.float() + carried.error.float()
-        self._encode_own(codec, with_error, frames, Beside(noise))
-        decoded = torch.empty_like(with_error)
-        self._decode_own(codec, frames, decoded)
-        carried.keep(with_error, decoded)
-
-    def _decode_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-        own_rows.decode(codec, frames, out)
-
-    def _decode_sum_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-        own_rows.decode_sum(codec, frames, out)
-
 
 REFERENCE: Final = Operations()
 encode, decode = REFERENCE.encode, REFERENCE.decode
 decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
+
+
+def _key(what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> tuple[Hashable, ...]:
+    """All that an operation without noise and carried errors depends on, but for where its tensors lie."""
+    return (
+        what,
+        *map(id, codecs),  # hashing a codec takes longer than the rest
+        *(first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % FRAME_ALIGNMENT),
+        *(second.shape, second.stride(), second.dtype, second.device, second.data_ptr() % FRAME_ALIGNMENT),
+    )
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor) -> None:
@@ -312,9 +311,9 @@ def _check_state(codec: Codec, shape: torch.Size, noise: Noise | None, carried: 
 
 def _check_devices(codec: Codec, x: Tensor, frames: Tensor, carried: Carried | None = None) -> None:
     tensors = (x, frames) if carried is None else (x, frames, carried.error)
-    if any(each.device != x.device for each in tensors):
-        devices = sorted({str(each.device) for each in tensors})
-        raise ValueError(f"{codec}: elements and frames on {devices}")
+    devices = {str(each.device) for each in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{codec}: elements and frames on {sorted(devices)}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
@@ -332,10 +331,8 @@ def merged_rows(
 ) -> list[tuple[int, list[int]]]:
     """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
 
-    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.
-
-    Raises:
-        ValueError: if more than ``most`` remain, which ``whose`` kernels take.
+    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  More than
+    ``most``, which ``whose`` kernels take, are refused.
     """
     steps_of = [[stride * each.element_size() for stride in each.stride()[:-1]] for each in tensors]
     if noise is not None:

@@ -66,22 +66,15 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an encoded tensor is: all that its random bits depend on, but for the element's number.
-
-    Attributes:
-        step: optimizer steps before it; 0 for frozen weights.
-        micro_batch: inside the step; 0 for weights, which do not change there.
-        hop: of the collective, 0 first.
-        source: the rank that encodes, for gradients.
-    """
+    """What an encoded tensor is: all that its random bits depend on, but for the element's number."""
 
     seed: int
-    step: int
-    micro_batch: int
+    step: int  # optimizer steps before it; 0 for frozen weights
+    micro_batch: int  # inside the step; 0 for weights, which do not change there
     unit: str
     purpose: Purpose
-    hop: int = 0
-    source: int = NO_SOURCE
+    hop: int = 0  # of the collective, 0 first
+    source: int = NO_SOURCE  # the rank that encodes, for gradients
 
     def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
         """Its random bits for rows that start as :class:`Noise` says."""
@@ -99,15 +92,6 @@ class Clock:
     step: int = 0
     micro_batch: int = 0
 
-    def next_micro_batch(self) -> None:
-        """A backward pass has been finished."""
-        self.micro_batch += 1
-
-    def next_step(self) -> None:
-        """An optimizer has stepped."""
-        self.step += 1
-        self.micro_batch = 0
-
     def weights(self, unit: str, *, frozen: bool = False) -> Key:
         """The key of a unit's weights: the same for every pass over the same weights.
 
@@ -119,22 +103,3 @@ class Clock:
     def gradients(self, unit: str, rank: int) -> Key:
         """The key of the gradient that ``rank`` sends of a unit."""
         return Key(self.seed, self.step, self.micro_batch, unit, "gradients", source=rank)
-
-
-def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Philox4x32-10 in plain integers, as its authors give it: the oracle of all versions."""
-    mask = 0xFFFFFFFF
-    (a, b, c, d), (left, right) = counter, key
-    for _ in range(ROUNDS):
-        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
-        a, b, c, d = (second >> 32) ^ b ^ left, second & mask, (first >> 32) ^ d ^ right, first & mask
-        left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
-    return a, b, c, d
-
-
-def bits_of(noise: Noise, element: int) -> int:
-    """The 16 random bits of one element, by its number in the unit."""
-    octet, lane = divmod(element, OCTET)
-    counter = (octet & 0xFFFFFFFF, octet >> 32, noise.words[0], noise.words[1])
-    word = philox(counter, (noise.words[2], noise.words[3]))[lane // 2]
-    return word >> BITS * (lane % 2) & 0xFFFF

@@ -15,9 +15,9 @@ from torch import Tensor
 from impl.codecs.codec import Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.exchanges import Exchange
-from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
 from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
 
 
 class FrameGather:
@@ -42,13 +42,11 @@ class FrameGather:
         sizes = [math.prod(axis.size for axis in self._hops[:hop]) for hop in range(len(self._hops))]
         self._sizes = [nbytes * size for size in sizes]  # of each hop's message
         self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
-        self._crosses = wire.mesh.topology.crosses(self._hops[-1])
-        self._exchange: Exchange | None = None
-        self._tag = Tag("step", "state")
-        self.left = 0
+        self._tag, self.left = Tag("step", "state"), len(self._hops)
+        self._exchange: Exchange  # from open() to close()
 
     def __repr__(self) -> str:
-        posted = len(self._hops) - self.left if self._exchange is not None else 0
+        posted = len(self._hops) - self.left
         return f"FrameGather({self._tag.unit!r}, {posted} of {len(self._hops)} hops posted)"
 
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
@@ -65,14 +63,12 @@ class FrameGather:
 
     def post(self) -> None:
         """Send the first hop's message."""
-        assert self._exchange is not None  # noqa: S101  # it is open
         self._exchange.post()
         self.left -= 1
 
     def post_next_hop(self) -> None:
         """Wait for the hop under way, and forward what it brought along the next axis."""
         before, hop = self._exchange, len(self._hops) - self.left
-        assert before is not None  # noqa: S101  # it is open
         rows = before.wait()
         exchange = self._wire.all_gather(self._hops[hop], self._sizes[hop], self._tag, ring=self._ring)
         exchange.send.view(rows.shape).copy_(rows)
@@ -81,16 +77,10 @@ class FrameGather:
         exchange.post()
         self.left -= 1
 
-    @property
-    def waits_for_nodes(self) -> bool:
-        """Whether nothing is left but to wait for a hop that crosses nodes."""
-        return not self.left and self._crosses
-
     def finish(self) -> Tensor:
         """(ranks of the last hop, bytes of its message) uint8, all frames; valid until :meth:`close`."""
         while self.left:
             self.post_next_hop()
-        assert self._exchange is not None  # noqa: S101  # it is open
         return self._exchange.wait()
 
     def frames(self) -> Tensor:
@@ -99,9 +89,8 @@ class FrameGather:
 
     def close(self) -> None:
         """Give the last hop's buffers back."""
-        assert self._exchange is not None  # noqa: S101  # it is open
         self._exchange.close()
-        self._exchange = None
+        del self._exchange
 
 
 def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:

@@ -11,13 +11,13 @@ An error lives until it is cleared: after an overflow, whose gradients are not u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from impl.codecs.reference import DTYPES, Carried
-from impl.plan.policy import Feedback, Policy
+from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 
 
@@ -25,34 +25,24 @@ class Errors:
     """The errors of one unit on one rank, hop by hop.
 
     Args:
-        shapes: of what each hop encodes, (ranks along the hop's axis and those to come..., S); None
-            for a hop whose error is not kept.
+        policy: of the unit, with feedback.
+        shard: elements that each rank ends with.
 
     Attributes:
         nbytes: of all errors.
     """
 
-    def __init__(
-        self, feedback: Feedback, shapes: Sequence[Sequence[int] | None], device: torch.device
-    ) -> None:
-        self.feedback = feedback
-        self._errors = {  # by hop
-            hop: torch.zeros(*shape, dtype=DTYPES[feedback.state], device=device)
-            for hop, shape in enumerate(shapes)
-            if shape is not None
+    def __init__(self, policy: Policy, topology: Topology, shard: int, device: torch.device) -> None:
+        assert policy.feedback is not None  # noqa: S101  # else there are none
+        self.feedback, dtype = policy.feedback, DTYPES[policy.feedback.state]
+        sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
+        self._errors = {  # by hop, which encodes (ranks along its axis and those to come..., S)
+            hop: torch.zeros(*sizes[hop:], shard, dtype=dtype, device=device)
+            for hop, kept in enumerate(policy.feedback_hops(topology))
+            if kept
         }
         self.nbytes = sum(error.nbytes for error in self._errors.values())
         self._since = 0  # the step of the last reset
-
-    @classmethod
-    def zero(cls, policy: Policy, topology: Topology, shard: int, device: torch.device) -> Errors | None:
-        """No errors yet, for shards of ``shard`` elements under ``policy``; None without feedback."""
-        if policy.feedback is None:
-            return None
-        sizes, kept = [axis.size for axis, _ in policy.reduce_axes(topology)], policy.feedback_hops(topology)
-        # Each hop encodes (ranks along its axis and those to come..., S).
-        shapes = [(*sizes[hop:], shard) if keep else None for hop, keep in enumerate(kept)]
-        return cls(policy.feedback, shapes, device)
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """What elements [start, end) of each row of ``hop`` carry over; None if nothing."""

@@ -1,5 +1,5 @@
-"""The kinds of :class:`Exchange`: of one rank, in the memory of a node, by
-torch.distributed, or by it through host memory; and any of them whose time under way is noted.
+"""The kinds of :class:`Exchange`: of one rank, in the memory of a node, by torch.distributed, or by it
+through host memory.
 """
 # ruff: noqa: D102  # Exchange says what its methods do
 
@@ -10,15 +10,16 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Final, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from impl.comm.fingerprint import Fields, Step
-from impl.comm.timeline import Timeline
-from impl.comm.watchdog import Watchdog, WireError
+from impl.comm.fingerprint import Fields, Step, told
+from impl.comm.ledger import BETWEEN, INSIDE, Timeline
+from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
@@ -51,9 +52,6 @@ class Exchange(Protocol):
     def wait(self) -> Tensor:
         """(ranks, bytes) received, a row per source; valid until :meth:`close`."""
 
-    def whole(self) -> Tensor:
-        """(ranks, bytes) the whole messages of all ranks, where the axis shares memory; as :meth:`wait`."""
-
     def close(self) -> None:
         """Give the buffers back."""
 
@@ -72,7 +70,7 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     announcement queues after our data and the link idles (24 to 30 of 50 Mbit/s measured between
     two nodes, 48 this way).  So all receives are announced before anything is sent.
     """
-    size, me, handle = group.size, group.index, group.process_group
+    size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Start with the next rank, so that not all ranks send to the first one first.
     after = [(me + step) % size for step in range(1, 2 if kind == "shift" else size)]
     before = [(me - step) % size for step in range(1, len(after) + 1)]
@@ -176,9 +174,6 @@ class Alone:
     def wait(self) -> Tensor:
         return self.send.view(1, -1)
 
-    def whole(self) -> Tensor:
-        return self.wait()
-
     def close(self) -> None:
         self._buffers.give_back(self.send)
 
@@ -187,28 +182,31 @@ class InMemory:
     """Ranks of one node read each other's rows in place, in a slot of the arena."""
 
     def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
-        self._watchdog, self._step, self._arena = watchdog, step, arena
+        self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
         start = route.group.index * route.nbytes if route.kind == "all_to_all" else 0
         self._part = slice(start, start + route.nbytes)  # of each rank's message
         self._rows: Tensor | None = None  # once all have posted theirs
-        with watchdog.waiting(step):
-            self._number = arena.claim()
+        self._begin = 0.0
+        self._number = watchdog.wait(step, arena.claim)
         self.send = arena.row(self._number)[: route.row]
 
     def post(self) -> None:
+        self._begin = time.perf_counter()
         self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
         return self.whole()[:, self._part]
 
     def whole(self) -> Tensor:
+        """(ranks, bytes) the whole messages of all ranks; as :meth:`wait`."""
         if self._rows is not None:
             return self._rows
-        with self._watchdog.waiting(self._step):
-            rows = self._arena.wait(self._number)
+        rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
         if not self._arena.agree(self._number, self._step[2]):
-            raise self._watchdog.parted(self._step)
+            raise self._watchdog.error(DIFFER, f"it is in {told(self._step)}", self._step)
         self._watchdog.collective_log.finished = self._step
+        if (timeline := self._watchdog.timeline) is not None:
+            _note(timeline, self._route, self._begin)
         self._rows = rows
         return rows
 
@@ -239,7 +237,7 @@ class Distributed:
         self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
         self._taken: list[Tensor] = []
         self._works: Sequence[dist.Work] = ()
-        self._under_way = False
+        self._under_way, self._begin = False, 0.0
         gathers = route.kind == "all_gather"
         self._received = self._place(place if gathers else None, route.nbytes * route.rows)
         if gathers and route.start is point_to_point:
@@ -256,28 +254,29 @@ class Distributed:
 
     def post(self) -> None:
         route = self._route
-        self._under_way = True
+        self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._carried = self._pacer.book(route.inter_bytes)
         mark = self._step[2] % _TAGS  # of ranks that part no message fits another
         try:
             self._works = route.start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo says here already that a rank is lost
-            raise self._watchdog.stuck(self._step, error) from error
+            raise self._watchdog.error(f"could not finish {told(self._step)}", error, self._step) from error
 
     def wait(self) -> Tensor:
         if self._under_way:
-            with self._watchdog.waiting(self._step, across=self._route.inter_bytes > 0):
-                for work in self._works:
-                    work.wait(*self._route.limit)
-                if (left := self._carried - time.monotonic()) > 0:
-                    time.sleep(left)
+            self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
             self._works, self._under_way = (), False
             self._watchdog.collective_log.finished = self._step
+            if (timeline := self._watchdog.timeline) is not None:
+                _note(timeline, self._route, self._begin)
         return self._received.view(self._route.rows, -1)
 
-    def whole(self) -> Tensor:
-        raise WireError("whole messages are seen only along an axis that shares memory")
+    def _receive(self) -> None:
+        for work in self._works:
+            work.wait(*self._route.limit)
+        if self._pacer is not None and (left := self._carried - time.monotonic()) > 0:
+            time.sleep(left)
 
     def close(self) -> None:
         if not self._under_way:  # else a message may yet be written there, or be read
@@ -316,44 +315,14 @@ class Staged:
             self._arrived = True
         return self._received.view(rows.shape)
 
-    def whole(self) -> Tensor:
-        return self._host.whole()
-
     def close(self) -> None:
         self._host.close()
         for buffer in self._taken:
             self._buffers.give_back(buffer)
 
 
-class Noted:
-    """An exchange whose time under way is noted."""
-
-    def __init__(self, exchange: Exchange, timeline: Timeline, lane: str, name: str, nbytes: int) -> None:
-        self._exchange, self._timeline = exchange, timeline
-        self._said = (lane, name, nbytes)
-        self._begin: float | None = None
-        self.send = exchange.send
-
-    def post(self) -> None:
-        self._begin = time.perf_counter()
-        self._exchange.post()
-
-    def wait(self) -> Tensor:
-        found = self._exchange.wait()
-        self._end()
-        return found
-
-    def whole(self) -> Tensor:
-        found = self._exchange.whole()
-        self._end()
-        return found
-
-    def close(self) -> None:
-        self._end()
-        self._exchange.close()
-
-    def _end(self) -> None:
-        if self._begin is not None:
-            lane, name, nbytes = self._said
-            self._timeline.add(lane, name, self._begin, nbytes)
-            self._begin = None
+def _note(timeline: Timeline, route: Route, begin: float) -> None:
+    """Note that a message that was posted at ``begin`` was under way until now."""
+    purpose, unit = route.operation[6:8]
+    lane = BETWEEN if route.inter_bytes else INSIDE
+    timeline.add(lane, f"{purpose} {unit}".strip(), begin, route.row)

@@ -1,45 +1,74 @@
 """The ledger: bytes and messages that a rank has sent, by what they were for.
 
 The wire books every message; ``impl.plan.traffic`` predicts the same rows (docs/reference/metrics.md).
+
+Beside it a timeline, for a picture of one step, which is given to a wire for a while
+(:meth:`impl.comm.wire.Wire.traced`).  A message is under way from the moment that it was posted until it was
+waited for: a transport does not say when it arrived.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Final
 
-from impl.plan.traffic import LedgerKey, Link, Phase, Purpose, Sent
+from impl.plan.traffic import LedgerKey, Link, Sent
 
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """What a message is for; the ledger adds axis and link."""
-
-    phase: Phase
-    purpose: Purpose
-    unit: str = ""
+BETWEEN: Final = "between nodes"
+INSIDE: Final = "inside the node"
+WAITING: Final = "waiting"
+ACROSS: Final = "for other nodes"  # names of waits
+WITHIN: Final = "for this node"
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes and messages that this rank has sent."""
+    """Bytes and messages that this rank has sent.
 
-    _rows: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    Attributes:
+        booked: of each row.
+    """
 
-    def book(self, key: LedgerKey, nbytes: int, messages: int) -> None:
-        """Add messages of ``nbytes`` in total."""
-        row = self._rows[key]
-        row[0] += nbytes
-        row[1] += messages
+    booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
         """A copy of everything booked."""
-        return {key: Sent(*row) for key, row in self._rows.items()}
+        return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
         """Bytes over one kind of link."""
-        return sum(row[0] for key, row in self._rows.items() if key.link == link)
+        return sum(row[0] for key, row in self.booked.items() if key.link == link)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._rows.clear()
+        self.booked.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was going on for a while.
+
+    Attributes:
+        lane: whom it occupied; a message is between nodes if what this rank sends leaves the node.
+        begin, end: in seconds of ``time.perf_counter()``, which ranks of one machine share.
+        nbytes: that this rank sent, of a message.
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """All spans so far, in the order in which they ended."""
+
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
+        """Note what began at ``begin`` and ends now."""
+        self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

@@ -25,20 +25,18 @@ import torch
 from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Codec, Sums
+from impl.codecs.codec import FP32, Codec, Sums
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
 from impl.comm.error_feedback import Errors
-from impl.comm.exchanges import Exchange
-from impl.comm.ledger import Tag
-from impl.comm.reduction_observer import Hop, Observer
-from impl.comm.wire import Wire
-from impl.plan.policy import Reduce
+from impl.comm.exchanges import Exchange, InMemory
+from impl.comm.wire import Hop, Observer, Wire
 from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Reduction:
     """How gradients of one size are reduced, beside their values.
 
@@ -46,53 +44,67 @@ class Reduction:
         hops: axes with their codecs, first hop first; together they number the world; none for one
             rank.
         piece: elements that each rank ends with.
+        ring: whether the only hop goes round a ring.
         strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
         chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
+        replicas: axes between groups that hold copies of a shard, first hop first, with their strides: along
+            them its pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal.
+        replica_codec: in which they travel.
         stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
             they lie.
         sums: type in which what a hop brings is added up.
+        watcher: is told of these reductions, where nobody observes all of the wire's.
         sizes: ranks along each hop.
         frames: bytes of a frame by hop and chunk.
+        rows: bytes that a rank sends to another by hop and chunk.
+        by_hops: shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece).
         in_order: whether pieces lie in the order of ranks.
+        crosses: whether the last message goes to other nodes.
     """
 
     wire: Wire
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
     piece: int
+    ring: bool = False
     strides: Sequence[int] = ()
     chunks: Sequence[tuple[int, int]] = ()
+    replicas: Sequence[tuple[Axis, int]] = ()
+    replica_codec: Codec = FP32
     stays: bool = False
     sums: Sums = "fp32"
     watcher: Observer | None = None
     sizes: Sequence[int] = field(init=False)
     frames: Sequence[Sequence[int]] = field(init=False)
+    rows: Sequence[Sequence[int]] = field(init=False)
+    by_hops: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
     in_order: bool = field(init=False)
+    crosses: bool = field(init=False)
 
     def __post_init__(self) -> None:
         own = tuple(axis.stride for axis, _ in self.hops)
-        chunks = tuple(self.chunks) or ((0, self.piece),)
-        frames = tuple(
-            tuple(codec.frame_bytes(end - start) for start, end in chunks) for _, codec in self.hops
-        )
-        for name, value in {
-            "strides": tuple(self.strides) or own,
-            "chunks": chunks,
-            "sizes": tuple(axis.size for axis, _ in self.hops),
-            "frames": frames,
-            "in_order": not self.strides or tuple(self.strides) == own,
-        }.items():
-            object.__setattr__(self, name, value)
+        self.strides, self.chunks = tuple(self.strides) or own, tuple(self.chunks) or ((0, self.piece),)
+        self.sizes, self.in_order = tuple(axis.size for axis, _ in self.hops), self.strides == own
+        last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
+        self.crosses = any(map(self.wire.mesh.topology.crosses, last))
+        lengths = [end - start for start, end in self.chunks]
+        self.frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
+        further = [math.prod(self.sizes[hop + 1 :]) for hop in range(len(self.hops))]
+        self.rows = [
+            [many * one for one in frames] for many, frames in zip(further, self.frames, strict=True)
+        ]
+        self.by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
-    def noise(self, key: Key | None, hop: int, start: int) -> Noise | None:
+    def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
 
         Args:
             key: with this rank as the source; the hop is filled in.
-            hop: which.
+            hop: which; the one after the last is that between groups.
             start: first element of a chunk.
         """
-        if key is None or not self.hops[hop][1].stochastic:
+        codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
+        if key is None or not codec.stochastic:
             return None
         rank, strides = self.wire.mesh.rank, [stride * apart(self.piece) for stride in self.strides]
         done = zip(self.hops[:hop], strides[:hop], strict=True)
@@ -112,7 +124,7 @@ class Reduction:
 
     def open_message(self) -> Exchange:
         """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
-        return self.wire.all_to_all(self.hops[0][0], math.prod(self.sizes[1:]) * self.frames[0][0], self.tag)
+        return self.wire.all_to_all(self.hops[0][0], self.rows[0][0], self.tag)
 
 
 class ReduceScatter:
@@ -150,16 +162,12 @@ class ReduceScatter:
         self.left = len(how.hops)
         for index in range(len(how.chunks)):
             self._send_first(gradient, index)
-            self._take_turn()
-
-    def post_next_hop(self) -> None:
-        """Let every chunk go on by a hop."""
-        self._take_turn()
+            self.post_next_hop()
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """(S,) fp32 mean of this rank's shard, in ``out`` if it is given."""
         while self.left:
-            self._take_turn()
+            self.post_next_hop()
         how, device = self._how, self._how.wire.mesh.device
         codec = how.hops[-1][1]
         mean = torch.empty(how.piece, dtype=torch.float32, device=device) if out is None else out
@@ -168,7 +176,7 @@ class ReduceScatter:
             exchange.close()
         return mean.div_(math.prod(how.sizes))
 
-    def _take_turn(self) -> None:
+    def post_next_hop(self) -> None:
         """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
         hops, chunks = len(self._how.hops), len(self._how.chunks)
         for hop in range(1, hops):
@@ -182,20 +190,17 @@ class ReduceScatter:
         """Encode a chunk of all shards, transposed, and send it along the first hop."""
         how, wire = self._how, self._how.wire
         (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
-        exchange, carried = self._opened, self._carried(0, start, end)
+        exchange = self._opened
+        carried = None if self._errors is None else self._errors.carried(0, start, end)
         values = None  # for an observer
         if exchange is None or wire.observer or how.watcher:
-            slices = gradient.as_strided(
-                (*how.sizes, how.piece),
-                (*(stride * how.piece for stride in how.strides), 1),
-            )[..., start:end]  # (axis 0, axis 1, ..., chunk)
+            slices = gradient.as_strided(*how.by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
             values = _observed(how, slices, carried)
         if exchange is None:
             source = None
             if how.stays and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
                 source = as_frames(codec, gradient, how.piece)
-            row = math.prod(how.sizes[1:]) * frame
-            exchange = wire.all_to_all(axis, row, how.tag, source=source)
+            exchange = wire.all_to_all(axis, how.rows[0][index], how.tag, source=source)
             if source is None or exchange.send.data_ptr() != source.data_ptr():
                 send = exchange.send.view(*how.sizes, frame)
                 ops.encode(codec, slices, send, noise=how.noise(self._key, 0, start), carried=carried)
@@ -209,15 +214,15 @@ class ReduceScatter:
         """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
         how, wire, received = self._how, self._how.wire, self._under_way[index]
         (_, before), (axis, codec) = how.hops[hop - 1 : hop + 1]
-        (start, end), frame, rest = how.chunks[index], how.frames[hop][index], how.sizes[hop:]
-        exchange = wire.all_to_all(axis, math.prod(rest[1:]) * frame, how.tag)
-        send = exchange.send.view(*rest, frame)
+        (start, end), rest = how.chunks[index], how.sizes[hop:]
+        exchange = wire.all_to_all(axis, how.rows[hop][index], how.tag)
+        send = exchange.send.view(*rest, how.frames[hop][index])
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
         else:
             rows = received.wait()
             frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
-        carried = self._carried(hop, start, end)
+        carried = None if self._errors is None else self._errors.carried(hop, start, end)
         values = None
         if wire.observer or how.watcher:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
@@ -236,16 +241,13 @@ class ReduceScatter:
     def _own_part(self, exchange: Exchange) -> Tensor:
         """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""
         how, frame = self._how, self._how.frames[0][0]
+        assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected so nowhere else
         rows = exchange.whole()  # (source, world * F)
         axes = [axis for axis, _ in how.hops]
         first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
         strides = [axis.stride * frame for axis in axes[1:]]
         shape = (len(rows), *how.sizes[1:], frame)
         return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
-
-    def _carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Error feedback of elements [start, end) of each shard."""
-        return None if self._errors is None else self._errors.carried(hop, start, end)
 
 
 class RingReduce:
@@ -293,8 +295,7 @@ class RingReduce:
             first = (self._me - 1 - self._step) % size * apart(piece)
             noise = replace(self._key, hop=self._step).noise(first)
         ops.encode(codec, self._partial, exchange.send, noise=noise)
-        if (values := _observed(how, self._partial, None)) is not None:
-            _tell(how, Hop(self._step, self._axis.name, codec), values, exchange.send)
+        _tell(how, Hop(self._step, self._axis.name, codec), self._partial, exchange.send)
         exchange.post()
         self.left -= 1
 
@@ -306,126 +307,90 @@ class RingReduce:
         self._step += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
-    """How the pieces of a shard's mean are gathered from the groups that hold copies of the shard.
-
-    Every rank decodes what was sent, its own piece too, so that groups stay bit-equal.
-
-    Attributes:
-        axes: between the groups, first hop first.
-        codec: in which a piece travels.
-        strides: along each axis, pieces of the shard from one rank's to its neighbour's.
-        noise: of a stochastic codec, for this rank's piece.
-    """
-
-    axes: Sequence[Axis]
-    codec: Codec
-    strides: Sequence[int]
-    noise: Noise | None = None
-
-
 class Average:
     """The mean of a gradient over all ranks under way: reduced, and gathered between groups that hold copies.
 
     Args:
-        how: along which hops it is reduced, with which codecs.
-        reduce: by which algorithm.
+        how: along which hops it is reduced and gathered, with which codecs.
         gradient: (world * S,) of this rank, which may be overwritten once this is made, unless
             :attr:`Reduction.stays` says otherwise.
         key, errors, opened: as of :class:`ReduceScatter`.
         out: (piece,) fp32 where the mean is written; a fresh tensor by default.
-        replicas: how it is sent on, to other groups, if there are any.
+
+    Attributes:
+        mean: (S,) fp32 of this rank's shard, once it is there.
     """
 
     def __init__(
         self,
         how: Reduction,
-        reduce: Reduce,
         gradient: Tensor,
         *,
         key: Key | None = None,
         errors: Errors | None = None,
         opened: Exchange | None = None,
         out: Tensor | None = None,
-        replicas: Replicas | None = None,
     ) -> None:
-        self._how, self._out, self._replicas = how, out, replicas
+        self._how, self._key, self._out = how, key, out
         self._hops: ReduceScatter | RingReduce | None = None
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
-        self._mean: Tensor | None = None  # (S,) fp32, once it is there
+        self.mean: Tensor | None = None
         if (observer := how.wire.observer or how.watcher) is not None:
             observer.local(how.tag.unit, gradient)
         if not how.hops:  # one rank
-            self._mean = gradient if gradient is out else _copied(gradient, out)
-        elif reduce == "ring":
+            self.mean = gradient.to(torch.float32, copy=True) if out is None else out
+            if out is not None and gradient is not out:
+                out.copy_(gradient)
+        elif how.ring:
             self._hops = RingReduce(how, gradient, key=key)
         else:
             self._hops = ReduceScatter(how, gradient, key=key, errors=errors, opened=opened)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the mean is there."""
-        return self._mean is not None
 
     def post_next_hop(self) -> None:
         """Let the next message go; after the last hop inside a node take the mean.
 
         See [Note: deferred last hop].
         """
-        if self._mean is not None or self._hops is None:
+        if self.mean is not None or self._hops is None:
             return
-        if self._gather is not None:
-            if self._gather.left:
-                self._gather.post_next_hop()
-            elif not self._gather.waits_for_nodes:
-                self.finish()
-        elif self._hops.left:
-            self._hops.post_next_hop()
-        elif self._replicas is not None:
-            self._gather = self._send_to_replicas(self._replicas)
-        elif not self._how.wire.mesh.topology.crosses(self._how.hops[-1][0]):
+        under_way = self._gather or self._hops
+        if under_way.left:
+            under_way.post_next_hop()
+        elif self._gather is None and self._how.replicas:
+            self._send_to_replicas(self._hops.finish())
+        elif not self._how.crosses:
             self.finish()
 
     def finish(self) -> Tensor:
         """(S,) fp32 mean of this rank's shard."""
-        if self._mean is None:
+        if self.mean is None:
             assert self._hops is not None  # noqa: S101  # there are several ranks
-            if self._replicas is None:
-                self._mean = self._hops.finish(self._out)
+            if not self._how.replicas:
+                self.mean = self._hops.finish(self._out)
             else:
-                gather = self._gather or self._send_to_replicas(self._replicas)
-                self._mean = self._receive_from_replicas(gather, self._replicas)
-        return self._mean
+                gather = self._gather or self._send_to_replicas(self._hops.finish())
+                self.mean = self._receive_from_replicas(gather)
+        return self.mean
 
-    def _send_to_replicas(self, replicas: Replicas) -> FrameGather:
-        assert self._hops is not None  # noqa: S101  # there are several ranks
-        how, codec = self._how, replicas.codec
-        mean = self._hops.finish()  # (piece,)
-        gather = FrameGather(how.wire, replicas.axes, codec.frame_bytes(how.piece))
+    def _send_to_replicas(self, mean: Tensor) -> FrameGather:
+        """Gather the groups' means (piece,) of their pieces."""
+        how, codec, hop = self._how, self._how.replica_codec, len(self._how.hops)
+        axes = [axis for axis, _ in how.replicas]
+        gather = self._gather = FrameGather(how.wire, axes, codec.frame_bytes(how.piece))
         message = gather.open(how.tag)
-        ops.encode(codec, mean, message, noise=replicas.noise)
-        if (observer := how.wire.observer or how.watcher) is not None:
-            name = "+".join(axis.name for axis in replicas.axes)
-            observer.encoded(how.tag.unit, Hop(len(how.hops), name, codec), mean, message)
+        ops.encode(codec, mean, message, noise=how.noise(self._key, hop))
+        _tell(how, Hop(hop, "+".join(axis.name for axis in axes), codec), mean, message)
         gather.post()
         return gather
 
-    def _receive_from_replicas(self, gather: FrameGather, replicas: Replicas) -> Tensor:
-        piece, axes = self._how.piece, replicas.axes
-        whole = torch.empty(
-            piece * math.prod(axis.size for axis in axes),
-            dtype=torch.float32,
-            device=self._how.wire.mesh.device,
-        )
-        ops.decode(replicas.codec, gather.frames(), placed(whole, axes[::-1], piece, replicas.strides[::-1]))
+    def _receive_from_replicas(self, gather: FrameGather) -> Tensor:
+        how, axes = self._how, [axis for axis, _ in self._how.replicas[::-1]]
+        numel = how.piece * math.prod(axis.size for axis in axes)
+        whole = torch.empty(numel, dtype=torch.float32, device=how.wire.mesh.device)
+        pieces = placed(whole, axes, how.piece, [stride for _, stride in how.replicas[::-1]])
+        ops.decode(how.replica_codec, gather.frames(), pieces)
         gather.close()
         return whole
-
-
-def _copied(gradient: Tensor, out: Tensor | None) -> Tensor:
-    """``gradient`` in fp32, in ``out`` if it is given."""
-    return gradient.to(torch.float32, copy=True) if out is None else out.copy_(gradient)
 
 
 def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | None:
@@ -436,6 +401,6 @@ def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | No
 
 
 def _tell(how: Reduction, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-    """Tell the observer what became which frames."""
+    """Tell the observer, if there is one, what became which frames."""
     if (observer := how.wire.observer or how.watcher) is not None:
         observer.encoded(how.tag.unit, hop, values, frames)

@@ -20,21 +20,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Final, Literal
+from functools import partial
+from typing import Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
-from impl.comm.ledger import Ledger, Tag
+from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
-from impl.comm.reduction_observer import Observer
-from impl.comm.timeline import BETWEEN, INSIDE, Timeline
-from impl.comm.watchdog import Watchdog, WireError
+from impl.comm.watchdog import DIFFER, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
-from impl.plan.traffic import LedgerKey, Purpose, destinations
+from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
 from impl.transport.side_stream import Arrival, SideStream
 from impl.transport.staging import Staging
@@ -42,6 +42,41 @@ from impl.transport.staging import Staging
 TIMEOUT_SECONDS: Final = 120.0
 _IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm", "staged"]
+
+
+class Hop(NamedTuple):
+    """A hop that encodes: its number, 0 first (a ring has one a step), its axis's name and its codec."""
+
+    number: int
+    axis: str
+    codec: Codec
+
+
+class Observer:
+    """Is told of the reductions of one rank; it must not change what it is given, nor keep it uncopied.
+
+    Errors are measured so: a training step has none, unless it measures for a budget
+    (:mod:`impl.engine.bit_renewal`).  With one the same messages are sent, to the same bits.
+    """
+
+    def local(self, unit: str, gradient: Tensor) -> None:
+        """A reduction of ``unit`` begins: (world * S,) this rank's gradient, without carried errors."""
+
+    def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
+        """A hop's message is about to be sent.
+
+        Args:
+            unit: what is reduced.
+            hop: which one.
+            values: (..., S) what was encoded, error feedback included.
+            frames: (..., F) uint8 of them; None if the elements are sent as they are.
+        """
+
+    def averaged(self, unit: str, start: int, mean: Tensor) -> None:
+        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n`` of the unit.
+
+        n is the unit's elements over the ranks, and each of its elements is told on one rank.
+        """
 
 
 class Wire:
@@ -73,7 +108,6 @@ class Wire:
         self.ledger = Ledger()
         self.observer: Observer | None = None
         self._pacer, self._timeout = pacer, timeout
-        self._timeline: Timeline | None = None
         streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
@@ -128,19 +162,20 @@ class Wire:
     @contextlib.contextmanager
     def traced(self, timeline: Timeline) -> Iterator[None]:
         """Inside, messages under way and waits are noted; outside it costs a comparison each."""
-        self._timeline = self._watchdog.timeline = timeline
+        self._watchdog.timeline = timeline
         try:
             yield
         finally:
-            self._timeline = self._watchdog.timeline = None
+            self._watchdog.timeline = None
 
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
         if self.shares_memory(axis) and (axis not in self._arenas or self._arenas[axis].row_bytes < nbytes):
             waiting = Waiting(self.mesh.group(axis), self._timeout, self._watchdog.exited)
             # Outside inference mode: it outlives a pass.
-            with self._watchdog.making(f"shared memory along {axis.name}"), torch.inference_mode(mode=False):
-                self._arenas[axis] = Arena(nbytes, waiting)
+            making = f"the making of shared memory along {axis.name}"
+            with torch.inference_mode(mode=False):
+                self._arenas[axis] = self._watchdog.wait(making, partial(Arena, nbytes, waiting))
 
     def all_gather(
         self,
@@ -161,7 +196,7 @@ class Wire:
             into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
                 then it is what :meth:`Exchange.wait` returns.
         """
-        return self._exchange("all_gather", axis, nbytes, nbytes, tag, ring=ring, place=into)
+        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, place=into)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
@@ -173,14 +208,14 @@ class Wire:
             source: (ranks * nbytes,) uint8, this rank's message where it lies, if the transport can send
                 from there: then it is the exchange's ``send``, and must stay until it was received.
         """
-        return self._exchange("all_to_all", axis, nbytes, nbytes * axis.size, tag, place=source)
+        return self._exchange("all_to_all", axis, nbytes, tag, place=source)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
         """Every rank sends ``nbytes`` to the next rank of the axis, cyclically.
 
         ``send`` is (nbytes,), and what is received is (1, nbytes).  One step of a ring.
         """
-        return self._exchange("shift", axis, nbytes, nbytes, tag)
+        return self._exchange("shift", axis, nbytes, tag)
 
     def all_gather_small(self, mine: Tensor, purpose: Purpose = "control") -> Tensor:
         """(ranks, n) the (n,) values of every rank, by rank; all ranks must call it, and it is waited for.
@@ -209,7 +244,7 @@ class Wire:
         mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank
         if any(other != told[0] for other in told):
-            raise self._watchdog.error("found that the ranks' exchanges differ", _counted(told))
+            raise self._watchdog.error(DIFFER, _counted(told))
 
     def describe(self) -> dict[str, str]:
         """All that carried messages along each axis, for the record; norms and flags apart."""
@@ -241,43 +276,36 @@ class Wire:
         kind: Kind,
         axis: Axis,
         nbytes: int,
-        row: int,
         tag: Tag,
         *,
         ring: bool = False,
         place: Tensor | None = None,
     ) -> Exchange:
         if axis.size == 1:
-            return exchanges.Alone(self._buffers, row)
+            return exchanges.Alone(self._buffers, nbytes)
         key = (kind, axis, nbytes, tag, ring)
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = self._route(kind, axis, nbytes, row, tag, ring=ring)
+            route = self._routes[key] = self._route(kind, axis, nbytes, tag, ring=ring)
         step = self._watchdog.collective_log.open(route.operation)
         for booked, sent, messages in route.booked:
-            self.ledger.book(booked, sent, messages)
-        found: Exchange
+            row = self.ledger.booked[booked]
+            row[0] += sent
+            row[1] += messages
         if self._staging is not None:
             host = exchanges.Distributed(
                 self._watchdog, step, route, self._staging, place=None, pacer=self._pacer
             )
-            found = exchanges.Staged(host, route, self._staging, self._buffers, place=place)
-        elif route.shared:
-            if axis not in self._arenas or self._arenas[axis].row_bytes < row:
-                self.reserve(axis, row)
-            found = exchanges.InMemory(self._watchdog, step, route, self._arenas[axis])
-        else:
-            found = exchanges.Distributed(
-                self._watchdog, step, route, self._buffers, place=place, pacer=self._pacer
-            )
-        if self._timeline is None:
-            return found
-        lane = BETWEEN if route.inter_bytes else INSIDE
-        return exchanges.Noted(found, self._timeline, lane, f"{tag.purpose} {tag.unit or ''}".strip(), row)
+            return exchanges.Staged(host, route, self._staging, self._buffers, place=place)
+        if route.shared:
+            if axis not in self._arenas or self._arenas[axis].row_bytes < route.row:
+                self.reserve(axis, route.row)
+            return exchanges.InMemory(self._watchdog, step, route, self._arenas[axis])
+        return exchanges.Distributed(
+            self._watchdog, step, route, self._buffers, place=place, pacer=self._pacer
+        )
 
-    def _route(
-        self, kind: Kind, axis: Axis, nbytes: int, row: int, tag: Tag, *, ring: bool
-    ) -> exchanges.Route:
+    def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Work out, and note, how such messages travel."""
         group, steps = self.mesh.group(axis), kind == "shift"
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
@@ -289,20 +317,18 @@ class Wire:
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
         if steps:  # one of a ring's
             counts = {link: min(count, 1) for link, count in counts.items()}
-        described = (tag.phase, tag.purpose, tag.unit)
         return exchanges.Route(
-            operation=(kind, axis.name, axis.size, axis.stride, nbytes, *described, ring),
+            operation=(kind, axis.name, axis.size, axis.stride, nbytes, *tag, ring),
             group=group,
             kind=kind,
             nbytes=nbytes,
-            row=row,
+            row=nbytes * axis.size if kind == "all_to_all" else nbytes,
             rows=1 if steps else axis.size,
             shared=shared,
             start=exchanges.point_to_point if direct else exchanges.collective,
             limit=patience(backend, timedelta(seconds=self._timeout)),
             booked=tuple(
-                (LedgerKey(tag.phase, tag.purpose, tag.unit, axis.name, link), count * nbytes, count)
-                for link, count in counts.items()
+                (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
         )

@@ -44,11 +44,7 @@ class BuildError(RuntimeError):
 
 
 def user_folder() -> Path:
-    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``.
-
-    Raises:
-        BuildError: for a user who has no home.
-    """
+    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
@@ -58,15 +54,10 @@ def user_folder() -> Path:
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The shared library, built if ``folder`` does not hold it whole.
+    """The shared library, built if ``folder``, which is made if missing, does not hold it whole.
 
-    Args:
-        folder: where libraries are kept; made if missing.
-        compiler: a command; by default the first of COMPILERS that is installed.
-        flags: beside those that optimise.
-
-    Raises:
-        BuildError: without a compiler, if it fails, or if the folder cannot be written.
+    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` come beside those that
+    optimise.  Without a compiler, if it fails, or if the folder cannot be written, it is a BuildError.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
@@ -141,11 +132,7 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """What ``command`` prints.
-
-    Raises:
-        BuildError: with the first line of what it complains about.
-    """
+    """What ``command`` prints; a BuildError with the first line of what it complains about."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False, timeout=_SECONDS

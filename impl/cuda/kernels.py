@@ -29,23 +29,15 @@ general kernel, or two launches serve then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from typing import Final, Literal, NamedTuple, TypeGuard
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Final, Literal, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import (
-    FORMATS,
-    FRAME_ALIGNMENT,
-    Blocked,
-    BuiltIn,
-    Codec,
-    IntCodec,
-    OwnCodec,
-    Raw,
-)
+from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, Raw
 from impl.codecs.reference import Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
@@ -62,7 +54,6 @@ SPREAD: Final = 4_096  # thread blocks, some thirty for each multiprocessor of a
 MOST_LOOPS: Final = 16  # parts that a thread block does
 MOST_PARTS: Final = 2**31 - 1  # thread blocks along x
 MOST_ROWS: Final = 65_535  # along y, and along z
-MOST_SEEN: Final = 4_096  # launches that are remembered; a unit has about six
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
 # Sources under way at a time, by width: more need more registers than 1,024 threads of a multiprocessor have.
@@ -71,50 +62,19 @@ AHEAD_FUSED: Final = {4: 4, 8: 2}  # beside what encodes
 DECODED: Final = 2  # octets a thread of the plain decode
 
 Part = Literal["plain", "held", "staged", "fused"]
-_ANY: Final = ("Scheme<0>", "Floats<0>")
 _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
-VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
-    "quantize.cu": (
-        *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in AHEAD for r in _ROUNDINGS),
-        *(f"encode_general<{s}, {octets}>" for s in _ANY for octets in (1, 2)),
-        *(f"encode_{how}<{s}>" for how in ("staged", "extents", "given") for s in _ANY),
-    ),
-    "dequantize.cu": (
-        *(f"decode<{t}, {s}>" for t in TYPES.values() for s in AHEAD),
-        *(f"decode_sum<{s}, {ahead}>" for s, ahead in AHEAD.items()),
-        *(f"{kernel}_general<{s}>" for kernel in ("decode", "decode_sum") for s in _ANY),
-    ),
-    "reduce.cu": (
-        *(
-            f"decode_sum_encode<{f}, {ahead}, {s}, {r}>"
-            for f, ahead in AHEAD_FUSED.items()
-            for s in AHEAD
-            for r in _ROUNDINGS
-        ),
-        *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
-    ),
-    "formats.cu": tuple(
-        f"{what}_format<{name.partition(':')[2]}, {kind}>"
-        for name in FORMATS.values()
-        for what in ("encode", "decode")
-        for kind in TYPES.values()
-    ),
-}
 
 
 class _Call:
     """The argument of a kernel while it is filled in, and the rows that its grid covers.
 
     Args:
-        spread: thread blocks that a launch has before they begin to do several parts each.
+        spread: as :class:`Kernels` takes it.
         numel: elements of a row.
         tensors: with equal leading dimensions, by the place that they are.
         codecs: by the coding that they are.
         beside: noise and error feedback of the rows.
         frames: of several sources, whose first stands in ``tensors``.
-
-    Raises:
-        ValueError: for rows that are too long, that three strides cannot describe, or too many for a grid.
     """
 
     def __init__(
@@ -122,7 +82,7 @@ class _Call:
         spread: int,
         numel: int,
         tensors: Mapping[str, Tensor],
-        codecs: Mapping[str, Blocked],
+        codecs: Mapping[str, Blocked | OwnCodec],
         *,
         beside: Beside = Beside(),  # noqa: B008  # immutable
         frames: Tensor | None = None,
@@ -153,8 +113,9 @@ class _Call:
             self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
         for name, codec in codecs.items():
             self.arguments[name] = _coding(codec, numel)
-            inside = codec.block_size(numel) % OCTET == 0 or codec.blocks(numel) == 1
-            self.aligned = self.aligned and inside
+            if not isinstance(codec, OwnCodec):
+                inside = codec.block_size(numel) % OCTET == 0 or codec.blocks(numel) == 1
+                self.aligned = self.aligned and inside
         if noise is not None:
             octets = [steps[-1] // OCTET for _, steps in merged]
             self.arguments["noise"] = (noise.start // OCTET, octets, noise.words, 1, 0)
@@ -169,11 +130,7 @@ class _Call:
     def launch(
         self, file: str, kernel: str, parts: int, threads: int = THREADS, *, loops: bool = False
     ) -> Launch:
-        """The launch of ``parts`` thread blocks a row, which may do several, one after the other.
-
-        Raises:
-            ValueError: if a grid cannot hold them.
-        """
+        """The launch of ``parts`` thread blocks a row, which may do several, one after the other."""
         if loops:
             each = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
             self.set(loops=each)
@@ -199,36 +156,20 @@ class _Call:
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * each)), loops=loops)
 
+    def extents(self, codec: Blocked, device: torch.device) -> Launch:
+        """The launch that finds the extremes of each block, in memory that lives as long as this."""
+        block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
+        self.found = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
+        parts = -(-block // SCANNED)
+        self.arguments["coding"] = _coding(codec, self.numel)
+        self.set(tile=SCANNED, parts=parts, extents=self.found.data_ptr())
+        return self.launch("quantize.cu", f"encode_extents<{_any(codec)}>", blocks * parts)
+
     def format(self, what: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
         """The launch that encodes a published format from ``dtype``, or decodes it to that."""
-        self.arguments["coding"] = 0
-        own, whole = codec.own_bytes(self.numel), codec.frame_bytes(self.numel)
-        self.arguments["coding"]["scales_end"], self.arguments["coding"]["frame_bytes"] = own, whole
-        return self.octets("formats.cu", f"{what}_format<{_format(codec)}, {TYPES[dtype]}>", loops=True)
-
-
-class _Seen(NamedTuple):
-    """A launch that was checked and laid out, to be done again for tensors that differ in their addresses.
-
-    Attributes:
-        launch: with the addresses of the first time.
-        places: of the tensors in the key, in their order.
-        codecs: in the key by their addresses, which therefore must live as long.
-    """
-
-    launch: Launch
-    places: tuple[str, str]
-    codecs: tuple[Codec, ...]
-
-
-def _key(what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> tuple[Hashable, ...]:
-    """All that a launch without noise and carried errors depends on, but for where its tensors lie."""
-    return (
-        what,
-        *map(id, codecs),  # hashing a codec takes longer than the rest
-        *(first.shape, first.stride(), first.dtype, first.device, first.data_ptr() % FRAME_ALIGNMENT),
-        *(second.shape, second.stride(), second.dtype, second.device, second.data_ptr() % FRAME_ALIGNMENT),
-    )
+        self.arguments["coding"] = _coding(codec, self.numel)
+        name = FORMATS[codec.name].partition(":")[2]  # of a class here, and of a type in C++
+        return self.octets("formats.cu", f"{what}_format<{name}, {TYPES[dtype]}>", loops=True)
 
 
 class Kernels(Operations):
@@ -250,80 +191,67 @@ class Kernels(Operations):
         *,
         without: Collection[Part] = (),
     ) -> None:
-        self._run = run
-        self._spread = spread
-        self._without = frozenset(without)
-        self._seen: dict[tuple[Hashable, ...], _Seen] = {}
+        super().__init__()
+        self._run, self._spread, self._without = run, spread, frozenset(without)
 
-    def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
-        seen = self._seen.get(_key(what, codecs, first, second))
-        if seen is None:
-            return False
-        last = seen.launch
+    def _launch(
+        self, launch: Launch, places: Sequence[str], what: Hashable, codecs: tuple[Codec, ...], *two: Tensor
+    ) -> None:
+        """Run ``launch``, and keep it to be done again for tensors like ``two``, of these ``places``."""
+        self._run(launch, two[0].device)
+        self._remember(partial(self._run_again, launch, places), what, codecs, *two)
+
+    def _run_again(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
         # Others may launch the same at once.  Of words, since a structure copies field by field, in 27 us.
         arguments = last.arguments.view(np.int64).copy().view(ARGUMENTS)
-        for place, tensor in zip(seen.places, (first, second), strict=True):
+        for place, tensor in zip(places, tensors, strict=True):
             arguments[place]["address"] = tensor.data_ptr()
-        self._run(Launch(last.file, last.kernel, last.grid, last.threads, arguments), first.device)
-        return True
+        self._run(Launch(last.file, last.kernel, last.grid, last.threads, arguments), tensors[0].device)
 
-    def _remember(
-        self,
-        launch: Launch,
-        what: Hashable,
-        codecs: tuple[Codec, ...],
-        tensors: Mapping[str, Tensor],
-        beside: Beside = Beside(),  # noqa: B008  # immutable
-    ) -> None:
-        """Keep ``launch`` for :meth:`_repeats`, whose tensors are ``tensors``, in their order."""
-        if beside != (None, None):
-            return
-        if len(self._seen) >= MOST_SEEN:
-            self._seen.clear()
-        first, second = tensors.items()
-        key = _key(what, codecs, first[1], second[1])
-        self._seen[key] = _Seen(launch, (first[0], second[0]), codecs)
-
-    def _encode(self, codec: BuiltIn, x: Tensor, frames: Tensor, beside: Beside) -> None:
-        if isinstance(codec, Raw):
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+        carries = beside.carried is not None
+        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and (carries or not codec.published)):
             super()._encode(codec, x, frames, beside)
             return
         tensors = {"values": x, "frames": frames}
-        coding = {"coding": codec}
-        call = _Call(self._spread, x.shape[-1], tensors, coding, beside=beside)
-        plain = self._plain(codec) and beside.carried is None
+        call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, beside=beside)
         launches = 0
-        for launch in _encoding(call, codec, x, self._without, plain=plain):
+        for launch in self._encoding(call, codec, x, carries=carries):
             self._run(launch, x.device)
             launches += 1
-        if launches == 1:  # two have extents between them, which are zeroed anew
-            self._remember(launch, "encode", (codec,), tensors, beside)
+        if launches == 1 and beside == (None, None):  # two have extents between them, which are zeroed anew
+            self._remember(partial(self._run_again, launch, [*tensors]), "encode", (codec,), x, frames)
 
-    def _decode(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
-        if isinstance(codec, Raw):
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
             super()._decode(codec, frames, out)
             return
-        call = _Call(self._spread, out.shape[-1], {"values": out, "frames": frames}, {"coding": codec})
-        if self._plain(codec):
+        tensors = {"frames": frames, "values": out}
+        sources = frames[None] if isinstance(codec, OwnCodec) else None  # whose kernels sum
+        call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
+        if isinstance(codec, OwnCodec):
+            launch = call.format("decode", codec, out.dtype)
+        elif self._plain(codec):
             kernel = f"decode<{TYPES[out.dtype]}, {codec.bits}>"
             launch = call.octets("dequantize.cu", kernel, DECODED, loops=True)
         else:
             launch = call.octets("dequantize.cu", f"decode_general<{_any(codec)}>")
-        self._run(launch, out.device)
-        self._remember(launch, "decode", (codec,), {"frames": frames, "values": out})
+        self._launch(launch, [*tensors], "decode", (codec,), frames, out)
 
-    def _decode_sum(self, codec: BuiltIn, frames: Tensor, out: Tensor) -> None:
-        if isinstance(codec, Raw):
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
             super()._decode_sum(codec, frames, out)
             return
-        tensors = {"values": out, "frames": frames[0]}
+        tensors = {"frames": frames[0], "values": out}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=frames)
-        kernel, plain = f"decode_sum_general<{_any(codec)}>", self._plain(codec)
-        if plain:
+        if isinstance(codec, OwnCodec):
+            launch = call.format("decode", codec, out.dtype)
+        elif self._plain(codec):
             kernel = f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>"
-        launch = call.octets("dequantize.cu", kernel, loops=plain)
-        self._run(launch, out.device)
-        self._remember(launch, "decode_sum", (codec,), {"frames": frames, "values": out})
+            launch = call.octets("dequantize.cu", kernel, loops=True)
+        else:
+            launch = call.octets("dequantize.cu", f"decode_sum_general<{_any(codec)}>")
+        self._launch(launch, [*tensors], "decode_sum", (codec,), frames, out)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether one launch sums and encodes.
@@ -343,8 +271,8 @@ class Kernels(Operations):
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
     ) -> None:
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
-        codings = {"coding": first, "second": second}
-        call = _Call(self._spread, numel, tensors, codings, beside=beside, frames=frames)
+        codecs = {"coding": first, "second": second}
+        call = _Call(self._spread, numel, tensors, codecs, beside=beside, frames=frames)
         plain = self._plain(first) and self._plain(second) and beside.carried is None
         if plain:
             sums = f"{first.bits}, {AHEAD_FUSED[first.bits]}"
@@ -352,46 +280,38 @@ class Kernels(Operations):
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         launch = call.held("reduce.cu", kernel, second, 1, loops=plain)
-        self._run(launch, out.device)
-        self._remember(launch, numel, hops, {"frames": frames, "output": out}, beside)
+        if beside == (None, None):
+            self._launch(launch, [*tensors], numel, hops, frames, out)
+        else:
+            self._run(launch, out.device)
 
-    def _encode_own(self, codec: OwnCodec, x: Tensor, frames: Tensor, beside: Beside) -> None:
-        if beside.carried is not None or not codec.published:
-            super()._encode_own(codec, x, frames, beside)
+    def _encoding(
+        self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool
+    ) -> Iterator[Launch]:
+        """The launches that encode ``x``, as the table at the top says."""
+        file = "quantize.cu"
+        if isinstance(codec, OwnCodec):
+            if codec.name == "nvfp4":  # whose row has a number of its largest magnitude
+                yield call.extents(IntCodec(8, "shard"), x.device)
+            yield call.format("encode", codec, x.dtype)
             return
-        tensors = {"values": x, "frames": frames}
-        call = _Call(self._spread, x.shape[-1], tensors, {}, beside=beside)
-        if codec.name == "nvfp4":  # whose row has a number of its largest magnitude
-            extents = torch.zeros(2 * math.prod(call.sizes), dtype=torch.int32, device=x.device)
-            parts = -(-call.numel // SCANNED)
-            call.arguments["coding"] = _coding(IntCodec(8, "shard"), call.numel)
-            call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
-            self._run(call.launch("quantize.cu", "encode_extents<Scheme<0>>", parts), x.device)
-        launch = call.format("encode", codec, x.dtype)
-        self._run(launch, x.device)
-        if codec.name != "nvfp4":
-            self._remember(launch, "encode", (codec,), tensors, beside)
-
-    def _decode_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-        if codec.published:
-            self._decode_format("decode", codec, frames[None], out)
+        block = codec.block_size(call.numel)
+        whole = math.lcm(block, OCTET)  # whole blocks and whole octets
+        held = _holds(codec, call.numel, HELD) and "held" not in self._without
+        if held and not carries and self._plain(codec):
+            kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
+            wide = x.dtype == torch.float32 or codec.stochastic  # more octets would not fit the registers
+            yield call.held(file, kernel, codec, 2 if wide else 4)
+        elif held:
+            octets = 1 if block <= HELD_ALONE else 2
+            yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
+        elif whole <= STAGED and "staged" not in self._without:
+            tile = whole * max(1, min(STAGED_TILE, STAGED_BLOCKS * block) // whole)
+            call.set(tile=tile)
+            yield call.launch(file, f"encode_staged<{_any(codec)}>", -(-call.numel // tile))
         else:
-            super()._decode_own(codec, frames, out)
-
-    def _decode_sum_own(self, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-        if codec.published:
-            self._decode_format("decode_sum", codec, frames, out)
-        else:
-            super()._decode_sum_own(codec, frames, out)
-
-    def _decode_format(self, what: str, codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-        """Sum ``frames`` (sources, ..., F), or decode one."""
-        tensors = {"values": out, "frames": frames[0]}
-        call = _Call(self._spread, out.shape[-1], tensors, {}, frames=frames)
-        launch = call.format("decode", codec, out.dtype)
-        self._run(launch, out.device)
-        again = frames[0] if what == "decode" else frames
-        self._remember(launch, what, (codec,), {"frames": again, "values": out})
+            yield call.extents(codec, x.device)
+            yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
         """Whether kernels were compiled for it, and may be used."""
@@ -399,8 +319,10 @@ class Kernels(Operations):
         return ours and "plain" not in self._without
 
 
-def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
+def _coding(codec: Blocked | OwnCodec, numel: int) -> tuple[int, ...]:
     """How a row is coded: the fields of CODING."""
+    if isinstance(codec, OwnCodec):  # a published format
+        return (0, 0, codec.own_bytes(numel), codec.frame_bytes(numel), 0, 0, 0, 0, 0, 0)
     block, scales_at = codec.block_size(numel), codec.scales_at(numel)
     if isinstance(codec, IntCodec):
         scheme = (codec.bits, 2 if codec.clipped else int(codec.asymmetric))
@@ -417,38 +339,6 @@ def _coding(codec: Blocked, numel: int) -> tuple[int, ...]:
         codec.hadamard,
         31 if codec.blocks(numel) == 1 else block.bit_length() - 1 if block & (block - 1) == 0 else -1,
     )
-
-
-def _encoding(
-    call: _Call, codec: Blocked, x: Tensor, without: Collection[Part], *, plain: bool
-) -> Iterator[Launch]:
-    """The launches that encode ``x``, as the table at the top says."""
-    block, blocks, file = codec.block_size(call.numel), codec.blocks(call.numel), "quantize.cu"
-    whole = math.lcm(block, OCTET)  # whole blocks and whole octets
-    held = _holds(codec, call.numel, HELD) and "held" not in without
-    if plain and held:
-        kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
-        wide = x.dtype == torch.float32 or codec.stochastic  # more octets would not fit the registers
-        yield call.held(file, kernel, codec, 2 if wide else 4)
-    elif held:
-        octets = 1 if block <= HELD_ALONE else 2
-        yield call.held(file, f"encode_general<{_any(codec)}, {octets}>", codec, octets)
-    elif whole <= STAGED and "staged" not in without:
-        tile = whole * max(1, min(STAGED_TILE, STAGED_BLOCKS * block) // whole)
-        call.set(tile=tile)
-        yield call.launch(file, f"encode_staged<{_any(codec)}>", -(-call.numel // tile))
-    else:
-        count = 2 * blocks * math.prod(call.sizes)
-        extents = torch.zeros(count, dtype=torch.int32, device=x.device)
-        parts = -(-block // SCANNED)
-        call.set(tile=SCANNED, parts=parts, extents=extents.data_ptr())
-        yield call.launch(file, f"encode_extents<{_any(codec)}>", blocks * parts)
-        yield call.octets(file, f"encode_given<{_any(codec)}>")
-
-
-def _format(codec: OwnCodec) -> str:
-    """The class of :mod:`impl.codecs.formats`, whose name its type in C++ has too."""
-    return FORMATS[codec.name].partition(":")[2]
 
 
 def _any(codec: Blocked) -> str:

@@ -1,8 +1,11 @@
-"""Launching the kernels of this folder on a CUDA device: CuPy loads and launches, torch owns.
+"""Compiling and launching the kernels of this folder on a CUDA device: CuPy loads and launches, torch owns.
 
 Every kernel takes one argument, a structure that :data:`ARGUMENTS` mirrors field by
 field (``Arguments`` of ``frames.cuh``), passed by value.  The sources are files, compiled per kernel the
-first time it is launched (:mod:`impl.cuda.compilation`); the results are kept on disk, beside CuPy's.
+first time it is launched; the results are kept on disk, beside CuPy's.
+
+They are compiled with NVRTC, not through ``cupy.RawModule``: that adds ``-ftz=true`` after all options
+(CuPy 14, ``cupy.cuda.compiler``), and kernels that lose denormals are not the reference's.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ import functools
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
-from impl.cuda.compilation import compile_kernels, digest
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+SOURCES: Final = Path(__file__).parent
+# Bit equality with the reference: no fused multiply-add, IEEE division, denormals kept.
+OPTIONS: Final = ("--fmad=false", "--prec-div=true", "--ftz=false", "-std=c++17")
 
 PLACE: Final = np.dtype(
     [("address", "i8"), ("stride", "i8", 3), ("inner", "i8"), ("vectors", "u4"), ("kind", "u4")]
@@ -55,21 +61,13 @@ BYTES: Final = np.dtype((np.void, ARGUMENTS.itemsize))
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a kernel."""
 
-    Attributes:
-        file: the source's name in this folder.
-        kernel: the kernel with its template's values, as C++ writes it.
-        grid: thread blocks (x, y, z).
-        threads: of a thread block.
-        arguments: (1,) of :data:`ARGUMENTS`.
-    """
-
-    file: str
-    kernel: str
-    grid: tuple[int, int, int]
-    threads: int
-    arguments: NDArray[np.void]
+    file: str  # the source's name in this folder
+    kernel: str  # the kernel with its template's values, as C++ writes it
+    grid: tuple[int, int, int]  # thread blocks (x, y, z)
+    threads: int  # of a thread block
+    arguments: NDArray[np.void]  # (1,) of :data:`ARGUMENTS`
 
 
 def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:
@@ -106,13 +104,60 @@ def _kernel(file: str, kernel: str, device: int) -> Any:
     return cupy.RawModule(path=str(path)).get_function(path.suffixes[0][1:])
 
 
+class Compiled(NamedTuple):
+    """Kernels of one file, and what the compiler said."""
+
+    image: bytes  # the cubin; PTX, which the driver compiles, where NVRTC is older than the architecture
+    lowered: dict[str, str]  # name in the image by the name as C++ writes it
+    log: str
+
+
+def compile_kernels(
+    file: str,
+    kernels: Sequence[str],
+    architecture: int,
+    sources: Path = SOURCES,
+    *,
+    options: Sequence[str] = (),
+) -> Compiled:
+    """Compile ``kernels`` of ``file``, as C++ writes them, ``decode<Fp32, 8>``; needs no GPU.
+
+    ``architecture`` 90 is ``sm_90``; ``sources`` is the folder, also of headers; ``options`` come beside
+    :data:`OPTIONS`.
+    """
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram((sources / file).read_text(encoding="utf-8"), file, (), ())
+    try:
+        for kernel in kernels:
+            nvrtc.addNameExpression(program, kernel)
+        newest = max(nvrtc.getSupportedArchs())
+        known = architecture <= newest
+        target = f"sm_{architecture}" if known else f"compute_{newest}"
+        nvrtc.compileProgram(program, (*OPTIONS, f"-I{sources}", f"--gpu-architecture={target}", *options))
+        # CuPy takes the last byte off, as of a string.
+        image = nvrtc.getCUBIN(program) + b"\0" if known else nvrtc.getPTX(program)
+        lowered = {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels}
+        return Compiled(image, lowered, nvrtc.getProgramLog(program))
+    except nvrtc.NVRTCError as problem:
+        raise RuntimeError(f"{file} for sm_{architecture}: {nvrtc.getProgramLog(program)}") from problem
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@functools.cache
+def digest() -> str:
+    """16 hexadecimal digits that change with any source in this folder, and with the options."""
+    total = hashlib.sha256(" ".join(OPTIONS).encode())
+    for path in sorted(SOURCES.glob("*.cu*")):
+        total.update(path.name.encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
 def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
     """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; needs no GPU.
 
     Processes that start at once may each compile it, and write the same.
-
-    Raises:
-        RuntimeError: if the source does not compile.
     """
     from cupy.cuda import nvrtc
 

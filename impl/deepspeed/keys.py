@@ -1,7 +1,7 @@
 """DeepSpeed's configuration, key by key: what each takes, its default there, and what happens to it here.
 
-:mod:`impl.deepspeed.recipe` reads configurations by the table ``keys.csv`` beside this, and
-``docs/guide/deepspeed.md`` is generated from it.
+Configurations, files, JSON text or tables, are read as (path, value) pairs by the table ``keys.csv`` beside
+this, from which ``docs/guide/deepspeed.md`` is generated.
 Keys and defaults are those of DeepSpeed's ``runtime/zero/config.py`` and ``runtime/config.py``, which differ
 from its web pages in places.  No torch.
 """
@@ -9,8 +9,9 @@ from its web pages in places.  No torch.
 from __future__ import annotations
 
 import csv
+import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -21,28 +22,20 @@ Fate = Literal["honoured", "without effect", "renamed", "only the default"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key, a row of the table.
+    """One key, a row of the table."""
 
-    Attributes:
-        path: dotted, from the top of the configuration.
-        fate: what happens to it; ``only the default`` refuses every other value.
-        takes: a switch is true or false, a count a whole number, also as ``5e8``.
-        default: DeepSpeed's, also used here, in JSON; None where there is none.
-        text: what its fate means.
-        means: of a renamed key, the path of the one that it is read as.
-    """
-
-    path: str
-    fate: Fate
-    takes: Takes
-    default: Any
-    text: str
-    means: str
+    path: str  # dotted, from the top of the configuration
+    fate: Fate  # what happens to it; ``only the default`` refuses every other value
+    takes: Takes  # a switch is true or false, a count a whole number, also as ``5e8``
+    default: Any  # DeepSpeed's, also used here, in JSON; None where there is none
+    text: str  # what its fate means
+    means: str  # of a renamed key, the path of the one that it is read as
 
 
 ZERO: Final = "zero_optimization"
 OFFLOAD_PARAM: Final = f"{ZERO}.offload_param"
 OFFLOAD_OPTIMIZER: Final = f"{ZERO}.offload_optimizer"
+AUTO: Final = "auto"  # HuggingFace's word, which counts as not given
 LOCO: Final = f"{ZERO}.zeropp_loco_param"
 NO_LIMIT: Final = 2**63 - 1  # Python's sys.maxsize on 64 bits, DeepSpeed's default of a limit that is none
 
@@ -68,3 +61,85 @@ SECTIONS: Final = frozenset(
     path.rsplit(".", depth)[0] for path in KEYS for depth in range(1, path.count(".") + 1)
 )
 """Paths of the tables that hold keys."""
+
+
+class DeepSpeedError(ValueError):
+    """A configuration that cannot be carried out as it asks; one line that names the key and its value."""
+
+
+def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``."""
+    if isinstance(config, Mapping):
+        return config
+    text, where = str(config), "configuration"
+    if isinstance(config, Path) or not text.lstrip().startswith("{"):
+        where = text
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+            raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
+    try:
+        found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+    except DeepSpeedError as error:
+        raise DeepSpeedError(f"{where}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise DeepSpeedError(f"{where}: not JSON: {reason}") from None
+    if not isinstance(found, dict):
+        raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
+    return found
+
+
+def _refuse(word: str) -> None:
+    """Of numbers that JSON has not, and Python takes."""
+    raise DeepSpeedError(f"{word} is not a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, of whose equal keys Python would let the last one win."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise DeepSpeedError(f"key {key!r} stands twice")
+        table[key] = value
+    return table
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, short enough for a line."""
+    text = as_json(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON on one line, or as Python writes it if JSON cannot."""
+    try:
+        return json.dumps(value, default=repr)
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
+        return " ".join(repr(value).split())
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every key, tables that are values themselves unopened, and of every empty section."""
+    for name, value in table.items():
+        path = f"{prefix}{name}"
+        if path in SECTIONS and isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{path}.")
+        elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
+            yield path, value
+        elif path in SECTIONS:
+            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table")
+        else:
+            raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
+
+
+def _nearest(path: str) -> str:
+    """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
+    known = [*KEYS, *SECTIONS]
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
+    if not near:
+        name = path.rpartition(".")[2]
+        names = {other.rpartition(".")[2]: other for other in known}
+        near = [names[found] for found in difflib.get_close_matches(name, names, n=1)]
+    return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"

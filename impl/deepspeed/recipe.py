@@ -20,8 +20,21 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, cast
 
 from impl.codecs.codec import BF16, FP16, FP32, Codec, Dtype, IntCodec
-from impl.deepspeed.config_file import AUTO, DeepSpeedError, as_json, leaves, load, shown
-from impl.deepspeed.keys import KEYS, LOCO, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, SWITCHED, ZERO, Key
+from impl.deepspeed.keys import (
+    AUTO,
+    KEYS,
+    LOCO,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    SWITCHED,
+    ZERO,
+    DeepSpeedError,
+    Key,
+    as_json,
+    leaves,
+    load,
+    shown,
+)
 from impl.plan.learning_rate import Decay, Schedule
 from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
 from impl.plan.shard_layout import UnitGeometry
@@ -53,18 +66,12 @@ TORCH_DECAY: Final = 0.01  # torch.optim.AdamW's default weight decay
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one key that a configuration names.
+    """What became of one key that a configuration names."""
 
-    Attributes:
-        key: its dotted path, as it is spelt there.
-        kind: ``changed`` where something else is done than the key says.
-        text: what that means.
-    """
-
-    key: str
+    key: str  # its dotted path, as it is spelt there
     value: Any
-    kind: Kind
-    text: str
+    kind: Kind  # ``changed`` where something else is done than the key says
+    text: str  # what that means
 
     def __str__(self) -> str:
         return f"{self.key} = {as_json(self.value)}: {self.kind}: {self.text}"
@@ -83,28 +90,18 @@ class AdamOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a configuration asks for.
+    """What a configuration asks for."""
 
-    Attributes:
-        policy: what is sent, held and computed, precision and loss scale included.
-        clip: largest global norm of the mean gradient; None does not clip.
-        accumulation: micro-batches in a step.
-        micro_batch: sequences of one rank in a micro-batch; None where the configuration leaves it open.
-        optimizer: None where the configuration leaves it to the caller.
-        schedule: of its learning rate; None without one.
-        peak: learning rate at the end of the schedule's warm-up, which replaces the optimizer's; None where
-            that counts.
-        findings: one of every key that it names, in its order.
-    """
-
-    policy: Policy
-    clip: float | None
-    accumulation: int
-    micro_batch: int | None
-    optimizer: AdamOptions | None
-    schedule: Schedule | None
-    peak: float | None
-    findings: tuple[Finding, ...]
+    policy: Policy  # what is sent, held and computed, precision and loss scale included
+    clip: float | None  # largest global norm of the mean gradient; None does not clip
+    accumulation: int  # micro-batches in a step
+    micro_batch: int | None  # sequences of one rank in a micro-batch; None where it is left open
+    optimizer: AdamOptions | None  # None where it is left to the caller
+    schedule: Schedule | None  # of its learning rate; None without one
+    peak: (
+        float | None
+    )  # learning rate that warm-up ends at, in place of the optimizer's; None where that counts
+    findings: tuple[Finding, ...]  # one of every key that it names, in its order
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
@@ -160,11 +157,10 @@ class _Reading:
         except PolicyError as error:
             raise DeepSpeedError(str(error)) from None
         micro_batch, accumulation = self._batches()
-        clip = float(self.get("gradient_clipping"))
         schedule, peak = self._schedule()
         return Recipe(
             policy=policy,
-            clip=clip or None,
+            clip=float(self.get("gradient_clipping")) or None,
             accumulation=accumulation,
             micro_batch=micro_batch,
             optimizer=self._optimizer(peak),
@@ -198,10 +194,8 @@ class _Reading:
             typed = "cpu" if typed else "none"
         if target in self.values and self.values[target] != typed:
             other = self.spelt[target]
-            raise DeepSpeedError(
-                f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])} mean the same key, "
-                "with different values"
-            )
+            both = f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])}"
+            raise DeepSpeedError(f"{both} mean the same key, with different values")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
             raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
@@ -258,9 +252,8 @@ class _Reading:
     def _precision(self) -> tuple[Dtype, LossScale | None]:
         fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
         if fp16 and bf16:
-            raise DeepSpeedError(
-                f"{self.says('fp16.enabled')} and {self.says('bf16.enabled')}: expected at most one of them"
-            )
+            both = f"{self.says('fp16.enabled')} and {self.says('bf16.enabled')}"
+            raise DeepSpeedError(f"{both}: expected at most one of them")
         for section, on in (("fp16", fp16), ("bf16", bf16)):
             for path in self.given:
                 if not on and path.startswith(f"{section}.") and path != f"{section}.enabled":
@@ -336,9 +329,8 @@ class _Reading:
         switch = f"{ZERO}.zero_quantized_gradients"
         if not self.get(switch):
             raise DeepSpeedError(f"{LOCO}: LoCo corrects quantised gradients, but {self.says(switch)}")
-        return Feedback(
-            decay=float(self.get(f"{LOCO}.err_beta")), reset=self.get(f"{LOCO}.reset_T"), hops="all"
-        )
+        decay, reset = float(self.get(f"{LOCO}.err_beta")), self.get(f"{LOCO}.reset_T")
+        return Feedback(decay=decay, reset=reset, hops="all")
 
     def _memory(self, stage: Stage) -> MemoryLimits:
         bucket = self.get(f"{ZERO}.reduce_bucket_size")
@@ -377,12 +369,11 @@ class _Reading:
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0
         if self.get(parameters) == "cpu" and share < 1 and not self._secondary():
-            self.note(
-                parameters,
-                "changed",
+            text = (
                 "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
-                "others have no frame there, since they are encoded from masters on the device",
+                "others have no frame there, since they are encoded from masters on the device"
             )
+            self.note(parameters, "changed", text)
         return Offload(optimizer=share, weights=1.0 if self.get(parameters) == "cpu" else 0.0)
 
     def _batches(self) -> tuple[int | None, int]:
@@ -415,11 +406,8 @@ class _Reading:
             raise DeepSpeedError(f"scheduler without scheduler.type: expected one of {known}")
         if kind not in _DECAYS:
             self.refuse("scheduler.type", f"expected one of {known}; make any other in code")
-        cosine, warmup, shape = (
-            kind == "WarmupCosineLR",
-            self.get(say("warmup_num_steps")),
-            self.get(say("warmup_type")),
-        )
+        cosine = kind == "WarmupCosineLR"
+        warmup, shape = self.get(say("warmup_num_steps")), self.get(say("warmup_type"))
         if warmup < 1:
             self.refuse(say("warmup_num_steps"), "expected at least 1")
         if shape not in ("log", "linear"):
@@ -436,9 +424,8 @@ class _Reading:
         ends = self.get("optimizer.params.lr") if peak is None else peak
         least = self.get(say("warmup_min_lr"))
         if not cosine and not 0 <= least <= ends:
-            self.refuse(
-                say("warmup_min_lr"), f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
-            )
+            why = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
+            self.refuse(say("warmup_min_lr"), why)
         begins = self.get(say("warmup_min_ratio")) if cosine else least / ends if ends else 0.0
         try:
             schedule = Schedule(
@@ -480,10 +467,8 @@ class _Reading:
             self.refuse("optimizer.params.betas", "expected two numbers in [0, 1)")
         rate = self.get("optimizer.params.lr")
         if peak is not None and peak != rate:
-            rate = peak
-            self.note(
-                "optimizer.params.lr", "changed", f"the schedule's scheduler.params.warmup_max_lr: {peak:g}"
-            )
+            rate, text = peak, f"the schedule's scheduler.params.warmup_max_lr: {peak:g}"
+            self.note("optimizer.params.lr", "changed", text)
         return AdamOptions(
             type=cast("Literal['Adam', 'AdamW']", name),
             lr=float(rate),
@@ -506,13 +491,12 @@ class _Reading:
                 plain: tuple[Kind, str] = "changed", f"counts as not given: {default}"
                 yield Finding(path, value, *self.notes.get(path, plain))
             else:
-                yield Finding(path, value, *self._became(KEYS[path]))
-
-    def _became(self, key: Key) -> tuple[Kind, str]:
-        target = KEYS[key.means or key.path]
-        plain: Kind = "honoured" if target.fate == "honoured" else "without effect"
-        kind, text = self.notes.get(target.path, (plain, target.text))
-        return ("renamed", f"{key.text}: {target.path}: {text}") if key.means else (kind, text)
+                target = KEYS[(key := KEYS[path]).means or path]
+                plain = ("honoured" if target.fate == "honoured" else "without effect"), target.text
+                kind, text = self.notes.get(target.path, plain)
+                if key.means:
+                    kind, text = "renamed", f"{key.text}: {target.path}: {text}"
+                yield Finding(path, value, kind, text)
 
 
 def _typed(key: Key, value: Any) -> Any:

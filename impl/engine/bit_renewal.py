@@ -18,7 +18,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Key, apart
-from impl.comm.reduction_observer import Hop
+from impl.comm.wire import Hop, Observer
 from impl.errors import ZeroError
 from impl.plan.bit_budget import shares_of
 from impl.plan.policy import BitBudget
@@ -27,8 +27,8 @@ from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 
 
-class Renewal:
-    """The choices of one engine on one rank: an :class:`impl.comm.reduction_observer.Observer`.
+class Renewal(Observer):
+    """The choices of one engine on one rank.
 
     Attributes:
         decisions: so far, of every unit at every choice.
@@ -58,14 +58,8 @@ class Renewal:
             self.forget()
             for share in self._shares:
                 for name in share.units if share.what == "gradients" else ():
-                    self._units[name].reduction.observe(self if due else None)
+                    self._units[name].reduction.how.watcher = self if due else None
         self._measuring = due
-
-    def local(self, unit: str, gradient: Tensor) -> None:
-        """See :class:`~impl.comm.reduction_observer.Observer`."""
-
-    def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """See :class:`~impl.comm.reduction_observer.Observer`."""
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
         """Add up the errors that every candidate makes of what the hop between nodes encodes."""

@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl import ops
-from impl.engine import state_dict as state
+from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
-from impl.engine.gradient_clipping import clip_factor, gradient_norm
 from impl.engine.hooks import Hooks
-from impl.engine.module_buffers import ModuleBuffers
-from impl.engine.optimizer_hooks import watch_optimizers
-from impl.engine.optimizer_masters import Masters
-from impl.engine.optimizer_step import LossScaler, Stepped
+from impl.engine.optimizer_step import Stepped, clip_factor
 from impl.errors import ZeroError
-from impl.plan.offload_plan import CopyKey, realised
 from impl.plan.policy import Offload
+from impl.plan.traffic import CopyKey, realised
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
+
+NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
 class Zero:
@@ -41,39 +50,16 @@ class Zero:
         hooks: what happens in forward and backward.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        modules: Sequence[nn.Module],
-        context: UnitContext,
-        *,
-        casts_inputs: bool,
-    ) -> None:
-        self.model, self.units = model, list(units)
-        self.wire, self.policy = context.wire, context.policy
-        self.scaler = LossScaler(context.policy.loss_scale)
-        self.clock, self._meter, self._host = context.clock, context.meter, context.host
-        self._passes = context.passes
+    def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
+        self.model, self.units, self.hooks = model, list(units), hooks
+        self.masters, self.buffers, self.scaler = hooks.masters, hooks.buffers, hooks.scaler
+        self.wire, self.policy, self.clock = context.wire, context.policy, context.clock
+        self._meter, self._host, self._passes = context.meter, context.host, context.passes
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
-        self.masters = Masters(self.units)
-        self.buffers = ModuleBuffers(model, context.wire)
-        self.hooks = Hooks(
-            model,
-            self.units,
-            modules,
-            context,
-            masters=self.masters,
-            buffers=self.buffers,
-            scaler=self.scaler,
-            casts_inputs=casts_inputs,
-        )
         # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
         model.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]
-        for module in dict.fromkeys((model, *modules)):
-            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
         watch_optimizers(self, self.units)
 
     # Training
@@ -122,8 +108,7 @@ class Zero:
             )
         self._passes.accumulating = on
 
-    @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
         """A forward pass of the model, whatever is called and computed inside; all ranks must enter it.
 
         Modules show the root's parameters, as long as it lasts, and others where they are used.  Gradients
@@ -131,8 +116,7 @@ class Zero:
         several backward passes under :meth:`accumulating`.  Unlike ``model(...)`` and methods that
         :func:`impl.parameters.external.register_forward_method` registered it casts no inputs.
         """
-        with self.hooks.unsharded():
-            yield
+        return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank; after one that did not there is nothing to do.
@@ -145,7 +129,7 @@ class Zero:
         Inside :meth:`accumulating` nothing is sent.  A pass that failed on one rank has its other ranks wait
         for this one: this sends what they wait for, zeros after :meth:`drop_gradients`.
         """
-        self.hooks.backward.finish()
+        self.hooks.finish_backward()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -157,17 +141,17 @@ class Zero:
         Raises:
             ZeroError: while there are gradients, which would be dropped too.
         """
-        self.hooks.backward.check_finished("rehearsing()")
+        self.hooks.check_finished("rehearsing()")
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
-        kept, finished, copied = self.communication_state(), self.hooks.backward.finished, self.copied()
+        kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
         secondaries = [unit.weight_gather.secondary for unit in self.units]
         copies = [secondary.kept() for secondary in secondaries]
         with self.buffers.restored():
             yield
         self._zero_grad()
         self.load_communication_state(kept)
-        self.hooks.backward.finished = finished
+        self.hooks.finished = finished
         self._host.copied.clear()
         self._host.copied.update(copied)
         self.forget_gathered()
@@ -204,9 +188,27 @@ class Zero:
             LossScaleError: for an overflow at the smallest dynamic scale.
             ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled.
         """
-        if self.policy.loss_scale is not None:
+        scaled = self.policy.loss_scale is not None
+        norm: float | None = None
+        if scaled:
             self.masters.check_complete(optimizers)
-        return self.scaler.step(self, optimizers, max_norm, norm_type)
+        self.scaler.check_scaled()
+        if scaled or max_norm is not None:
+            norm = float(self.grad_norm(norm_type)) / self.scaler.scale
+            if not math.isfinite(norm):
+                self.forget_overflow()
+            factor = self.scaler.factor(norm, max_norm)
+            if factor is None:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                return Stepped(norm, done=False)
+            if factor != 1.0:
+                self.scale_gradients(factor)
+        for optimizer in optimizers:
+            optimizer.step()
+        if norm is not None:
+            self.scaler.stepped()
+        return Stepped(norm, done=True)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
@@ -220,8 +222,8 @@ class Zero:
         Raises:
             ZeroError: after a backward pass that failed, or for another ``norm_type``.
         """
-        self.hooks.backward.check_finished("grad_norm()")
-        return gradient_norm(self.units, self.wire, norm_type)
+        self.hooks.check_finished("grad_norm()")
+        return self.masters.norm(self.wire, norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
@@ -269,7 +271,11 @@ class Zero:
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad()`` means: the gradients are the masters'."""
-        self.masters.zero_gradients(set_to_none=set_to_none)
+        for master in self.masters:
+            if set_to_none:
+                master.grad = None
+            elif master.grad is not None:
+                master.grad.zero_()
         self.scaler.forget()
         self._forget_measured()
 
@@ -295,7 +301,7 @@ class Zero:
         """
         first = self.clock.micro_batch > 0
         if first:
-            self.clock.next_step()
+            self.clock.step, self.clock.micro_batch = self.clock.step + 1, 0
         self.masters.stepped(masters)
         for unit in self.units:
             if unit.geometry.trainable:
@@ -304,18 +310,54 @@ class Zero:
             self.renewal.stepped()
 
     def communication_state(self) -> dict[str, Tensor]:
-        """What this rank's codecs depend on beside weights
-        (:func:`impl.engine.state_dict.communication_state`).
+        """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies
+        that differences of weights begin with, codecs that a budget chose.
+
+        With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
+        an uninterrupted one, bit for bit.
         """
-        return state.communication_state(self.units, self.clock, renewal=self.renewal)
+        state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
+        if self.renewal is not None:
+            state["budget"] = self.renewal.state()
+        for unit in self.units:
+            copies = unit.weight_gather.secondary.state(unit.master_shard.version)
+            held = unit.reduction.feedback_state() | copies
+            state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
+        return state
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`communication_state` gave on the same rank.
+        """Take over what :meth:`communication_state` gave on the same rank of the same topology and policy.
 
         Raises:
-            ZeroError: for errors or copies that do not fit; nothing is changed then.
+            ZeroError: for errors or copies that do not fit, naming their unit, and for those of another
+                budget; nothing is changed then.
         """
-        state.load_communication_state(self.units, self.clock, given, renewal=self.renewal)
+        found: list[tuple[Unit, dict[str, Tensor], dict[str, Tensor]]] = []  # errors, and copies
+        for unit in self.units:
+            prefix = f"{unit.geometry.name}/"
+            own = {name.removeprefix(prefix): one for name, one in given.items() if name.startswith(prefix)}
+            copies: dict[str, Tensor] = {name: own.pop(name) for name in ("copy", "begun") if name in own}
+            unit.weight_gather.secondary.check_state(copies)
+            feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
+            if feedback is None and own:
+                raise ZeroError(f"{where}, which has no feedback")
+            try:
+                if feedback is not None:
+                    feedback.check_state(own)
+            except ValueError as error:
+                raise ZeroError(f"{where}: {error}") from None
+            found.append((unit, own, copies))
+        if self.renewal is not None:
+            self.renewal.check_state(given.get("budget"))
+        elif "budget" in given:
+            raise ZeroError("state of a budget, and this policy has none")
+        self.clock.step, self.clock.micro_batch = int(given["step"]), int(given["micro_batch"])
+        for unit, own, copies in found:
+            if (feedback := unit.reduction.feedback()) is not None:
+                feedback.load(own)
+            unit.weight_gather.secondary.load(copies)
+        if self.renewal is not None:
+            self.renewal.load(given["budget"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state: fp32 parameters and buffers by their original names.
@@ -323,7 +365,7 @@ class Zero:
         All ranks must call it, and all get it.
         """
         self.buffers.make_equal()
-        return state.full_state_dict(self.model, self.units)
+        return state_dict.full_state_dict(self.model, self.units)
 
     def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with those of the unsharded model.
@@ -335,7 +377,7 @@ class Zero:
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:
             unit.release()
-        state.load_full_state_dict(self.model, self.units, given)
+        state_dict.load_full_state_dict(self.model, self.units, given)
 
     def memory(self) -> dict[str, int]:
         """Most bytes that this rank's engine has held, by part (keys of :func:`impl.plan.memory.memory`)."""
@@ -353,7 +395,7 @@ class Zero:
         Raises:
             ZeroError: after a backward pass that failed, or while parameters are seen whole.
         """
-        self.hooks.backward.check_finished("optimizer.step()")
+        self.hooks.check_finished("optimizer.step()")
         self.check_hidden("optimizer.step()")
 
     def check_hidden(self, what: str) -> None:
@@ -363,11 +405,12 @@ class Zero:
             ZeroError: naming it and the first of those parameters.
         """
         for unit in self.units:
-            for _, name in unit.seen_whole():
+            for number in unit.flat.whole:
+                name = unit.geometry.slots[number].spec.name
                 raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
 
     def _refuse_load(self, module: nn.Module, *_: Any) -> None:
-        if any(member.whole is None for unit in self.units for member in unit.members):
+        if any(len(unit.flat.whole) < len(unit.members) for unit in self.units):
             raise ZeroError(
                 f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
                 "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"
@@ -397,8 +440,104 @@ def describe(zero: Zero) -> dict[str, Any]:
     return said
 
 
-def _refuse_copy(_: object) -> None:
-    raise ZeroError(
-        "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
-        "or give a new one Zero.full_state_dict()"
-    )
+class Owner(NamedTuple):
+    """Whose a parameter is: its engine, its unit and its number there."""
+
+    engine: Zero
+    unit: Unit
+    number: int
+
+
+# No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
+# the masters that an optimizer holds tell whose weights it changed.  By identity: tensors compare by element.
+_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
+# What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
+_visible: MutableMapping[Tensor, tuple[weakref.ref[Zero], weakref.ref[Unit], int]] = WeakTensorKeyDictionary()
+_lock = threading.Lock()
+_watching: list[object] = []
+
+
+def watch_optimizers(engine: Zero, units: Iterable[Unit]) -> None:
+    """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
+    with _lock:
+        for unit in units:
+            for _, master in unit.master_shard.masters:
+                _owners[master] = weakref.ref(engine)
+            for number, member in enumerate(unit.members):
+                place = (weakref.ref(engine), weakref.ref(unit), number)
+                _visible[member.parameter] = _visible[member.placeholder] = place
+        if not _watching:
+            _watch_norms()
+            _watching.append(register_optimizer_step_pre_hook(_before_step))
+            _watching.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _watch_norms() -> None:
+    """Refuse torch's own gradient norms of masters, which are of one rank's shards.
+
+    ``clip_grad_norm_()`` looks this function up when it is called, however it was imported.
+    """
+    own = clip_grad._get_total_norm  # noqa: SLF001  # torch has no hook there, and optimizers see it too late
+
+    @functools.wraps(own)
+    def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        with _lock:
+            masters = list(_owners)
+        held = {id(master.grad) for master in masters if master.grad is not None}
+        if any(id(one) in held for one in given):
+            raise ZeroError(
+                "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
+                "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
+            )
+        return own(given, *args, **kwargs)
+
+    clip_grad._get_total_norm = total_norm  # noqa: SLF001
+
+
+def find(parameter: Tensor) -> Owner | None:
+    """Whose ``parameter`` is, if it is one that modules of a sharded model show.
+
+    Raises:
+        ZeroError: if the engine is gone.
+    """
+    with _lock:
+        place = _visible.get(parameter)
+    if place is None:
+        return None
+    engine, unit, number = place[0](), place[1](), place[2]
+    if engine is None or unit is None:
+        raise ZeroError("a parameter of a sharded model whose engine is gone")
+    return Owner(engine, unit, number)
+
+
+def _owners_of(optimizer: Optimizer) -> set[Zero]:
+    found = set()
+    with _lock:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in _visible:
+                    raise ZeroError(
+                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                        "change: construct it with Zero.param_groups()"
+                    )
+                reference = _owners.get(parameter)
+                engine = reference() if reference is not None else None
+                if engine is not None:
+                    found.add(engine)
+    return found
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    owners = _owners_of(optimizer)
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
+    if owners and names:
+        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+    for engine in owners:
+        engine.check_step()
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for engine in _owners_of(optimizer):
+        engine.optimizer_stepped(held)

@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
-from impl.engine.module_buffers import ModuleBuffers
-from impl.engine.optimizer_masters import Masters
-from impl.engine.optimizer_step import LossScaler
-from impl.engine.outside_uses import OutsideUses, recomputing
-from impl.engine.saved_tensors import SavedTensors
+from impl.engine.optimizer_step import LossScaler, Masters
+from impl.engine.outside_uses import OutsideUses, SavedTensors, recomputing
+from impl.engine.state_dict import ModuleBuffers
 from impl.errors import WrittenError, ZeroError
 from impl.plan.traffic import Phase
 from impl.pytree import cast_tensors, memory_of, tensors_in
 from impl.unit.context import UnitContext
-from impl.unit.member import InUnit
+from impl.unit.flat_buffer import InUnit
+from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.placeholder import keeper_of
 from impl.unit.unit import Unit
 
@@ -38,10 +37,14 @@ class Hooks:
     Args:
         units: the root's first, then in model order.
         modules: of each unit, the module that it travels with.
-        masters: told when new gradients are there.
-        buffers: of the model; made equal before a forward pass.
-        scaler: of losses; told when a backward pass is over.
         casts_inputs: whether the model was given in another type than it computes in.
+
+    Attributes:
+        masters: told when new gradients are there.
+        buffers: the model's persistent ones; made equal before a forward pass.
+        scaler: of losses; told when a backward pass is over.
+        reductions: of the backward pass under way.
+        finished: backward passes so far.
     """
 
     def __init__(
@@ -51,21 +54,21 @@ class Hooks:
         modules: Sequence[nn.Module],
         context: UnitContext,
         *,
-        masters: Masters,
-        buffers: ModuleBuffers,
-        scaler: LossScaler,
         casts_inputs: bool,
     ) -> None:
-        self._model, self._units, self._module_buffers = model, units, buffers
-        self._passes = passes = context.passes
+        self._model, self._units, self._passes = model, units, context.passes
+        self._wire, self._weights, self._clock = context.wire, context.weights, context.clock
+        self._check_every, self._bucket = context.policy.order_every, context.policy.memory.reduce_bucket
+        self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
+        self.scaler, self.reductions = LossScaler(context.policy.loss_scale), ReductionQueue()
+        passes, self.finished = context.passes, 0
         self._inputs = DTYPES[context.policy.compute] if casts_inputs else None  # what inputs are cast to
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._bucket = context.policy.memory.reduce_bucket
-        self._follow_order()
+        self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
         self.saved = SavedTensors(units, passes.weights_at)
-        self.backward = BackwardHooks(model, self._units_of, units, context, masters=masters, scaler=scaler)
+        self._follow_order()
         self.outside = OutsideUses(units, passes)
         # Units in the order they ran; None once it is known, and where it is the model's.
         self._seen: list[int] | None = None if passes.schedule.in_model_order else []
@@ -77,11 +80,22 @@ class Hooks:
             after = torch.compiler.disable(self._post_forward)  # type: ignore[no-untyped-call]
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(after, with_kwargs=True, always_call=True)
+            module.__deepcopy__ = _refuse_copy  # type: ignore[assignment]  # found by copy.deepcopy()
+        for unit in units:
+            if unit.geometry.trainable:
+                for number, member in enumerate(unit.members):
+                    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
+                        member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            self._hook(Hooks.collect_gradient, unit.index, number)
+                        )
+                        member.placeholder.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                            self._hook(Hooks.collect_outside, unit.index, number)
+                        )
 
     # Before a module runs
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        passes, again = self._passes, recomputing()
+        passes, again = self._passes, torch._C._current_graph_task_id() != -1  # noqa: SLF001  # recomputing()
         first = not passes.running and not again
         passes.running += 1  # first: the hook after this call takes it back, whatever is refused here
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public one
@@ -94,7 +108,7 @@ class Hooks:
             self._begin_forward()
         elif first:
             for unit in units:
-                unit.check_held()
+                unit.check_unchanged(training=False)
         changed = None
         if self._inputs is not None:
             changed = args, kwargs = cast_tensors(args, self._inputs), cast_tensors(kwargs, self._inputs)
@@ -116,20 +130,27 @@ class Hooks:
                 self._seen.append(unit.index)
             unit.pre_forward("forward" if training else "evaluate")
         if training and units and module is not self._model:
-            self.backward.reshard_after(module, (*args, *kwargs.values()))
+            self._reshard_after(module, (*args, *kwargs.values()))
         return changed
 
     def _begin_forward(self) -> None:
         """A forward pass of the model begins."""
         passes = self._passes
         passes.in_forward = False  # until nothing is refused any more
+        training = torch.is_grad_enabled()
+        if training and passes.in_backward:
+            raise ZeroError(
+                "a forward pass after a backward pass that failed: call finish_backward(), as the other "
+                "ranks do, and drop its gradients with optimizer.zero_grad()"
+            )
         for unit in self._units:
-            unit.check_held()
+            unit.check_unchanged(training=training)
         self._check_attached()
-        self._module_buffers.make_equal()
-        if torch.is_grad_enabled():
-            self._module_buffers.changed()
-            self.backward.begin_forward()
+        if self.buffers.nbytes:
+            self.buffers.make_equal()
+            self.buffers.differ = training
+        if training:
+            self._calls.clear()
             self.saved.begin()
         passes.escaped.clear()
         passes.in_forward = True
@@ -156,7 +177,7 @@ class Hooks:
     def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         passes, root = self._passes, module is self._model
         passes.running -= 1
-        if recomputing():  # kept until its backward
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # recomputing(): kept until its backward
             return
         ends = root and not passes.running  # else the model called itself
         units = () if root and not ends else self._units_of.get(module, ())
@@ -178,7 +199,7 @@ class Hooks:
         if written:
             self._units[0].refuse_written(written)
         if torch.is_grad_enabled() and module in self._units_of:
-            self.backward.gather_before(module, outputs)
+            self._gather_before(module, outputs)
 
     def _stays(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Whether a backward pass can follow for which weights may stay: none does if some were written."""
@@ -224,7 +245,142 @@ class Hooks:
         """Reduce gradients in the schedule's order from the next pass on."""
         order = (self._units[index] for index in self._passes.schedule.reduction_order)
         reductions = [unit.reduction for unit in order if unit.geometry.trainable]
-        self._passes.reductions.follow(reductions, self._bucket)
+        self.reductions.follow(reductions, self._bucket)
+
+    # Backward
+
+    def _hook(
+        self, event: Callable[[Hooks, int, int], None], unit: int, number: int
+    ) -> Callable[[Tensor], None]:
+        """Tells the engine that the gradient of a parameter has arrived."""
+        engine = weakref.ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (there := engine()) is None:
+                raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
+            event(there, unit, number)
+
+        return arrived
+
+    def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+        """Once the gradients of a block's inputs are there, its weights are not needed any more.
+
+        Units that count gradients are resharded before; this is for frozen and unused parameters.
+        Leaves are left out: they outlive the pass, and so would the hook.
+        """
+        self._calls[module] = self._calls.get(module, 0) + 1
+        tensors: list[Tensor] = []
+        for value in inputs:
+            tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
+        tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        engine, left = weakref.ref(self), len(tensors)
+
+        def arrived(_: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if not left and (there := engine()) is not None:
+                there.post_backward(module)
+
+        for tensor in tensors:
+            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _gather_before(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Gather a block's units again when the gradient of one of its outputs arrives."""
+        engine = weakref.ref(self)
+
+        def arrived(_: Tensor) -> None:
+            if (there := engine()) is not None:
+                there.pre_backward(module)
+
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def pre_backward(self, module: nn.Module) -> None:
+        """The gradient of one of ``module``'s outputs is there."""
+        if torch.is_grad_enabled():
+            raise ZeroError("create_graph=True: gradients of gradients are not supported")
+        if not self._passes.in_backward:
+            self._begin_backward()
+        for unit in self._units_of[module]:
+            unit.pre_backward()
+
+    def collect_gradient(self, unit: int, number: int) -> None:
+        """The gradient of a parameter is there."""
+        if not self._passes.in_backward:
+            self._begin_backward()
+        if self._units[unit].reduction.collect(number):
+            self._units[unit].post_backward()
+
+    def collect_outside(self, unit: int, number: int) -> None:
+        """A gradient is there at the placeholder of a parameter."""
+        self._units[unit].collect_outside(number)
+        if not self._passes.in_backward:
+            self._begin_backward()
+
+    def post_backward(self, module: nn.Module) -> None:
+        """The gradients of all inputs of one call of ``module`` are there."""
+        self._calls[module] = self._calls.get(module, 1) - 1
+        if not self._calls[module]:
+            for unit in self._units_of[module]:
+                unit.release()
+
+    def _begin_backward(self) -> None:
+        """Have autograd end the pass once it is through: this is its first gradient.
+
+        Raises:
+            ZeroError: inside a forward pass, or after one that was interrupted.
+        """
+        passes = self._passes
+        if passes.running:
+            raise ZeroError(
+                "a backward pass inside a forward pass of a sharded model (a forward pass that was "
+                "interrupted: call drop_gradients())"
+            )
+        passes.in_backward = True
+        # As FSDP2 and DDP do; there is no public one.
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
+
+    def _end_backward(self) -> None:
+        """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
+        passes, written = self._passes, list[str]()
+        if not passes.accumulating:
+            self.reductions.start_all()
+        self.reductions.finish()
+        for unit in self._units:
+            if unit.in_use:
+                written += unit.reshard()
+            unit.end_backward()
+        self._weights.trim()
+        self._calls.clear()
+        passes.in_backward = False
+        self._clock.micro_batch += 1
+        self.masters.arrived()
+        self.scaler.passed()
+        self.finished += 1
+        if written:
+            raise WrittenError(written)
+        if self._check_every and self.finished % self._check_every == 0:
+            self._wire.check_order()
+
+    def finish_backward(self) -> None:
+        """End a backward pass that failed on this rank: :meth:`impl.engine.engine.Zero.finish_backward`."""
+        if self._passes.in_backward:
+            self._end_backward()
+
+    def check_finished(self, what: str) -> None:
+        """Refuse ``what`` in or after a backward pass that was not finished.
+
+        Raises:
+            ZeroError: naming it.
+        """
+        if self._passes.in_backward:
+            raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
+        if any(unit.reduction.held for unit in self._units):
+            raise ZeroError(
+                f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
+                "outside of it, or call drop_gradients()"
+            )
 
     # Other ways to run
 
@@ -264,7 +420,9 @@ class Hooks:
         if self.saved.active:
             self.saved.end()
         self._called_alone = None
-        self.backward.drop()
+        self.reductions.drop_failed()
+        for unit in self._units:
+            unit.drop_gradients()
 
     def check_idle(self, what: str) -> None:
         """Refuse ``what`` inside a forward or backward pass.
@@ -279,230 +437,13 @@ class Hooks:
             )
 
 
-class BackwardHooks:
-    """The backward passes of one sharded model on one rank.
-
-    Args:
-        units_of: the units that travel with a module.
-        masters: told when new gradients are there.
-        scaler: told when a pass is over.
-
-    Attributes:
-        finished: backward passes so far.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        units_of: Mapping[nn.Module, Sequence[Unit]],
-        units: Sequence[Unit],
-        context: UnitContext,
-        *,
-        masters: Masters,
-        scaler: LossScaler,
-    ) -> None:
-        self._model, self._units_of, self._units, self._masters = model, units_of, units, masters
-        self._passes, self._wire, self._weights = context.passes, context.wire, context.weights
-        self._clock, self._check_every, self._scaler = context.clock, context.policy.order_every, scaler
-        self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
-        self.finished = 0
-        for unit in units:
-            if unit.geometry.trainable:
-                for number, member in enumerate(unit.members):
-                    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
-                        member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            _GradientHook(self, unit.index, number)
-                        )
-                        member.placeholder.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            _PlaceholderHook(self, unit.index, number)
-                        )
-
-    # Set by a forward pass
-
-    def begin_forward(self) -> None:
-        """A forward pass of the model begins.
-
-        Raises:
-            ZeroError: after a backward pass that failed; for parameters that were frozen since.
-        """
-        if self._passes.in_backward:
-            raise ZeroError(
-                "a forward pass after a backward pass that failed: call finish_backward(), as the other "
-                "ranks do, and drop its gradients with optimizer.zero_grad()"
-            )
-        for unit in self._units:
-            unit.check_flags()
-        self._calls.clear()
-
-    def reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Once the gradients of a block's inputs are there, its weights are not needed any more.
-
-        Units that count gradients are resharded before; this is for frozen and unused parameters.
-        Leaves are left out: they outlive the pass, and so would the hook.
-        """
-        self._calls[module] = self._calls.get(module, 0) + 1
-        tensors: list[Tensor] = []
-        for value in inputs:
-            tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
-        tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        if tensors:
-            hook = _InputHook(self, module, len(tensors))
-            for tensor in tensors:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def gather_before(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Gather a block's units again when the gradient of one of its outputs arrives."""
-        hook = None
-        for tensor in outputs:
-            if tensor.grad_fn is not None:
-                hook = hook or _OutputHook(self, module)
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    # Events
-
-    def pre_backward(self, module: nn.Module) -> None:
-        """The gradient of one of ``module``'s outputs is there."""
-        if torch.is_grad_enabled():
-            raise ZeroError("create_graph=True: gradients of gradients are not supported")
-        if not self._passes.in_backward:
-            self._begin_backward()
-        for unit in self._units_of[module]:
-            unit.pre_backward()
-
-    def collect_gradient(self, unit: int, number: int) -> None:
-        """The gradient of a parameter is there."""
-        if not self._passes.in_backward:
-            self._begin_backward()
-        if self._units[unit].reduction.collect(number):
-            self._units[unit].post_backward()
-
-    def collect_outside(self, unit: int, number: int) -> None:
-        """A gradient is there at the placeholder of a parameter."""
-        self._units[unit].collect_outside(number)
-        self._begin_backward()
-
-    def post_backward(self, module: nn.Module) -> None:
-        """The gradients of all inputs of one call of ``module`` are there."""
-        self._calls[module] = self._calls.get(module, 1) - 1
-        if not self._calls[module]:
-            for unit in self._units_of[module]:
-                unit.release()
-
-    def _begin_backward(self) -> None:
-        """Have autograd end the pass once it is through, if this is the pass's first gradient.
-
-        Raises:
-            ZeroError: inside a forward pass, or after one that was interrupted.
-        """
-        passes = self._passes
-        if passes.in_backward:
-            return
-        if passes.running:
-            raise ZeroError(
-                "a backward pass inside a forward pass of a sharded model (a forward pass that was "
-                "interrupted: call drop_gradients())"
-            )
-        passes.in_backward = True
-        # As FSDP2 and DDP do; there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
-
-    def _end_backward(self) -> None:
-        """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
-        passes, written = self._passes, list[str]()
-        if not passes.accumulating:
-            passes.reductions.start_all()
-        passes.reductions.finish()
-        for unit in self._units:
-            if unit.in_use:
-                written += unit.reshard()
-            unit.end_backward()
-        self._weights.trim()
-        self._calls.clear()
-        passes.in_backward = False
-        self._clock.next_micro_batch()
-        self._masters.arrived()
-        self._scaler.passed()
-        self.finished += 1
-        if written:
-            raise WrittenError(written)
-        if self._check_every and self.finished % self._check_every == 0:
-            self._wire.check_order()
-
-    # Between passes
-
-    def finish(self) -> None:
-        """End a backward pass that failed on this rank: :meth:`impl.engine.engine.Zero.finish_backward`."""
-        if self._passes.in_backward:
-            self._end_backward()
-
-    def drop(self) -> None:
-        """Forget local gradients and reductions that failed."""
-        self._passes.reductions.drop_failed()
-        for unit in self._units:
-            unit.drop_gradients()
-
-    def check_finished(self, what: str) -> None:
-        """Refuse ``what`` in or after a backward pass that was not finished.
-
-        Raises:
-            ZeroError: naming it.
-        """
-        if self._passes.in_backward:
-            raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
-        if any(unit.reduction.gradients.held for unit in self._units):
-            raise ZeroError(
-                f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
-                "outside of it, or call drop_gradients()"
-            )
-
-
-class _GradientHook:
-    """Tells the engine that the gradient of a parameter has arrived."""
-
-    def __init__(self, engine: BackwardHooks, unit: int, number: int) -> None:
-        self._engine, self._unit, self._number = weakref.ref(engine), unit, number
-
-    def __call__(self, _: Tensor) -> None:
-        if (engine := self._engine()) is None:
-            raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
-        engine.collect_gradient(self._unit, self._number)
-
-
-class _PlaceholderHook:
-    """Tells the engine that a gradient has arrived at the placeholder of a parameter."""
-
-    def __init__(self, engine: BackwardHooks, unit: int, number: int) -> None:
-        self._engine, self._unit, self._number = weakref.ref(engine), unit, number
-
-    def __call__(self, _: Tensor) -> None:
-        if (engine := self._engine()) is None:
-            raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
-        engine.collect_outside(self._unit, self._number)
-
-
-class _OutputHook:
-    """Tells the engine, if it is not gone, that the gradient of an output of ``module`` has arrived."""
-
-    def __init__(self, engine: BackwardHooks, module: nn.Module) -> None:
-        self._engine, self._module = weakref.ref(engine), module
-
-    def __call__(self, _: Tensor) -> None:
-        if (engine := self._engine()) is not None:
-            engine.pre_backward(self._module)
-
-
-class _InputHook:
-    """Counts the gradients of the inputs of one call of ``module``, and tells the engine of the last."""
-
-    def __init__(self, engine: BackwardHooks, module: nn.Module, inputs: int) -> None:
-        self._engine, self._module, self._left = weakref.ref(engine), module, inputs
-
-    def __call__(self, _: Tensor) -> None:
-        self._left -= 1
-        if not self._left and (engine := self._engine()) is not None:
-            engine.post_backward(self._module)
-
-
 def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str]]]:
     """All modules, with their children and the names of their parameters."""
     return [(part, dict(part._modules), list(part._parameters)) for part in model.modules()]  # noqa: SLF001
+
+
+def _refuse_copy(_: object) -> None:
+    raise ZeroError(
+        "deepcopy() of a sharded model: weights and hooks are one engine's; copy the model before shard(), "
+        "or give a new one Zero.full_state_dict()"
+    )

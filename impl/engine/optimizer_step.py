@@ -1,4 +1,4 @@
-"""Applies fp16's loss scale, clips by the global norm, and has the optimizers step.
+"""This rank's fp32 masters and mean gradients as an optimizer sees them, their norm, and fp16's loss scale.
 
 With a loss scale the mean gradients are unscaled where they are smallest, in the fp32 shards, and a step
 whose gradients overflowed is skipped on all ranks.  Whether they did is read off their global norm, which all
@@ -8,28 +8,137 @@ ranks compute from the same bits; a NaN or infinity reaches it through every cod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from impl.engine.gradient_clipping import clip_factor
+from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.plan.policy import LARGEST_SCALE, LossScale
+from impl.unit.unit import Unit
+
+LARGEST_POWER: Final = 8  # of a norm: fp32 gradients to this power stay within fp64
+_LEAST: Final = 1e-6  # beside the norm, which may be 0; as torch's own clipping has it
 
 
-class Gradients(Protocol):
-    """The mean gradients of an engine: :class:`impl.engine.engine.Zero`."""
+class Masters:
+    """Those of one sharded model on one rank."""
 
-    def grad_norm(self, norm_type: float) -> Tensor:
-        """() their global norm."""
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        # By id(): those that no optimizer has stepped since their gradient came.
+        self._unused: set[int] = set()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply them."""
+    def __iter__(self) -> Iterator[Tensor]:
+        return (master for unit in self._units for _, master in unit.master_shard.masters)
 
-    def forget_overflow(self) -> None:
-        """Drop what codecs carry of them."""
+    def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+        """For an optimizer: :meth:`impl.engine.engine.Zero.param_groups`."""
+        given: Any = {} if options is None else options
+        if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
+            raise ZeroError(
+                "param_groups(options=...): expected a table of each group's options by its number, as "
+                '{0: {"lr": 1e-3}}'
+            )
+        numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
+        groups = []
+        for number in numbers:
+            of_device: dict[torch.device, list[Tensor]] = {}
+            for unit in self._units:
+                for group, master in unit.master_shard.masters:
+                    if group == number:
+                        of_device.setdefault(master.device, []).append(master)
+            groups += [
+                {"params": masters, **given.get(number, {})} for masters in of_device.values() or ([],)
+            ]
+        return groups
+
+    # Gradients
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients, where they are there."""
+        factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
+        for master in self:
+            if master.grad is None:
+                continue
+            device = master.grad.device
+            if device not in factors:
+                factors[device] = factor.to(device) if isinstance(factor, Tensor) else factor
+            master.grad.mul_(factors[device])
+
+    def norm(self, wire: Wire, norm_type: float = 2.0) -> Tensor:
+        """() fp64 global norm of the gradients: :meth:`impl.engine.engine.Zero.grad_norm`.
+
+        Raises:
+            ZeroError: ``norm_type`` is neither inf nor in (0, 8].
+        """
+        power, largest = float(norm_type), norm_type == math.inf
+        if not (largest or 0 < power <= LARGEST_POWER):
+            raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
+        add = torch.maximum if largest else torch.add  # both pass a NaN on
+
+        def part_of(gradient: Tensor) -> Tensor:
+            if largest:
+                return gradient.abs().amax().double()
+            wide = gradient.double()
+            return (wide.square() if power == 2 else wide.abs().pow(power)).sum()
+
+        device = wire.mesh.device
+        sums: dict[torch.device, Tensor] = {}
+        for unit in self._units:
+            for gradient in unit.master_shard.own_gradients():
+                part, place = part_of(gradient), gradient.device
+                sums[place] = add(sums[place], part) if place in sums else part
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for part in sums.values():
+            total = add(total, part.to(device))
+        norm = torch.zeros_like(total)
+        for part in wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES of each rank
+            norm = add(norm, part)
+        if largest:
+            return norm
+        return norm.sqrt() if power == 2 else norm.pow(1 / power)
+
+    # Steps
+
+    def check_complete(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Refuse optimizers that do not hold all masters with gradients.
+
+        Raises:
+            ZeroError: counting those that are missing.
+        """
+        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        given = [master for master in self if master.grad is not None]
+        missing = sum(id(master) not in held for master in given)
+        if missing:
+            raise ZeroError(
+                f"step() of optimizers that lack {missing} of {len(given)} masters with gradients: "
+                "with a loss scale, give all optimizers to one step()"
+            )
+
+    def arrived(self) -> None:
+        """A backward pass has brought all of them gradients."""
+        self._unused.update(map(id, self))
+
+    def stepped(self, masters: Iterable[Tensor]) -> None:
+        """An optimizer that holds ``masters``, among other tensors, has stepped."""
+        self._unused.difference_update(map(id, masters))
+
+    @property
+    def unused_gradients(self) -> int:
+        """Those whose gradient waits for its optimizer's step."""
+        return sum(master.grad is not None and id(master) in self._unused for master in self)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """() what gradients of global ``norm`` are multiplied by so that it is at most ``max_norm``.
+
+    NaN of a norm that is not finite, so that all gradients say so.
+    """
+    factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
+    return torch.where(norm.isfinite(), factor, math.nan)
 
 
 class Stepped(NamedTuple):
@@ -88,26 +197,11 @@ class LossScaler:
         """The gradients of all passes since the last step are not used."""
         self._unscaled, self.reached = 0, False
 
-    def step(
-        self,
-        zero: Gradients,
-        optimizers: Sequence[torch.optim.Optimizer],
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-    ) -> Stepped:
-        """Unscale, clip, and step, or skip the step after an overflow; all ranks must call it.
-
-        Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
-
-        Args:
-            zero: the engine.
-            optimizers: over its masters, all that step together.
-            max_norm: largest global norm; None does not clip.
-            norm_type: which norm, as :meth:`impl.engine.engine.Zero.grad_norm` takes it.
+    def check_scaled(self) -> None:
+        """Refuse a step with gradients of losses that were not scaled: the scale would divide them too.
 
         Raises:
-            LossScaleError: for an overflow at the smallest scale of a dynamic one.
-            ZeroError: for gradients of losses that were not scaled: the scale would divide them too.
+            ZeroError: counting their backward passes.
         """
         if self._unscaled:
             raise ZeroError(
@@ -115,27 +209,28 @@ class LossScaler:
                 f"their gradients by the loss scale of {self.scale:g}; run "
                 "zero.scaler.scaled(loss).backward() (model.zero_grad() drops these)"
             )
-        if self._setting is None and max_norm is None:
-            _step(optimizers)
-            return Stepped(None, done=True)
-        norm = float(zero.grad_norm(norm_type)) / self.scale
-        if not math.isfinite(norm):
-            zero.forget_overflow()
-            if self._setting is not None:
-                self._overflowed(self._setting)
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                return Stepped(norm, done=False)
+
+    def factor(self, norm: float, max_norm: float | None) -> float | None:
+        """By what gradients of this unscaled global norm are multiplied; None if the step is to be skipped.
+
+        Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
+
+        Raises:
+            LossScaleError: for an overflow at the smallest scale of a dynamic one.
+        """
+        if not math.isfinite(norm) and self._setting is not None:
+            self._overflowed(self._setting)
+            return None
         factor = 1.0 / self.scale
         if max_norm is not None:
             factor *= float(clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm))
-        if factor != 1.0:
-            zero.scale_gradients(factor)
-        _step(optimizers)
+        return factor
+
+    def stepped(self) -> None:
+        """A step was not skipped."""
         self._since += 1
         if self._setting is not None and self._setting.window and self._since >= self._setting.window:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
-        return Stepped(norm, done=True)
 
     def _overflowed(self, setting: LossScale) -> None:
         self.skipped += 1
@@ -154,8 +249,3 @@ class LossScaler:
         """Take over what :meth:`state_dict` gave."""
         self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
         self._since = int(state["since"])
-
-
-def _step(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()

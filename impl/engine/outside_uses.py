@@ -1,17 +1,32 @@
-"""Uses of parameters outside of the modules that hold them: gathered where they are used."""
+"""Uses of weights that escape the events of modules: by other modules, and by what autograd saves.
+
+[Note: saved tensors]
+Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
+applied twice in a row, outputs that hide tensors, a detached copy.  Autograd would then read memory that is
+gone.  So during a forward pass, of a tensor that lies in a unit's flat buffer (P,) only its
+:class:`~impl.unit.flat_buffer.Place` (type, shape, strides, offset) and the version of the weights are saved;
+unpacking it in backward gathers the unit if need be: a missed event costs time, never a crash.  The hooks
+switch torch's check of in-place changes off, so what is kept as it is has its version checked here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from impl.errors import ZeroError
 from impl.pytree import memory_of, tensors_in
 from impl.unit.context import Passes
+from impl.unit.flat_buffer import Place
+from impl.unit.master_shard import Version
+from impl.unit.placeholder import Placeholder, values_of
 from impl.unit.unit import Unit
 
 
@@ -28,11 +43,11 @@ class OutsideUses:
     """
 
     def __init__(self, units: Sequence[Unit], passes: Passes) -> None:
-        self._units, self._passes = units, passes
+        self.passes = passes
         self._external: dict[nn.Module, list[Unit]] = {}
         self.gathered: list[list[Unit]] = []
         for unit in units:
-            unit.used_outside = _OutsideUse(self, unit)
+            unit.flat.used_outside = functools.partial(_use, weakref.ref(self), weakref.ref(unit))
 
     def register(self, module: nn.Module, unit: Unit) -> None:
         """Gather ``unit`` ahead of each forward pass of ``module``, and reshard it after."""
@@ -48,48 +63,107 @@ class OutsideUses:
         fresh = [] if recomputing() else [unit for unit in self._external[module] if not unit.in_use]
         self.gathered.append(fresh)
         for unit in fresh:
-            self._all_gather(unit)
+            self.all_gather(unit)
 
     def _post_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         addresses = {memory_of(tensor) for tensor in tensors_in(output)}
-        kept = self._passes.schedule.kept if torch.is_grad_enabled() else ()
+        kept = self.passes.schedule.kept if torch.is_grad_enabled() else ()
         for unit in self.gathered.pop() if self.gathered else ():  # none if an earlier hook failed
             if unit.flat.bounds[0] not in addresses:
-                self._passes.escaped.discard(unit.index)
+                self.passes.escaped.discard(unit.index)
                 if unit.index not in kept:
                     unit.release()
 
-    def use(self, unit: Unit, name: str) -> None:
-        """A parameter is used while its unit is not shown: in a pass it is gathered, else refused.
-
-        Raises:
-            ZeroError: outside of passes, naming the parameter.
-        """
-        if recomputing():
-            unit.all_gather("backward")
-        elif self._passes.running:
-            self._all_gather(unit)
-        else:
-            raise ZeroError(
-                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
-                "or change it under GatheredParameters; gradients are the masters' "
-                "(Zero.clip_grad_norm_(), impl.parameters.access)"
-            )
-
-    def _all_gather(self, unit: Unit) -> None:
+    def all_gather(self, unit: Unit) -> None:
         """Gather a unit that is used outside of its module; it stays until the forward pass ends."""
-        self._passes.escaped.add(unit.index)
+        self.passes.escaped.add(unit.index)
         unit.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
 
-class _OutsideUse:
-    """Tells the engine that a parameter of ``unit`` is used."""
+def _use(uses_of: weakref.ref[OutsideUses], unit_of: weakref.ref[Unit], name: str) -> None:
+    """A parameter is used while its unit is not shown: in a pass it is gathered, else refused.
 
-    def __init__(self, uses: OutsideUses, unit: Unit) -> None:
-        self._uses, self._unit = weakref.ref(uses), weakref.ref(unit)
+    Raises:
+        ZeroError: outside of passes, or without an engine, naming the parameter.
+    """
+    uses, unit = uses_of(), unit_of()
+    if uses is None or unit is None:
+        raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
+    if recomputing():
+        unit.all_gather("backward")
+    elif uses.passes.running:
+        uses.all_gather(unit)
+    else:
+        raise ZeroError(
+            f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
+            "or change it under GatheredParameters; gradients are the masters' "
+            "(Zero.clip_grad_norm_(), impl.parameters.access)"
+        )
 
-    def __call__(self, name: str) -> None:
-        uses, unit = self._uses(), self._unit()
-        if uses is None or unit is None:
-            raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
-        uses.use(unit, name)
+
+# Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
+_Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
+_Found = tuple[Unit, Place, Version]  # a view of a unit's weights, of a version: not kept, but found again
+
+
+def _unpack(saved: _Kept | _Found) -> Tensor:
+    """The tensor that was saved; of weights, gathered again if they were released.
+
+    Raises:
+        ZeroError: if it is not what it was.
+    """
+    if len(saved) == 2:  # mypy tells the two apart by it
+        tensor, version = saved
+        if tensor._version != version:  # noqa: SLF001
+            raise ZeroError(
+                f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an inplace "
+                "operation"
+            )
+        return tensor
+    unit, place, stood = saved
+    if stood != unit.master_shard.version:
+        raise ZeroError(
+            f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
+        )
+    # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
+    # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
+    unit.all_gather("backward")
+    return unit.flat.view(place)
+
+
+class SavedTensors:
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
+
+    Args:
+        units: of the model.
+        weights_at: by address of memory, the index of the unit whose gathered weights came there last.
+    """
+
+    def __init__(self, units: Sequence[Unit], weights_at: Mapping[int, int]) -> None:
+        self._units, self._weights_at = units, weights_at
+        self._active = contextlib.ExitStack()
+        self.active = False
+
+    def begin(self) -> None:
+        """Take over what autograd saves."""
+        self.active = True
+        self._active.enter_context(saved_tensors_hooks(self._pack, _unpack))
+
+    def end(self) -> None:
+        """Give it back."""
+        self._active.close()
+        self.active = False
+
+    def _pack(self, tensor: Tensor) -> _Kept | _Found:
+        """What autograd keeps of a tensor: of a view of a unit's weights, where to find it again."""
+        if type(tensor) is Placeholder:  # an argument of an autograd.Function, which asks for no values
+            tensor = values_of(tensor)
+        address = memory_of(tensor)
+        index = self._weights_at.get(address)
+        if index is not None:
+            unit = self._units[index]
+            if unit.gathered and unit.flat.bounds[0] == address:
+                return unit, unit.flat.locate(tensor), unit.master_shard.version
+        # Detached, since an output kept as it is would keep its graph and so itself; with its
+        # version, since hooks switch torch's own check off.
+        return tensor.detach(), tensor._version  # noqa: SLF001

@@ -1,20 +1,20 @@
-"""Full state dicts of a sharded model, and the state of its codecs."""
+"""Full state dicts of a sharded model, and its persistent buffers, which are kept equal on all ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from impl.codecs.rounding_noise import Clock
-from impl.engine.bit_renewal import Renewal
+from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.unit.unit import Unit
-from impl.unit.whole_values import WholeValues
+from impl.unit.unit import Unit, WholeValues
 
+_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
 EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
 
 
@@ -85,54 +85,59 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
             load_entry(model, name, value, state[name])
 
 
-def communication_state(units: Sequence[Unit], clock: Clock, *, renewal: Renewal | None) -> dict[str, Tensor]:
-    """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies that
-    differences of weights begin with, codecs that a budget chose.
+class ModuleBuffers:
+    """The persistent buffers (running means, counters) of one model on one rank.
 
-    With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
-    an uninterrupted one, bit for bit.
+    Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
+    mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's
+    of all).  Buffers that are not persistent are derived from something else and left alone.
+
+    Attributes:
+        nbytes: of all of them: the size of a rank's message.
+        differ: whether a training pass may have changed them; until the first exchange nobody has said that
+            they are equal.
     """
-    state = {"step": torch.tensor(clock.step), "micro_batch": torch.tensor(clock.micro_batch)}
-    if renewal is not None:
-        state["budget"] = renewal.state()
-    for unit in units:
-        held = unit.reduction.feedback_state() | unit.weight_gather.secondary.state(unit.master_shard.version)
-        state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
-    return state
 
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        self._model, self._wire = model, wire
+        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
+        self.differ = True
 
-def load_communication_state(
-    units: Sequence[Unit], clock: Clock, state: Mapping[str, Tensor], *, renewal: Renewal | None
-) -> None:
-    """Take over what :func:`communication_state` gave on the same rank of the same topology and policy.
+    def _persistent(self) -> list[Tensor]:
+        """Those with elements, each once, in the model's order."""
+        found = {
+            id(buffer): buffer
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # as state_dict() does
+            if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+        }
+        return [buffer for buffer in found.values() if buffer.numel()]
 
-    Raises:
-        ZeroError: for errors or copies that do not fit, naming their unit, and for those of another budget;
-            nothing is changed then.
-    """
-    found: list[tuple[Unit, dict[str, Tensor], dict[str, Tensor]]] = []  # errors, and copies
-    for unit in units:
-        prefix = f"{unit.geometry.name}/"
-        own = {name.removeprefix(prefix): one for name, one in state.items() if name.startswith(prefix)}
-        copies: dict[str, Tensor] = {name: own.pop(name) for name in ("copy", "begun") if name in own}
-        unit.weight_gather.secondary.check_state(copies)
-        feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
-        if feedback is None and own:
-            raise ZeroError(f"{where}, which has no feedback")
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """After the body all buffers, those that are not persistent too, are as they were before it."""
+        differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         try:
-            if feedback is not None:
-                feedback.check_state(own)
-        except ValueError as error:
-            raise ZeroError(f"{where}: {error}") from None
-        found.append((unit, own, copies))
-    if renewal is not None:
-        renewal.check_state(state.get("budget"))
-    elif "budget" in state:
-        raise ZeroError("state of a budget, and this policy has none")
-    clock.step, clock.micro_batch = int(state["step"]), int(state["micro_batch"])
-    for unit, own, copies in found:
-        if (feedback := unit.reduction.feedback()) is not None:
-            feedback.load(own)
-        unit.weight_gather.secondary.load(copies)
-    if renewal is not None:
-        renewal.load(state["budget"])
+            yield
+        finally:
+            self.differ = differ
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Make them equal if a pass may have changed them; all ranks must call it."""
+        if not self.differ or not self.nbytes:
+            return
+        self.differ = False
+        buffers = self._persistent()
+        mine = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        rows = self._wire.all_gather_small(mine, "buffers")  # (ranks, bytes)
+        start = 0
+        for buffer in buffers:
+            part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
+            if buffer.dtype in _AVERAGED:
+                part = part.double().mean(0, keepdim=True)
+            buffer.copy_(part[0].view(buffer.shape))
+            start += buffer.nbytes

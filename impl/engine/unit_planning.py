@@ -18,7 +18,7 @@ from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from impl.unit.member import Holder
+from impl.unit.flat_buffer import Holder
 
 GroupOf = Callable[[str, nn.Parameter], int]
 

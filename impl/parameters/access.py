@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from impl.engine.engine import Zero
-from impl.engine.optimizer_hooks import find
+from impl.engine.engine import Zero, find
 from impl.errors import ZeroError
 from impl.unit.master_shard import part_of
-from impl.unit.whole_values import WholeValues
+from impl.unit.unit import WholeValues
 
 Which = str | nn.Parameter
 
@@ -53,25 +52,25 @@ def set_local_fp32_param(zero: Zero, which: Which, value: Tensor) -> None:
 
 def full_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
     """The mean gradient (shape) that the next step will take; None before there is one."""
-    part = _trained(zero, which)
+    part = _Part(zero, which, trained=True)
     return None if (own := part.gradient()) is None else part.gather(own)
 
 
 def set_full_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (shape), the same on all ranks."""
-    part = _trained(zero, which)
+    part = _Part(zero, which, trained=True)
     part.set_gradient(part.of_whole(value))
 
 
 def local_fp32_grad(zero: Zero, which: Which) -> Tensor | None:
     """The mean gradient (elements here,); None before there is one."""
-    own = _trained(zero, which).gradient()
+    own = _Part(zero, which, trained=True).gradient()
     return None if own is None else own.clone()
 
 
 def set_local_fp32_grad(zero: Zero, which: Which, value: Tensor) -> None:
     """Overwrite the mean gradient with ``value`` (elements here,); all ranks must call it."""
-    part = _trained(zero, which)
+    part = _Part(zero, which, trained=True)
     part.set_gradient(part.checked(value, part.shape))
 
 
@@ -108,9 +107,11 @@ def set_local_optimizer_state(
 
 
 class _Part:
-    """This rank's part of one parameter."""
+    """This rank's part of one parameter, which for its gradient must be ``trained``."""
 
-    def __init__(self, zero: Zero, which: Which) -> None:
+    def __init__(self, zero: Zero, which: Which, *, trained: bool = False) -> None:
+        if trained:
+            zero.hooks.check_finished("access to a gradient")
         zero.hooks.check_idle("access to a parameter's values")
         if isinstance(which, str):
             shown = dict(zero.model.named_parameters(remove_duplicate=False))
@@ -126,6 +127,8 @@ class _Part:
         self.values, self.slot = WholeValues(self.unit), self.unit.geometry.slots[self.number]
         self.here = slice(*self.values.part(self.number))  # of the shard
         self.shape = (self.here.stop - self.here.start,)
+        if trained and not self.unit.geometry.trainable:
+            raise ZeroError(f"parameter {self.slot.spec.name!r} is frozen: it has no gradient")
 
     def gather(self, part: Tensor) -> Tensor:
         return self.values.gather_member(self.number, part)
@@ -165,12 +168,3 @@ class _Part:
         if tuple(value.shape) != shape:
             raise ZeroError(f"value for {self.slot.spec.name!r} is {tuple(value.shape)}, expected {shape}")
         return value.detach().to(self.unit.wire.mesh.device, torch.float32)
-
-
-def _trained(zero: Zero, which: Which) -> _Part:
-    """Of a parameter that has a gradient."""
-    zero.hooks.backward.check_finished("access to a gradient")
-    part = _Part(zero, which)
-    if not part.unit.geometry.trainable:
-        raise ZeroError(f"parameter {part.slot.spec.name!r} is frozen: it has no gradient")
-    return part

@@ -12,7 +12,7 @@ from collections.abc import Iterator, MutableMapping
 
 from torch import nn
 
-from impl.engine.optimizer_hooks import find
+from impl.engine.engine import find
 from impl.errors import ZeroError
 
 _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()

@@ -7,23 +7,22 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
 
 from impl.comm.all_gather import scattered
-from impl.comm.ledger import Tag
 from impl.comm.wire import Wire
-from impl.engine.optimizer_hooks import Owner, find
+from impl.engine.engine import Owner, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of, whole_cut_of
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.traffic import Tag
 from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
-from impl.unit.whole_values import WholeValues
+from impl.unit.unit import WholeValues
 
 _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 
@@ -78,9 +77,7 @@ class GatheredParameters:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None or not self._open:
             self._leave()
             return
@@ -89,9 +86,8 @@ class GatheredParameters:
         wire = places[0].wire
         mine = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
         changed = wire.all_gather_small(mine).cpu()  # (ranks, parameters): who changed what
-        refusal = self._refusal(changed)
         parts: list[Tensor | None] = []
-        if refusal is None and source is not None:
+        if (refusal := self._refusal(changed)) is None and source is not None:
             with torch.no_grad():
                 pairs = zip(places, changed[source].tolist(), strict=True)
                 parts = [place.received(source) if flag else None for place, flag in pairs]
@@ -147,13 +143,10 @@ class _Place(abc.ABC):
 
     def received(self, source: int) -> Tensor:
         """(elements here,) fp32: this rank's part of what ``source`` sees; what is unchanged as it was."""
-        mesh = self.wire.mesh
-        ranks = range(mesh.topology.world)
-        parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in ranks]
-        longest = max(part.numel() for part in parts)
-        tag = Tag("step", "state", self._geometry.name)
+        mesh, before = self.wire.mesh, self.before()
+        parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
+        longest, tag = max(map(len, parts)), Tag("step", "state", self._geometry.name)
         received = scattered(self.wire, source, parts if mesh.rank == source else None, longest, tag)
-        before = self.before()
         part = received[: before.numel()].to(before.device)
         return torch.where(before.to(self.shown.dtype).float() == part, before, part)
 
@@ -175,7 +168,7 @@ class _Sharded(_Place):
 
     def show(self) -> None:
         self._engine.hooks.check_idle("GatheredParameters")
-        if self._member.whole is not None:
+        if self._number in self._unit.flat.whole:
             raise self._twice()
         whole = self._values.gather_member(self._number, self.before())
         self.shown = self._values.show(self._number, whole.to(self._member.placeholder.dtype))
@@ -244,25 +237,19 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Where each of them is kept; plain ones outside of Init are left out.
-
-    Raises:
-        ZeroError: for one that was taken from its module before the model was sharded.
-    """
+    """Where each of them is kept; plain ones outside of Init are left out."""
     init = active()
     places: list[_Place] = []
     for parameter in parameters:
         if (found := find(parameter)) is not None:
             places.append(_Sharded(found))
-        elif (cut := cut_of(parameter)) is not None:
-            places.append(_BeforeSharding(parameter, cut.wire(), cut))
-        elif (keeper := keeper_of(parameter)) is not None:
+        elif (cut := cut_of(parameter)) is None and (keeper := keeper_of(parameter)) is not None:
             raise ZeroError(
                 f"GatheredParameters of {keeper.name!r}, which was taken from its module before the model "
                 "was sharded: take it from the module again"
             )
-        elif (whole := whole_cut_of(parameter)) is not None:  # by Init, or another context
-            places.append(_BeforeSharding(parameter, whole.wire(), whole))
+        elif (cut := cut or whole_cut_of(parameter)) is not None:
+            places.append(_BeforeSharding(parameter, cut.wire(), cut))
         elif init is not None:
             places.append(_BeforeSharding(parameter, init.wire(), None))
     return places

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -73,18 +72,12 @@ class Init:
         self._blocks, self._whole_below, self._seed = blocks, whole_below, seed
         self.mesh, self._policy, self.enabled = mesh, policy, enabled
         self._device = torch.device(remote_device) if remote_device is not None else mesh.device
-        self._wire = wire
+        self.wire = functools.cache(lambda: Wire(mesh) if wire is None else wire)  # when it is needed
         self._constructing: list[nn.Module] = []
         self._brought: list[Cut] = []  # whole now, the last one used last
         self._contexts = contextlib.ExitStack()
         if enabled:
             policy.check(mesh.topology)
-
-    def wire(self) -> Wire:
-        """What sends; made when it is first needed."""
-        if self._wire is None:
-            self._wire = Wire(self.mesh)
-        return self._wire
 
     def __enter__(self) -> Self:
         if not self.enabled:
@@ -103,9 +96,7 @@ class Init:
             self._contexts = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._contexts.close()
         self._constructing.clear()
         self._settle(viewed=True)
@@ -130,25 +121,22 @@ class Init:
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
         """Cut the parameters of ``module`` that are not cut yet, of ``at_least`` elements each."""
         small = max(at_least, self._policy.memory.persist_below)
-        found = {
-            name: one
-            for name, one in module.named_parameters(recurse=recurse)
-            # Plain ones with values; others are judged when the model is sharded.
-            if type(one) is nn.Parameter and not one.is_meta and one.is_floating_point()
-            if one.numel() >= small and cut_of(one) is None and whole_cut_of(one) is None
-        }
         for trainable in (True, False):
-            some = {name: one for name, one in found.items() if one.requires_grad == trainable}
-            if some:
+            found = {
+                name: one
+                for name, one in module.named_parameters(recurse=recurse)
+                # Plain ones with values; others are judged when the model is sharded.
+                if type(one) is nn.Parameter and not one.is_meta and one.is_floating_point()
+                if one.requires_grad == trainable and one.numel() >= small
+                if cut_of(one) is None and whole_cut_of(one) is None
+            }
+            if found:
                 kind = type(module).__name__
-                Cut(kind, some, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
+                Cut(kind, found, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def bring(self, cuts: Sequence[Cut]) -> None:
         """Let ``cuts`` be whole at once; others are cut again, unless somebody looks at them."""
-        for cut in list(self._brought):
-            if not (cut in cuts or cut.pinned or cut.viewed):
-                cut.cut()
-                self._brought.remove(cut)
+        self._settle(cuts)
         for cut in cuts:
             cut.gather()
             if cut not in self._brought:
@@ -167,11 +155,12 @@ class Init:
             )
         self.bring(together)
 
-    def _settle(self, *, viewed: bool = False) -> None:
-        """Cut what was brought; while somebody holds a view of it, only if ``viewed``."""
-        for cut in [cut for cut in self._brought if not cut.pinned and (viewed or not cut.viewed)]:
-            cut.cut()
-            self._brought.remove(cut)
+    def _settle(self, but: Sequence[Cut] = (), *, viewed: bool = False) -> None:
+        """Cut what was brought ``but`` these; while somebody holds a view of it, only if ``viewed``."""
+        for cut in list(self._brought):
+            if cut not in but and not cut.pinned and (viewed or not cut.viewed):
+                cut.cut()
+                self._brought.remove(cut)
 
 
 def give_values(
@@ -184,13 +173,8 @@ def give_values(
     """Give a model on the meta device its values, one block at a time, and cut them at once.
 
     Modules come after the modules that they hold, as constructors return: with the same random numbers
-    values are those of a model that was constructed with them.
-
-    Parameters and buffers that have values are left alone.  ``blocks`` are cut as a whole; ``initialise`` is
-    as :func:`impl.zero.shard` takes it.
-
-    Raises:
-        ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
+    values are those of a model that was constructed with them.  Parameters and buffers that have values are
+    left alone.  ``blocks`` are cut as a whole; ``initialise`` is as :func:`impl.zero.shard` takes it.
     """
     init = Init(mesh=mesh, policy=policy)
     done: set[nn.Module] = set()

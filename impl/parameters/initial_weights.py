@@ -26,15 +26,10 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by b
 def check_same_start(
     mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    """Refuse values that differ between ranks; all of them must call this.
+    """Refuse values that differ between ranks, on all of them; all must call this.
 
-    Args:
-        mesh: the ranks.
-        parameters: by name; those that are cut already, or have no values, are left out.
-        drawn: of those that are cut, by name, a number of the values that they were cut from here.
-
-    Raises:
-        ZeroError: on all ranks, naming the first parameter that differs and the ranks.
+    ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has for each of those that
+    are cut a number of the values that they were cut from here.
     """
     store, rank = mesh.store(), mesh.rank
     if store is None:

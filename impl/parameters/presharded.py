@@ -7,6 +7,7 @@ it takes the slice over as it is; otherwise it brings one parameter after the ot
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Final
@@ -15,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.parameters.initial_weights import sums
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.traffic import Tag
 from impl.unit.master_shard import sliced
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
-from impl.unit.whole_values import assembled
+from impl.unit.unit import assembled
 
 _LARGE: Final = 2**61 - 1
 
@@ -86,11 +87,7 @@ class Cut:
         return [one is parameter for one in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the values as they are now; the rest of them is freed.
-
-        Raises:
-            ZeroError: for a parameter whose shape is not what it was.
-        """
+        """Keep this rank's slice of the values as they are now; the rest of them is freed."""
         parameters, slots = self.parameters, self.geometry.slots
         for parameter, slot in zip(parameters, slots, strict=True):
             if parameter is not None and tuple(parameter.shape) != slot.spec.shape:
@@ -211,5 +208,4 @@ def _same(cut: Cut, geometry: UnitGeometry, parameters: Sequence[nn.Parameter]) 
         (one.padded, one.shards, [(slot.offset, slot.spec.shape) for slot in one.slots])
         for one in (geometry, cut.geometry)
     )
-    one_by_one = zip(cut.parameters, parameters, strict=False)
-    return layout == own and all(mine is given for mine, given in one_by_one)
+    return layout == own and all(map(operator.is_, cut.parameters, parameters))

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import Final
 
 from impl.codecs.codec import ITEM_BYTES
-from impl.plan.offload_plan import placements_of
 from impl.plan.policy import Policy, SecondaryFormat
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import MASTER_BYTES, kept_units, secondary_bytes
+from impl.plan.traffic import MASTER_BYTES, kept_units, placements_of, secondary_bytes
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
 _EITHER_WAY: Final[tuple[SecondaryFormat, SecondaryFormat]] = ("frames", "bf16")
@@ -48,7 +47,7 @@ def memory(
     the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
     on top: at most ``prefetch`` elements.  Without ``backward`` passes nothing stays for one.
 
-    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.offload_plan`).  For it the
+    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.traffic`).  For it the
     device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
     of the largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards
     there, and its gradients twice where several micro-batches are added up in shards.

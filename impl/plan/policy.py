@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final, Literal, get_args
 
@@ -217,6 +217,12 @@ class Feedback:
         return ":".join([head, *options])
 
 
+_OPTIONS: Final[dict[str, tuple[Callable[[str], object], str]]] = {  # of feedback, as they are written
+    "decay": (float, r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)"),
+    "reset": (int, r"reset([0-9]+)"),
+    "hops": (str, "(last|all)"),
+    "state": (str, f"({'|'.join(ITEM_BYTES)})"),
+}
 FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
 
 
@@ -236,16 +242,9 @@ def parse_feedback(text: str) -> Feedback | None:
         raise PolicyError(f"feedback {text!r}: {allowed}")
     found: dict[str, object] = {}
     for option in options:
-        given: dict[str, object]
-        if option in ("last", "all"):
-            given = {"hops": option}
-        elif option in ITEM_BYTES:
-            given = {"state": option}
-        elif re.fullmatch(r"reset[0-9]+", option):
-            given = {"reset": int(option[5:])}
-        elif re.fullmatch(r"decay[0-9]*\.?[0-9]+(e-?[0-9]+)?", option):
-            given = {"decay": float(option[5:])}
-        else:
+        matches = {name: re.fullmatch(form, option) for name, (_, form) in _OPTIONS.items()}
+        given = {name: _OPTIONS[name][0](match[1]) for name, match in matches.items() if match}
+        if not given:
             raise PolicyError(f"feedback {text!r}: unknown option {option!r}; {allowed}")
         if given.keys() & found.keys():
             raise PolicyError(f"feedback {text!r}: {option!r} says a thing twice; {allowed}")

@@ -53,22 +53,15 @@ class Schedule:
         """The schedule of units that were ``seen`` to run in this order; those that did not come last."""
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
-    def ahead_in_forward(self, unit: int) -> Sequence[int]:
-        """Units to gather ahead when ``unit`` is about to run, in order."""
-        return self._all_ahead[0][unit]
-
-    def ahead_in_backward(self, unit: int) -> Sequence[int]:
-        """Units to gather ahead when the gradient reaches ``unit``, in order."""
-        return self._all_ahead[1][unit]
+    @cached_property
+    def ahead_in_forward(self) -> Sequence[Sequence[int]]:
+        """By unit, those to gather ahead when it is about to run, in order."""
+        return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
-    def _all_ahead(self) -> tuple[list[list[int]], list[list[int]]]:
-        """By unit, in forward and in backward: worked out once, as a model has as many events as units."""
-        forward, backward = (
-            [self._ahead(unit, order) for unit in range(len(self.sizes))]
-            for order in (self.order, self.order[::-1])
-        )
-        return forward, backward
+    def ahead_in_backward(self) -> Sequence[Sequence[int]]:
+        """By unit, those to gather ahead when the gradient reaches it, in order."""
+        return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Units after ``unit`` in ``order`` that fit into the prefetch limit."""

@@ -109,27 +109,7 @@ def pass_time(schedule: Schedule, loads: Sequence[Load], *, bucket: float = floa
         loads: by index.
         bucket: elements whose reduction may be under way at once.
     """
-    run = _Run(schedule, loads, bucket)
-    for unit in schedule.outer:
-        run.gather(unit, schedule.ahead_in_forward(unit))
-    for unit in schedule.order:
-        run.gather(unit, schedule.ahead_in_forward(unit))
-        run.compute(loads[unit].forward + loads[unit].engine)
-    run.compute(sum(loads[unit].forward + loads[unit].engine for unit in schedule.outer))
-    turned = run.now
-    run.turn()
-    for unit in schedule.outer:
-        run.gather(unit, schedule.ahead_in_backward(unit))
-    run.compute(sum(loads[unit].backward + loads[unit].engine for unit in schedule.outer))
-    for unit in reversed(schedule.order):
-        run.gather(unit, schedule.ahead_in_backward(unit))
-        run.compute(loads[unit].backward * FIRST_GRADIENT)
-        run.post_next_hops()
-        run.compute(loads[unit].backward * (1 - FIRST_GRADIENT) + loads[unit].engine)
-        run.reduce(unit)
-    for unit in schedule.outer:
-        run.reduce(unit)
-    run.finish_reductions()
+    run, turned = _walk(schedule, loads, bucket)
     return PassTime(
         forward=turned,
         backward=run.now - turned,
@@ -146,26 +126,42 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load], *, bucket: flo
     The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
     to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
     """
-    run = _Run(schedule, loads, bucket, least=True)
-    for unit in schedule.outer:
-        run.gather(unit, schedule.ahead_in_forward(unit))
+    run, begin = _walk(schedule, loads, bucket, least=True)
+    return np.maximum(run.now, begin + sum(load.backward for load in loads))
+
+
+def _walk(
+    schedule: Schedule, loads: Sequence[Load], bucket: float, *, least: bool = False
+) -> tuple[_Run, Seconds]:
+    """A pass that is over, and when it turned back; the ``least`` one as :func:`least_pass_seconds` says."""
+    run = _Run(schedule, loads, bucket, least=least)
+    outer, first_gradient = schedule.outer, 0.0 if least else FIRST_GRADIENT
+    engine = [0.0 if least else load.engine for load in loads]
+    for unit in outer:
+        run.gather(unit, schedule.ahead_in_forward[unit])
     for unit in schedule.order:
-        run.gather(unit, schedule.ahead_in_forward(unit))
-        run.compute(loads[unit].forward)
-    run.now = np.maximum(run.now, sum(load.forward for load in loads))
-    begin = run.now
+        run.gather(unit, schedule.ahead_in_forward[unit])
+        run.compute(loads[unit].forward + engine[unit])
+    if least:
+        run.now = np.maximum(run.now, sum(load.forward for load in loads))
+    else:
+        run.compute(sum(loads[unit].forward + engine[unit] for unit in outer))
+    turned = run.now
     run.turn()
-    for unit in schedule.outer:
-        run.gather(unit, schedule.ahead_in_backward(unit))
+    for unit in outer:
+        run.gather(unit, schedule.ahead_in_backward[unit])
+    if not least:
+        run.compute(sum(loads[unit].backward + engine[unit] for unit in outer))
     for unit in reversed(schedule.order):
-        run.gather(unit, schedule.ahead_in_backward(unit))
+        run.gather(unit, schedule.ahead_in_backward[unit])
+        run.compute(loads[unit].backward * first_gradient)
         run.post_next_hops()
-        run.compute(loads[unit].backward)
+        run.compute(loads[unit].backward * (1 - first_gradient) + engine[unit])
         run.reduce(unit)
-    for unit in schedule.outer:
+    for unit in outer:
         run.reduce(unit)
     run.finish_reductions()
-    return np.maximum(run.now, begin + sum(load.backward for load in loads))
+    return run, turned
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One digit of the mixed-radix rank number: the ranks that differ only in it are a group."""
 
     name: str  # for the ledger and the process groups

@@ -8,6 +8,7 @@ message counts once per destination, self excluded; a ring counts what it sends 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +16,15 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.offload_plan import CopyKey, Direction, Placement, placements_of
-from impl.plan.policy import Budgeted, Policy
+from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
 Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
+Direction = Literal["to_host", "to_device"]
+Copied = Literal["weights", "secondary", "gradients", "state"]
 Event = Literal[
     "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
 ]
@@ -31,6 +33,14 @@ ORDER_BYTES: Final = 16  # of a fingerprint on its way: how many exchanges, and 
 NORM_BYTES: Final = 8  # one fp64 per rank: its sum of squares
 SQUARES_BYTES: Final = 8  # one fp64 per rank, unit and codec of a budget: its sum of squared errors
 MASTER_BYTES: Final = 4  # fp32
+
+
+class Tag(NamedTuple):
+    """What a message is for; a ledger adds axis and link."""
+
+    phase: Phase
+    purpose: Purpose
+    unit: str = ""
 
 
 class LedgerKey(NamedTuple):
@@ -48,6 +58,14 @@ class Sent(NamedTuple):
 
     bytes: int
     messages: int
+
+
+class CopyKey(NamedTuple):
+    """What was copied between host and device, which way, and of which unit."""
+
+    direction: Direction
+    purpose: Copied
+    unit: str
 
 
 class Decision(NamedTuple):
@@ -111,42 +129,31 @@ class Book:
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
 
-    def exchange(
-        self, phase: Phase, purpose: Purpose, unit: str, axis: Axis, size: int, *, ring: bool = False
-    ) -> None:
+    def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
         """One message of ``size`` to every other rank along ``axis``."""
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
-            key = LedgerKey(phase, purpose, unit, axis.name, link)
+            key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """What every rank tells all others."""
-        self.exchange("step", purpose, "", self.topology.world_axis, size)
+        self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
-    def gather(
-        self,
-        phase: Phase,
-        purpose: Purpose,
-        unit: str,
-        axes: Iterable[Axis],
-        size: int,
-        *,
-        ring: bool = False,
-    ) -> None:
+    def gather(self, tag: Tag, axes: Iterable[Axis], size: int, *, ring: bool = False) -> None:
         """Hops along ``axes``, each of which forwards all that those before it have made of ``size``."""
         for axis in axes:
-            self.exchange(phase, purpose, unit, axis, size, ring=ring)
+            self.exchange(tag, axis, size, ring=ring)
             size *= axis.size
 
     def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
         """Hops of a reduction of which every rank ends with ``piece`` elements; chunks start on ``grain``."""
-        slices = self.topology.world
+        slices, tag = self.topology.world, Tag("backward", "gradients", unit)
         for axis, codec in policy.reduce_axes(self.topology):
             slices //= axis.size
             for start, end in chunked(piece, policy.chunks, grain):
                 size = slices * codec.frame_bytes(end - start)
-                self.exchange("backward", "gradients", unit, axis, size, ring=policy.reduce == "ring")
+                self.exchange(tag, axis, size, ring=policy.reduce == "ring")
 
 
 def predict(
@@ -221,6 +228,63 @@ def predict(
     return book
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What of one unit lies in host memory."""
+
+    # This rank's shard itself: the fp32 master with its mean gradient and optimizer state, or the frozen
+    # shard, as fp32 or as codes.
+    shard: bool = False
+    frames: bool = False  # what is sent of the weights: the encoded shard, and hpZ's secondary frames
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a gather brings bytes from the host."""
+        return self.shard or self.frames
+
+
+ON_DEVICE = Placement()
+
+
+def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
+    """Where every unit's states lie; ``units`` are in model order, shares are of padded elements.
+
+    Of a trained unit whose master stays on the device there is no frame to offload, since it is encoded from
+    the master on its way out; hpZ's secondary frames of it go to the host all the same.
+    """
+    stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
+    framed = _chosen([unit.padded for unit in units], offload.weights)
+    return [
+        Placement(shard=index in (stepped if unit.trainable else framed), frames=index in framed)
+        for index, unit in enumerate(units)
+    ]
+
+
+def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[UnitGeometry]) -> Offload:
+    """The shares of elements of which something lies in host memory.
+
+    That is at least what was asked for and less than a unit more, but for weights of which there is nothing
+    to offload: of trained units whose master stays on the device, and of which hpZ keeps no frames.
+    """
+    trained = stepped = framed = 0
+    for placement, unit in zip(placements, units, strict=True):
+        own = policy.of(unit)
+        trained += unit.padded * unit.trainable
+        stepped += unit.padded * (placement.shard and unit.trainable)
+        framed += unit.padded * (placement.frames and bool(placement.shard or own.secondary))
+    held = sum(unit.padded for unit in units)
+    return Offload(optimizer=stepped / max(trained, 1), weights=framed / max(held, 1))
+
+
+def _chosen(sizes: Sequence[int], share: float) -> frozenset[int]:
+    """The first units, by index, that hold at least ``share`` of the sum of ``sizes``; none of no size."""
+    wanted = share * sum(sizes)
+    before = itertools.accumulate(sizes, initial=0)
+    return frozenset(
+        index for index, (size, held) in enumerate(zip(sizes, before, strict=False)) if size and held < wanted
+    )
+
+
 @dataclass(slots=True)
 class _Sender:
     """One unit on one rank: what it sends next depends on what is still true there."""
@@ -255,7 +319,7 @@ class _Sender:
             axes, spared = policy.gather_axes(book.topology)
             size = policy.planes * policy.weights.frame_bytes(self.unit.shard)
             secondary = secondary_bytes(policy, book.topology, self.unit)
-            purpose: Purpose = "persistent" if self.unit.persistent else "weights"
+            tag = Tag(phase, "persistent" if self.unit.persistent else "weights", name)
             if self.current:
                 axes, size = axes[spared:], secondary
             elif placement.shard and (placement.frames or not self.uploaded):
@@ -265,20 +329,20 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", name)] += secondary
             if spared and policy.sends_copy and not self.current:
-                self._begin(phase, purpose, axes[:spared])
+                self._begin(tag, axes[:spared])
                 axes, size = axes[spared:], secondary
-            book.gather(phase, purpose, name, axes, size, ring=policy.gather == "flat")
+            book.gather(tag, axes, size, ring=policy.gather == "flat")
             self.current = spared > 0
         self.gathered = keep or policy.stage < 3
 
-    def _begin(self, phase: Phase, purpose: Purpose, axes: Sequence[Axis]) -> None:
+    def _begin(self, tag: Tag, axes: Sequence[Axis]) -> None:
         """The hops before an hpZ group inside which the copy is sent: of weights, or of differences."""
         codec, differences, refresh = self.policy.weights, self.policy.differences, self.policy.refresh
         if differences is not None and self.steps is not None and not (refresh and self.steps >= refresh):
             codec = differences
         else:
             self.steps = 0
-        self.book.gather(phase, purpose, self.unit.name, axes, codec.frame_bytes(self.unit.shard))
+        self.book.gather(tag, axes, codec.frame_bytes(self.unit.shard))
 
     def reduce(self) -> None:
         """The gradient is there."""
@@ -289,7 +353,7 @@ class _Sender:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
         book.reduction(policy, unit.name, unit.piece, policy.grain)
         axes, codec = policy.replica_axes(book.topology)
-        book.gather("backward", "gradients", unit.name, axes, codec.frame_bytes(unit.piece))
+        book.gather(Tag("backward", "gradients", unit.name), axes, codec.frame_bytes(unit.piece))
 
 
 def _measured(policy: Policy, units: Sequence[UnitGeometry]) -> int:

@@ -23,13 +23,14 @@ class Group:
         ranks: of the mesh, ascending.
         index: this rank's place among them.
         same_node: whether all of them share this rank's node.
+        handle: of torch's group, which torch alone holds.
     """
 
     axis: Axis
     ranks: tuple[int, ...]
     index: int
     same_node: bool
-    _process_group: weakref.ref[dist.ProcessGroup]
+    handle: weakref.ref[dist.ProcessGroup]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -38,7 +39,7 @@ class Group:
         Raises:
             MeshError: after that.
         """
-        found = self._process_group()
+        found = self.handle()
         if found is None:
             raise MeshError(f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed")
         return found

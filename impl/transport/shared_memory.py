@@ -8,6 +8,10 @@ Which slot an exchange takes is decided by each rank alone: the first that it ha
 with.  Ranks open and finish exchanges in the same order, so they choose alike; and no rank ever
 waits for itself, however long an exchange stays open.
 
+Waits are Linux's futex through the C library, where there is one: they take no core.  Where there are more
+ranks than cores, a rank that spins, or sleeps for a guessed time, takes its time from the rank that it waits
+for.
+
 The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through
 ``/proc``: it has no name to clean up, needs no space in ``/dev/shm``, and is gone with its last
 user, however that ends.
@@ -15,27 +19,46 @@ user, however that ends.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from impl.plan.topology import ranks_in_words
-from impl.transport import futex
-
-if TYPE_CHECKING:
-    from impl.transport.group import Group
+from impl.transport.group import Group
 
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 _LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
+
+
+_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
+# A futex is 32 bits; of a 64-bit word the lower half must lie first.
+_FITS: Final = sys.platform == "linux" and sys.byteorder == "little"
+_NUMBER: Final = _NUMBERS.get(platform.machine()) if _FITS else None
+_WAIT, _WAKE = 0, 1  # of words that processes share
+_ALL: Final = 2**31 - 1
+
+
+class _Span(ctypes.Structure):
+    """A timespec."""
+
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if _NUMBER is not None else None
+if _syscall is not None:
+    _syscall.restype = ctypes.c_long
 
 
 class SharedMemoryError(RuntimeError):
@@ -209,8 +232,8 @@ class Flags:
     def set(self, slot: int, rank: int, number: int) -> None:
         """Set it, and wake who waits for it."""
         self._numbers[slot, rank] = number
-        if futex.available():
-            futex.wake(self._address(slot, rank))
+        if futex_available():
+            futex_wake(self._address(slot, rank))
 
     def wait(self, slot: int, number: int, what: str) -> None:
         """Wait until all ranks' flags of ``slot`` have reached ``number``.
@@ -239,9 +262,9 @@ class Flags:
                     look = now + _LOOK_SECONDS
                     if gone := self._waiting.exited(self._late(slot, number)):
                         raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
-                if futex.available():
+                if futex_available():
                     limit = min(look, begin + timeout) - now + 1e-3
-                    futex.wait(self._address(slot, rank), seen, limit)
+                    futex_wait(self._address(slot, rank), seen, limit)
                 else:  # let others run, who may be more than there are cores
                     time.sleep(pause)
                     pause = min(pause * 1.5, 500e-6)
@@ -254,3 +277,29 @@ class Flags:
     def _address(self, slot: int, rank: int) -> int:
         """Where one lies."""
         return self._first + (slot * self._size + rank) * LINE
+
+
+def futex_available() -> bool:
+    """Whether this machine has them."""
+    return _syscall is not None
+
+
+def futex_wait(address: int, value: int, seconds: float) -> None:
+    """Sleep while the word at ``address`` is ``value``, at most ``seconds``; may return early.
+
+    Args:
+        address: of 32 bits, in memory that all processes map.
+        value: its lower 32 bits, as last seen: if it has changed, this returns at once.
+        seconds: at most.
+    """
+    assert _syscall is not None  # noqa: S101  # futex_available() was asked
+    whole = int(seconds)
+    span = _Span(whole, int((seconds - whole) * 1e9))
+    word = ctypes.c_uint32(value & 0xFFFFFFFF)
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, word, ctypes.byref(span), None, 0)
+
+
+def futex_wake(address: int) -> None:
+    """Let all go on that wait for the word at ``address``, which has just been written."""
+    assert _syscall is not None  # noqa: S101
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)

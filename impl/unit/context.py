@@ -1,16 +1,193 @@
-"""What the units of one engine share: wire, policy, counters, memory pools, and the pass under way."""
+"""What the units of one engine share: wire, policy, counters, memory and host memory, and the pass under way.
+
+On CUDA host memory is pinned, and copies run on two streams of their own, one each way, beside the
+computation; who needs what they bring waits for an :class:`Arrival`.  Where the device is the CPU there is
+no second memory: the same copies run at once, so that what they would move is counted and tested
+(:data:`ACCOUNTING`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
 
 from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Wire
+from impl.plan.memory import STAGED
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.unit.host_memory import HostMemory
-from impl.unit.memory_pool import Meter, Pool, Reserve
-from impl.unit.reduction_queue import ReductionQueue
+from impl.plan.traffic import Copied, CopyKey, Direction
+from impl.transport.side_stream import Arrival, SideStream
+
+MEMORY: Final = torch.device("cpu")
+PINNED: Final = "pinned host memory, copied on streams of its own"
+ACCOUNTING: Final = "accounting only: on this device host and device are one memory"
+
+
+@dataclass(slots=True, eq=False)
+class Meter:
+    """Bytes that the engine holds now and held at most, by part (keys of :func:`impl.plan.memory.memory`)."""
+
+    now: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def add(self, part: str, nbytes: int) -> None:
+        """Count an allocation, or a release when negative."""
+        self.now[part] = self.now.get(part, 0) + nbytes
+        self.peak[part] = max(self.peak.get(part, 0), self.now[part])
+
+
+class Pool:
+    """Flat buffers of one type, taken and given back: a fresh one costs a page fault every 4 KiB.
+
+    All are counted as ``part``, free ones too.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
+        self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
+        self._free: list[Tensor] = []
+        self._taken: dict[int, Tensor] = {}  # by address: the whole of what was handed out
+
+    def take(self, numel: int) -> Tensor:
+        """(numel,) of any content: of the smallest free buffer that is large enough.
+
+        If none is, the largest free one goes before a fresh one comes.
+        """
+        fits = [buffer for buffer in self._free if buffer.numel() >= numel]
+        if fits:
+            chosen = min(fits, key=Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not chosen]
+        else:
+            if self._free:
+                self._free.sort(key=Tensor.numel)
+                self._meter.add(self._part, -self._free.pop().nbytes)
+            chosen = torch.empty(numel, dtype=self._dtype, device=self._device)
+            self._meter.add(self._part, chosen.nbytes)
+        self._taken[chosen.data_ptr()] = chosen
+        return chosen[:numel]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What :meth:`take` handed out is free again."""
+        self._free.append(self._taken.pop(buffer.data_ptr()))
+
+
+class Reserve:
+    """Flat buffers of one type, by exact size; free ones never raise the most that was in use at once.
+
+    So what is held is at its peak what was in use at once, and a sequence of takes that comes again is served
+    without touching the allocator.  All are counted as ``part``, free ones too.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
+        self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
+        self._free: dict[int, list[Tensor]] = {}  # by elements
+        self._held = self._used = 0  # elements: free and in use, in use
+        self._most = self._lately = 0  # in use: to which free ones may fill up, and since the last trim()
+
+    def take(self, numel: int) -> Tensor:
+        """(numel,) of any content."""
+        self._used += numel
+        self._lately = max(self._lately, self._used)
+        self._most = max(self._most, self._used)
+        if self._free.get(numel):
+            return self._free[numel].pop()
+        self._shrink(self._most - numel)
+        self._count(numel)
+        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
+            return torch.empty(numel, dtype=self._dtype, device=self._device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """What :meth:`take` handed out is free again; nothing else may look at it."""
+        self._used -= buffer.numel()
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def trim(self) -> None:
+        """A pass is over: let go of what it did not need, as after a first one that used more."""
+        self._most, self._lately = self._lately, self._used
+        self._shrink(self._most)
+
+    def _shrink(self, most: int) -> None:
+        """Drop free buffers, the largest first, until at most ``most`` elements are held, or none is free."""
+        while self._held > most and any(self._free.values()):
+            largest = max(size for size, free in self._free.items() if free)
+            self._free[largest].pop()
+            self._count(-largest)
+
+    def _count(self, numel: int) -> None:
+        self._held += numel
+        self._meter.add(self._part, numel * self._dtype.itemsize)
+
+
+class HostMemory:
+    """The host's memory, for the units of one engine.
+
+    Attributes:
+        copied: bytes by direction, purpose and unit.
+    """
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        self.copied: dict[CopyKey, int] = defaultdict(int)
+        self._device, self._meter = device, meter
+        cuda = device.type == "cuda"
+        self._up = SideStream(device) if cuda else None
+        self._down = SideStream(device) if cuda else None
+        self._staging: Tensor | None = None  # (STAGED, S) fp32 on the device, used in turn
+        self._left = [Arrival() for _ in range(STAGED)]  # of the copies out of each row
+        self._turn = 0
+
+    @property
+    def nature(self) -> str:
+        """What the host's memory is here, for the record."""
+        return ACCOUNTING if self._up is None else PINNED
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
+        """(numel,) of any content, on the host in memory that copies need not stop for, or on the device.
+
+        Pinning needs CUDA, so this is the one place that allocates what is copied.  A buffer outlives a pass
+        in inference mode.
+        """
+        device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
+        with torch.inference_mode(mode=False):
+            return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+
+    def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
+        """What the body enqueues comes after all that was enqueued before, and beside what comes later."""
+        return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
+
+    def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
+        """Copy between host and device, on the current stream."""
+        target.copy_(source, non_blocking=True)
+        self.copied[CopyKey(way, purpose, unit)] += source.nbytes
+
+    def stage(self, numel: int) -> Tensor:
+        """(numel,) fp32 on the device for what :meth:`download` takes next: the rows of staging, in turn.
+
+        What is enqueued from here on waits for the row's last copy, so that means on their way to the host
+        never hold more than these rows.
+        """
+        if self._staging is None or self._staging.shape[1] < numel:
+            if self._staging is not None:
+                self._meter.add("staging", -self._staging.nbytes)
+            self._staging = torch.empty(STAGED, numel, dtype=torch.float32, device=self._device)
+            self._meter.add("staging", self._staging.nbytes)
+        self._turn = (self._turn + 1) % STAGED
+        self._left[self._turn].join()
+        return self._staging[self._turn, :numel]
+
+    def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
+        """Copy the row that :meth:`stage` gave last to the host, beside the computation."""
+        self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
+        with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
+            target.copy_(staged, non_blocking=True)
+            if staged.is_cuda:  # rows that larger ones replace stay until they are read
+                staged.record_stream(torch.cuda.current_stream(self._device))
+        self._left[self._turn] = arrival
+        return arrival
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +196,6 @@ class Passes:
 
     Attributes:
         schedule: what is gathered ahead, what stays gathered, and in which order gradients are reduced.
-        reductions: of the backward pass under way.
         running: forward calls of hooked modules under way.
         in_forward: whether the model's forward pass is under way, and nothing was refused.
         in_backward: whether a backward pass is under way, or failed and was not finished.
@@ -30,7 +206,6 @@ class Passes:
     """
 
     schedule: Schedule
-    reductions: ReductionQueue = field(default_factory=ReductionQueue)
     running: int = 0
     in_forward: bool = False
     in_backward: bool = False

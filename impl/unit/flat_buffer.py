@@ -17,16 +17,78 @@ the storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
+from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
-from impl.unit.member import Gathers, Holder, InUnit, Member, Place, Taken
-from impl.unit.placeholder import Placeholder, hide, keep, release
+from impl.unit.placeholder import Placeholder, hide, keep, keeper_of, release
+
+
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A module that holds a parameter under a name; tied weights have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def held(self) -> nn.Parameter | None:
+        """What the module sees now."""
+        return self.module._parameters.get(self.name)  # noqa: SLF001
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the module see ``parameter``."""
+        self.module._parameters[self.name] = parameter  # noqa: SLF001  # setattr would re-register
+
+
+class Place(NamedTuple):
+    """A view of a unit's flat buffer: type, shape, strides and offset in elements.
+
+    ``conj`` and ``neg`` are torch's bits of views whose values are computed when they are read.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool = False
+    neg: bool = False
+
+    def in_flat(self, flat: Tensor) -> Tensor:
+        """The view of ``flat`` (padded,)."""
+        return flat.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A parameter of a unit.
+
+    Attributes:
+        parameter: the leaf view of the flat buffer; without values, as the placeholder, while it is sharded.
+        placeholder: what modules see outside of their passes: same shape and type, no values.
+        holders: where modules hold it.
+        place: in the flat buffer.
+        no_values: its values while there is no flat buffer: one NaN, seen everywhere.
+    """
+
+    parameter: nn.Parameter
+    placeholder: nn.Parameter
+    holders: Sequence[Holder]
+    place: Place
+    no_values: Tensor
+
+    def put(self, shown: nn.Parameter) -> None:
+        """Let all modules that hold it see ``shown``: the parameter or the placeholder."""
+        for holder in self.holders:
+            holder.put(shown)
 
 
 class FlatBuffer:
@@ -34,20 +96,22 @@ class FlatBuffer:
 
     Args:
         geometry, context: of the unit, with its own policy.
-        unit: asked for the values of placeholders that are used.
         originals: the model's parameters in slot order; they lose their values.
         holders: for each of them, the modules that hold it.
 
     Attributes:
         members: of the unit, in slot order.
         bounds: addresses where the gathered weights begin and end; equal while there is no memory.
+        whole: by number of a member, its values (shape) while
+            :class:`~impl.parameters.gathered.GatheredParameters` shows them.
+        used_outside: called with the name of a parameter that is used while modules do not show it;
+            gathers the unit, or refuses.
     """
 
     def __init__(
         self,
         geometry: UnitGeometry,
         context: UnitContext,
-        unit: Gathers,
         originals: Sequence[nn.Parameter],
         holders: Sequence[Sequence[Holder]],
     ) -> None:
@@ -55,21 +119,17 @@ class FlatBuffer:
         self._dtype = DTYPES[context.policy.compute]
         nowhere = torch.full((), math.nan, dtype=self._dtype, device=context.wire.mesh.device)
         self.members = [
-            self._member(nowhere, unit, number, original, where)
+            self._member(nowhere, number, original, where)
             for number, (original, where) in enumerate(zip(originals, holders, strict=True))
         ]
-        self.bounds = (0, 0)
+        self.bounds, self.whole = (0, 0), dict[int, Tensor]()
+        self.used_outside: Callable[[str], None] = _refuse_use
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
 
     def _member(
-        self,
-        nowhere: Tensor,
-        unit: Gathers,
-        number: int,
-        original: nn.Parameter,
-        holders: Sequence[Holder],
+        self, nowhere: Tensor, number: int, original: nn.Parameter, holders: Sequence[Holder]
     ) -> Member:
         shape, slot = original.shape, self._geometry.slots[number]
         trainable, name = self._geometry.trainable, slot.spec.name
@@ -78,8 +138,8 @@ class FlatBuffer:
         parameter = nn.Parameter(no_values.data, requires_grad=trainable)
         placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
         parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
-        release(placeholder, InUnit(unit, name, number))
-        keep(parameter, InUnit(unit, name, number))
+        release(placeholder, InUnit(self, name, number))
+        keep(parameter, InUnit(self, name, number))
         hide(parameter)
         strides = torch.empty(shape, device="meta").stride()
         place = Place(nowhere.dtype, shape, strides, slot.offset)
@@ -95,40 +155,30 @@ class FlatBuffer:
     def attach(self) -> Tensor:
         """(P,) memory for the gathered weights, of which the parameters become views."""
         if self._flat is None:
-            flat = self._reserve.take(self._geometry.padded)
-            self._lay(flat)
-            self._flat, self._own_views = flat, _handles(flat)
-            self.bounds = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+            flat = self._flat = self._reserve.take(self._geometry.padded)
+            self.lay()
+            self._own_views, begin = _handles(flat), flat.data_ptr()
+            self.bounds = begin, begin + flat.nbytes
         return self._flat
-
-    def attach_bytes(self) -> Tensor:
-        """(bytes,) uint8 the same memory, where frames are its elements."""
-        return self.attach().view(torch.uint8)
 
     def detach(self) -> None:
         """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
         flat = self._flat
-        if flat is None or _handles(flat) != self._own_views:
+        if flat is None or self.whole or _handles(flat) != self._own_views:
             return
-        for member in self.members:
-            if member.whole is not None:
-                return
         self._flat, self.bounds = None, (0, 0)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member in self.members:
                 member.parameter.data = member.no_values
         self._reserve.give_back(flat)
 
-    def lay_again(self) -> None:
-        """Make the parameters views of the flat buffer again: somebody may have given them other memory."""
-        if self._flat is not None:
-            self._lay(self._flat)
-
-    def _lay(self, flat: Tensor) -> None:
-        """Let the parameters that are not seen whole be views of ``flat`` (P,)."""
+    def lay(self) -> None:
+        """Let the parameters that are not seen whole be views of the flat buffer; somebody may move them."""
+        if (flat := self._flat) is None:
+            return
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            for member in self.members:
-                if member.whole is None:
+            for number, member in enumerate(self.members):
+                if number not in self.whole:
                     place = member.place
                     member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
 
@@ -137,9 +187,7 @@ class FlatBuffer:
     def show(self, *, gathered: bool) -> None:
         """Let modules hold the parameters, or their placeholders."""
         for member in self.members:
-            shown = member.parameter if gathered else member.placeholder
-            for holder in member.holders:
-                holder.module._parameters[holder.name] = shown  # noqa: SLF001  # setattr would re-register
+            member.put(member.parameter if gathered else member.placeholder)
 
     def unhide(self) -> None:
         """Let modules hold the parameters, with their values: what is written from here on is noticed."""
@@ -164,18 +212,18 @@ class FlatBuffer:
         Not those written through a tensor that shares no version counter with them, as ``.data``.
         """
         names = []
-        for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=True):
-            parameter = member.parameter
-            if member.whole is None and (parameter._version, parameter.data_ptr()) != mark:  # noqa: SLF001
-                names.append(slot.spec.name)
+        for number, mark in enumerate(self._marks):
+            parameter = self.members[number].parameter
+            if (parameter._version, parameter.data_ptr()) != mark and number not in self.whole:  # noqa: SLF001
+                names.append(self._geometry.slots[number].spec.name)
         return names
 
     def show_member(self, number: int) -> None:
         """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""
         member = self.members[number]
         member.parameter.data = member.no_values if self._flat is None else member.place.in_flat(self._flat)
-        if self._marks:
-            self._marks[number] = member.mark  # it may have been written
+        if self._marks:  # it may have been written
+            self._marks[number] = member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
     def locate(self, tensor: Tensor) -> Place:
         """Where ``tensor``, a view of the gathered weights, lies in them."""
@@ -188,6 +236,80 @@ class FlatBuffer:
         view = place.in_flat(self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype))
         view = view.conj() if place.conj else view
         return torch._neg_view(view) if place.neg else view  # noqa: SLF001  # there is no public one
+
+
+class InUnit:
+    """Keeper of a placeholder: the flat buffer, held weakly, whose member it stands for."""
+
+    def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
+        self.name, self._flat, self._number = name, weakref.ref(flat), number
+
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
+        """The member's values, gathered or refused by its unit."""
+        if (flat := self._flat()) is None:
+            raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
+        flat.used_outside(self.name)
+        return flat.members[self._number].parameter
+
+
+class Taken:
+    """Keeper of what a model held before it was sharded: a use of it trains nothing, so it is refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
+        """Refuse."""
+        raise ZeroError(
+            f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
+            "from the module again"
+        )
+
+
+def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
+    """Refuse gradient hooks of a parameter; call it under ``DisableTorchFunctionSubclass``.
+
+    Args:
+        name: of the parameter.
+        parameter: plain, or a placeholder.
+        own: whether one of its hooks is the engine's.
+
+    Raises:
+        ZeroError: naming the parameter and a hook.
+    """
+    after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
+    hooks = parameter._backward_hooks or (after if len(after) > own else ())  # noqa: SLF001
+    if hooks:
+        hook = list(hooks.values())[-1]
+        raise ZeroError(
+            f"parameter {name!r} has a gradient hook, {getattr(hook, '__qualname__', hook)}, which would see "
+            "one rank's gradient, not the mean: remove it, and change the masters' after the backward pass"
+        )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Refuse a model of which a part is sharded already, or parameters with hooks or of other classes.
+
+    Raises:
+        ZeroError: naming one of its parameters.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(keeper_of(parameter), InUnit):
+            raise ZeroError(
+                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
+                "whole, and go on with the engine that it returned"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            check_hooks(name, parameter)
+        if type(parameter) not in (nn.Parameter, Placeholder):
+            raise ZeroError(
+                f"parameter {name!r} is a {type(parameter).__name__}: only plain parameters can be sharded"
+            )
+
+
+def _refuse_use(name: str) -> None:
+    """Refuse a use before an engine trains the model."""
+    raise ZeroError(f"parameter {name!r} is used, but no engine trains its model")
 
 
 def _handles(tensor: Tensor) -> int:

@@ -1,34 +1,51 @@
-"""Reduces one unit's local gradients to their mean over all ranks: hops, codecs, noise, error feedback.
+"""The reduce-scatter of one unit's gradient: the mirror of :mod:`impl.unit.weight_gather`.
 
-The mirror of :mod:`impl.unit.weight_gather`: gradients are collected in :mod:`impl.unit.gradient_buffer`, the
-queue of :mod:`impl.unit.reduction_queue` starts the reduction in its turn, the hops are posted in
-:mod:`impl.comm.reduce_scatter`, and the mean ends in :mod:`impl.unit.master_shard`.
+The way of a gradient through a ZeRO++ step, told for two nodes of two ranks, in the order in which its files
+are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
+
+1. *Autograd accumulates a parameter's gradient*; :mod:`impl.engine.hooks` calls
+   :meth:`GradientReduction.collect`, which moves it to its place in one flat buffer (P,), in the type of the
+   pass; where frames are elements, that buffer is the message of hop 1 itself.  Passes that accumulate
+   without reducing add there, in fp32.
+2. *The last of the unit's gradients starts the reduction*, in the turn that the :class:`ReductionQueue` has
+   for it, which is the same on all ranks.
+3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.ReduceScatter` encodes the slices in the
+   order (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its own,
+   (node, F) = (2, F) uint8.
+4. *The sum is encoded again*, decoded, added in fp32 and encoded by one kernel, when the first gradient of
+   the next unit arrives: by then hop 1 has.
+5. *Hop 2 crosses the link*, among the ranks of equal local index: one frame (F,) to each of the two nodes.
+6. *The mean is decoded* when the bucket is full, or the pass over: (S,) fp32, the sum over 4.
+7. *The master's gradient takes it*: :mod:`impl.unit.master_shard` stores it, or adds it to that of the
+   micro-batches before.
+8. *The optimizer steps the masters* and clears their gradients.
+
+On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, and
+:meth:`GradientReduction.finish` joins it.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from impl.codecs.codec import Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES
-from impl.codecs.rounding_noise import Key, apart
 from impl.comm.error_feedback import Errors
-from impl.comm.ledger import Tag
-from impl.comm.reduce_scatter import Average, Reduction, Replicas
-from impl.comm.reduction_observer import Observer
+from impl.comm.exchanges import Exchange
+from impl.comm.reduce_scatter import Average, Reduction
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
-from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
-from impl.unit.gradient_buffer import GradientBuffer
+from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
-from impl.unit.reduction_queue import Phase, checked
 
 _INTERRUPTED: Final = (
     "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; call "
@@ -36,13 +53,51 @@ _INTERRUPTED: Final = (
 )
 
 
+class Phase(enum.Enum):
+    """Of a unit's reduction, in one backward pass.
+
+    Attributes:
+        IDLE: no gradient of this pass has arrived, and none is expected yet.
+        COLLECTING: some are missing.
+        READY: none is missing; it waits for its turn.
+        REDUCING: hops are under way.
+        REDUCED: the mean is in this rank's shard.
+        FAILED: it was interrupted while hops were under way: its gradients are lost.
+    """
+
+    IDLE = enum.auto()
+    COLLECTING = enum.auto()
+    READY = enum.auto()
+    REDUCING = enum.auto()
+    REDUCED = enum.auto()
+    FAILED = enum.auto()
+
+
+_NEXT: Final = (
+    (Phase.IDLE, Phase.COLLECTING),
+    (Phase.IDLE, Phase.READY),  # no gradient will come
+    (Phase.COLLECTING, Phase.READY),
+    (Phase.COLLECTING, Phase.IDLE),  # the pass reduces nothing, or failed
+    (Phase.READY, Phase.REDUCING),
+    (Phase.READY, Phase.IDLE),
+    (Phase.REDUCING, Phase.REDUCED),
+    (Phase.REDUCED, Phase.IDLE),
+    (Phase.FAILED, Phase.IDLE),
+)
+_STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
+
+
 class GradientReduction:
     """The reductions of one unit on one rank; the policy of ``context`` is this unit's own.
 
+    What this rank has collected and not sent lies in a buffer of the pool or, once a message was opened for
+    it, in that message; of one rank, whose mean it is, where the mean lies.
+
     Attributes:
-        gradients: what this rank collected, and has not sent.
         how: along which hops it is reduced, with which codecs.
+        elements: of the gradient, padding included.
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
+        queue: starts it in its turn.
     """
 
     def __init__(
@@ -50,65 +105,65 @@ class GradientReduction:
         geometry: UnitGeometry,
         context: UnitContext,
         master_shard: MasterShard,
-        leaves: Sequence[nn.Parameter],
+        members: Sequence[Member],
     ) -> None:
-        policy, wire = context.policy, context.wire
-        self._geometry, self._wire, self._passes = geometry, wire, context.passes
-        self.phase = Phase.IDLE
-        self.gradients = GradientBuffer(geometry, DTYPES[policy.compute], context.gradients, context.meter)
-        self.missing: set[int] = set()
-        self._leaves = leaves
+        self._geometry, self._wire, self._passes = geometry, context.wire, context.passes
+        self._pool, self._meter, self._clock = context.gradients, context.meter, context.clock
+        self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
+        self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
+        self.phase, self.queue, self.missing = Phase.IDLE, ReductionQueue(), set[int]()
+        self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
+        self._pooled = False  # whether that is of the pool
+        self._opened: Exchange | None = None  # the message in which they lie
+        self._written: set[int] = set()  # members whose part of it holds something
         self._average: Average | None = None  # while REDUCING
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
-        self._meter, self._clock, self._master_shard = context.meter, context.clock, master_shard
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
-        self.follow(policy)
+        self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
         """Reduce as ``policy`` says from here on; what error feedback carries stays."""
         self._policy = policy
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
-        hops, name = policy.reduce_axes(topology), geometry.name
-        whole = geometry.shards == topology.world
+        hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
         self.how = Reduction(
             wire=wire,
             hops=hops,
-            tag=Tag("backward", "gradients", name),
+            tag=Tag("backward", "gradients", geometry.name),
             piece=geometry.piece,
-            strides=() if whole else self._strides_of([axis for axis, _ in hops]),
+            ring=policy.reduce == "ring",
+            strides=[geometry.piece_stride(axis.stride) for axis, _ in hops],
             chunks=chunked(geometry.piece, policy.chunks, policy.grain),
+            replicas=[(axis, geometry.piece_stride(axis.stride)) for axis in replicas],
+            replica_codec=codec,
             sums=policy.sums,
         )
         plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
         self._collects = plain and self.how.collects(DTYPES[policy.compute])
-        self._replicas: Replicas | None = None
-        axes, codec = policy.replica_axes(topology)
-        if axes:
-            self._replicas = Replicas(axes=axes, codec=codec, strides=self._strides_of(axes))
         self._draws = any(codec.stochastic for codec in policy.gradients)
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
 
-    def observe(self, observer: Observer | None) -> None:
-        """Tell ``observer`` of reductions from here on, where the wire has none of its own."""
-        self.how = replace(self.how, watcher=observer)
-
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages."""
-        slices = self._wire.mesh.topology.world
-        for (axis, _), frames in zip(self.how.hops, self.how.frames, strict=True):
-            self._wire.reserve(axis, slices * max(frames))
-            slices //= axis.size
+        for (axis, _), rows in zip(self.how.hops, self.how.rows, strict=True):
+            self._wire.reserve(axis, axis.size * max(rows))
 
     def __repr__(self) -> str:
         missing = f", missing {sorted(self.missing)}" if self.missing else ""
         return f"GradientReduction({self._geometry.name!r}, {self.phase.name}{missing})"
 
-    @property
-    def elements(self) -> int:
-        """Of its gradient, padding included."""
-        return self._geometry.padded
+    def _enter(self, phase: Phase) -> None:
+        """Go to another phase, or stay.
+
+        Raises:
+            ZeroError: for one that does not follow.
+        """
+        if phase is not self.phase and (self.phase, phase) not in _NEXT:
+            name = self._geometry.name
+            raise ZeroError(f"the reduction of unit {name!r} goes from {self.phase.name} to {phase.name}")
+        self.phase = phase
 
     # Collecting
 
@@ -116,7 +171,7 @@ class GradientReduction:
         """A backward pass will bring gradients: all are missing."""
         if self.phase is Phase.IDLE:
             self.phase = Phase.COLLECTING
-            self.missing = set(range(len(self._leaves)))
+            self.missing = set(range(len(self._members)))
 
     def collect(self, number: int) -> bool:
         """Take the gradient that has just arrived at member ``number``; True when none is missing.
@@ -129,11 +184,11 @@ class GradientReduction:
             self._refuse_started()
             self.begin_collecting()
             missing = self.missing
-        if len(missing) == len(self._leaves):  # the first of its unit: all ranks' reductions are here
-            self._passes.reductions.post_next_hops()
-        if not self.gradients.held and not self._passes.accumulating:
+        if len(missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
+            self.queue.post_next_hops()
+        if self._flat is None and not self._passes.accumulating:
             self._open()
-        self.gradients.add(number, self._leaves[number], accumulating=self._passes.accumulating)
+        self._add(number, self._members[number].parameter)
         missing.discard(number)
         if missing:
             return False
@@ -152,9 +207,64 @@ class GradientReduction:
     def _open(self) -> None:
         """Collect in the message that is sent, if this unit is the next and frames are the elements."""
         if not self.how.hops and self._in_place:  # one rank: the mean is the gradient
-            self.gradients.lie_at(self._master_shard.place())
-        elif self._collects and self._passes.reductions.is_next(self):
-            self.gradients.lie_in(self.how.open_message())
+            self._flat = self._master_shard.place()
+        elif self._collects and self.queue.is_next(self):
+            self._opened = self.how.open_message()
+            self._flat = self._opened.send.view(-1).view(self._dtype)
+            self._meter.add("local_gradients", self._flat.nbytes)
+
+    def _take(self, *, accumulating: bool) -> Tensor:
+        """Collect in (P,) of the pool, at least fp32 if other passes will add to it."""
+        self._pooled = True
+        if accumulating and self._dtype.itemsize < torch.float32.itemsize:
+            items = torch.float32.itemsize // self._dtype.itemsize
+            self._flat = self._pool.take(self.elements * items).view(torch.float32)
+        else:
+            self._flat = self._pool.take(self.elements)
+        return self._flat
+
+    def _add(self, number: int, leaf: nn.Parameter) -> None:
+        """Move the gradient of ``leaf`` to the place of member ``number``; nothing need be cleared before."""
+        flat = self._take(accumulating=self._passes.accumulating) if self._flat is None else self._flat
+        slot = self._members[number].place
+        place = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
+            gradient = leaf.grad
+            assert gradient is not None  # noqa: S101  # just accumulated
+            if gradient.layout is not torch.strided:  # of an embedding it may be sparse; messages are dense
+                gradient = gradient.to_dense()
+            if number in self._written:
+                place.add_(gradient)
+            else:
+                place.copy_(gradient)
+                self._written.add(number)
+            leaf.grad = None
+
+    @property
+    def held(self) -> bool:
+        """Whether local gradients wait to be reduced."""
+        return self._flat is not None
+
+    def _whole(self) -> Tensor:
+        """(P,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
+        flat = self._take(accumulating=False) if self._flat is None else self._flat
+        for start, end in self._gaps:
+            flat[start:end].zero_()
+        if len(self._written) < len(self._members):
+            for number, slot in enumerate(self._geometry.slots):
+                if number not in self._written:
+                    flat[slot.offset : slot.end].zero_()
+        return flat
+
+    def _forget(self) -> None:
+        """They have been encoded, or belong to the message."""
+        if self._flat is not None and self._opened is not None:
+            self._meter.add("local_gradients", -self._flat.nbytes)
+        elif self._flat is not None and self._pooled:
+            self._pool.give_back(self._flat)
+        self._flat = self._opened = None
+        self._pooled = False
+        self._written.clear()
 
     def collect_outside(self, number: int, placeholder: nn.Parameter) -> None:
         """Take the gradient that arrived at a placeholder.
@@ -167,17 +277,17 @@ class GradientReduction:
         """
         self._refuse_started()
         self.begin_collecting()
-        self.gradients.add(number, placeholder, accumulating=self._passes.accumulating)
+        self._add(number, placeholder)
 
     def end_collecting(self) -> None:
         """Nothing is missing any more, or will come."""
         self.missing.clear()
-        self.phase = checked(self._geometry.name, self.phase, Phase.READY)
+        self._enter(Phase.READY)
 
     def end_pass(self) -> None:
         """The backward pass is over; what it collected without reducing it stays."""
         self.missing.clear()
-        self.phase = checked(self._geometry.name, self.phase, Phase.IDLE)
+        self._enter(Phase.IDLE)
 
     # Reducing
 
@@ -185,35 +295,31 @@ class GradientReduction:
     def _in_place(self) -> bool:
         """Whether the mean may be written where the masters' gradients lie."""
         shard = self._master_shard
-        return self._replicas is None and not shard.placement.shard and shard.fresh
+        return not self.how.replicas and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
         """Hand the gradient over, and post its first hop."""
-        self.phase = checked(self._geometry.name, self.phase, Phase.REDUCING)
+        self._enter(Phase.REDUCING)
+        key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
         try:
-            self._average = Average(
+            average = self._average = Average(
                 self.how,
-                self._policy.reduce,
-                self.gradients.whole(),
-                key=self._key() if self._draws else None,
+                self._whole(),
+                key=key,
                 errors=None if self._policy.feedback is None else self.feedback(),
-                opened=self.gradients.opened,
+                opened=self._opened,
                 out=self._master_shard.place() if self._in_place else None,
-                replicas=None if self._replicas is None else self._noisy_replicas(self._replicas),
             )
-            self.gradients.forget()
+            self._forget()
             stream, self._arrival = self._wire.reductions, None
-            if (
-                stream is not None
-                and not self._average.complete
-                and not (self._wire.observer or self.how.watcher)
-            ):
+            observed = self._wire.observer or self.how.watcher
+            if stream is not None and average.mean is None and not observed:
                 with self._wire.beside(stream) as self._arrival:
-                    self._take(self._average.finish())
+                    self._take_mean(average.finish())
         except BaseException:
             self.phase = Phase.FAILED
             raise
-        if self._average.complete and self._arrival is None:
+        if average.mean is not None and self._arrival is None:
             self.finish()
 
     def post_next_hop(self) -> None:
@@ -225,14 +331,15 @@ class GradientReduction:
         Raises:
             ZeroError: if it was interrupted.
         """
-        self._check_whole()
+        if self.phase is Phase.FAILED:
+            raise ZeroError(_INTERRUPTED)
         if self._average is not None and self._arrival is None:
             try:
                 self._average.post_next_hop()
             except BaseException:
                 self.phase = Phase.FAILED
                 raise
-            if self._average.complete:
+            if self._average.mean is not None:
                 self.finish()
 
     def finish(self) -> None:
@@ -241,24 +348,21 @@ class GradientReduction:
         Raises:
             ZeroError: if it was interrupted.
         """
-        self._check_whole()
+        if self.phase is Phase.FAILED:
+            raise ZeroError(_INTERRUPTED)
         if self._average is not None:
             try:
                 if self._arrival is None:
-                    self._take(self._average.finish())
+                    self._take_mean(self._average.finish())
                 else:
                     self._wire.join(self._arrival)  # until then the average holds its memory
             except BaseException:
                 self.phase = Phase.FAILED
                 raise
             self._average = None
-            self.phase = checked(self._geometry.name, self.phase, Phase.REDUCED)
+            self._enter(Phase.REDUCED)
 
-    def _check_whole(self) -> None:
-        if self.phase is Phase.FAILED:
-            raise ZeroError(_INTERRUPTED)
-
-    def _take(self, mean: Tensor) -> None:
+    def _take_mean(self, mean: Tensor) -> None:
         """Let this rank's shard take ``mean`` (S,)."""
         for start, end in self._pads:
             mean[start:end] = 0
@@ -271,30 +375,16 @@ class GradientReduction:
 
     def drop(self) -> None:
         """Forget what was collected and not reduced, and the errors that codecs carry."""
-        self.gradients.drop(post=self.phase is not Phase.FAILED)
+        if self._opened is not None and self.phase is not Phase.FAILED:  # the other ranks count on it
+            self._opened.post()
+            self._opened.wait()
+            self._opened.close()
+        self._forget()
         self._average = None if self.phase is Phase.FAILED else self._average
         self.missing.clear()
         if self.phase in (Phase.COLLECTING, Phase.READY):
             self.phase = Phase.IDLE
         self.clear_feedback()
-
-    def _key(self) -> Key:
-        """Of stochastic codecs, with this rank as the source."""
-        return self._clock.gradients(self._geometry.name, self._wire.mesh.rank)
-
-    def _noisy_replicas(self, replicas: Replicas) -> Replicas:
-        """How the mean goes to the other groups now: a stochastic codec draws anew each time."""
-        if not replicas.codec.stochastic:
-            return replicas
-        rank, piece = self._wire.mesh.rank, self._geometry.piece
-        number = self._geometry.bounds(rank)[0] // piece + rank // self._geometry.shards
-        return replace(
-            replicas, noise=replace(self._key(), hop=len(self.how.hops)).noise(number * apart(piece))
-        )
-
-    def _strides_of(self, axes: Sequence[Axis]) -> list[int]:
-        """Along each axis, pieces of the shard from one rank's to its neighbour's."""
-        return [self._geometry.piece_stride(axis.stride) for axis in axes]
 
     def feedback(self) -> Errors | None:
         """The errors that this step's reduction starts with; None without feedback, or frozen."""
@@ -302,8 +392,7 @@ class GradientReduction:
             return None
         if self._errors is None:
             mesh = self._wire.mesh
-            self._errors = Errors.zero(self._policy, mesh.topology, self._geometry.piece, mesh.device)
-            assert self._errors is not None  # noqa: S101  # there is feedback
+            self._errors = Errors(self._policy, mesh.topology, self._geometry.piece, mesh.device)
             self._meter.add("feedback", self._errors.nbytes)
         self._errors.begin(self._clock.step)
         return self._errors
@@ -319,9 +408,6 @@ class GradientReduction:
         return {} if errors is None else errors.state()
 
 
-_STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
-
-
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block; of a user's own nobody knows."""
     if isinstance(codec, OwnCodec):
@@ -329,3 +415,81 @@ def _keeps_zeros(codec: Codec) -> bool:
     if isinstance(codec, Raw | FloatCodec):
         return not codec.hadamard
     return not (codec.asymmetric or codec.hadamard)
+
+
+class ReductionQueue:
+    """The reductions of one backward pass after the other."""
+
+    def __init__(self) -> None:
+        self._order: Sequence[GradientReduction] = ()
+        self._bucket = 0
+        self._position = 0  # in the order, of the next to be started
+        self._under_way: list[GradientReduction] = []  # as they were started
+        self._behind = False  # whether one was started since those under way last went on
+
+    def follow(self, order: Sequence[GradientReduction], bucket: int) -> None:
+        """Start reductions in this order, from the next pass on.
+
+        Args:
+            order: of the units that are trained, equal on all ranks.
+            bucket: elements that may be under way at once; an earlier reduction is finished before the one
+                that would exceed it begins.
+        """
+        self._order, self._bucket = order, bucket
+        for reduction in order:
+            reduction.queue = self
+
+    def is_next(self, reduction: GradientReduction) -> bool:
+        """Whether ``reduction`` is the next to be started."""
+        return self._position < len(self._order) and self._order[self._position] is reduction
+
+    def start_ready(self) -> None:
+        """Start what has all its gradients, as far as everything before it in the order has been started."""
+        while self._position < len(self._order) and self._order[self._position].phase is Phase.READY:
+            self._start(self._order[self._position])
+
+    def start_all(self) -> None:
+        """Start what has not been started, whether gradients came or not."""
+        while self._position < len(self._order):
+            reduction = self._order[self._position]
+            reduction.end_collecting()
+            self._start(reduction)
+
+    def post_next_hops(self) -> None:
+        """Let every reduction under way post its next message, so that no link idles.
+
+        Once for each reduction that was started: when the first gradient after it arrives, or else when the
+        next one starts.  So ranks post in one order, whichever units bring them gradients.
+        """
+        if self._behind:
+            self._behind = False
+            for reduction in self._under_way:
+                reduction.post_next_hop()
+
+    def drop_failed(self) -> None:
+        """Forget those that were interrupted: their gradients are lost."""
+        self._under_way = [one for one in self._under_way if one.phase is not Phase.FAILED]
+
+    def finish(self) -> None:
+        """Wait for all that are under way; the pass is over."""
+        for reduction in self._under_way:
+            reduction.finish()
+        self._under_way.clear()
+        self._position, self._behind = 0, False
+
+    @property
+    def elements_under_way(self) -> int:
+        """Of the gradients whose reduction has begun and not ended."""
+        return sum(one.elements for one in self._under_way if one.phase is Phase.REDUCING)
+
+    def _start(self, reduction: GradientReduction) -> None:
+        """Start one, after the others have gone on by a message, within the limit on those under way."""
+        self.post_next_hops()
+        for earlier in self._under_way:
+            if self.elements_under_way + reduction.elements <= self._bucket:
+                break
+            earlier.finish()
+        self._under_way = [one for one in self._under_way if one.phase is not Phase.REDUCED]
+        self._under_way.append(reduction)
+        self._position, self._behind = self._position + 1, True
+        reduction.start()

@@ -17,11 +17,10 @@ from impl.codecs.codec import Codec
 from impl.codecs.planes import turn
 from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
-from impl.plan.offload_plan import Placement
 from impl.plan.shard_layout import Band, Slot, UnitGeometry
+from impl.plan.traffic import Placement
 from impl.transport.side_stream import Arrival
-from impl.unit.context import UnitContext
-from impl.unit.host_memory import MEMORY
+from impl.unit.context import MEMORY, UnitContext
 
 
 def sliced(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -57,6 +56,7 @@ class MasterShard:
 
     Attributes:
         codes: (F,) uint8 this rank's frame of weights that are held as codes; None of others.
+        crosses: whether a gather brings bytes from the host.
         masters: leaf views of the master, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
         arrival: of what the last gather brought from the host.
@@ -66,7 +66,7 @@ class MasterShard:
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
-        self.placement = placement
+        self.placement, self.crosses = placement, placement.crosses
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._meter, self._clock = context.meter, context.clock
         self.encode_as(policy.weights)
@@ -120,14 +120,6 @@ class MasterShard:
         assert held is not None  # noqa: S101  # one of them is there
         return held
 
-    def load(self, values: Tensor) -> None:
-        """Overwrite the shard with ``values`` (S,) fp32."""
-        if self.codes is None:
-            self.master.copy_(values)
-        else:
-            self._master, self.codes = values.to(self.held.device), None
-            self._hold_codes()
-
     def load_part(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) with ``values`` (end - start,) fp32."""
         master = self.master
@@ -153,7 +145,7 @@ class MasterShard:
 
     def _hold_codes(self) -> None:
         """Encode the master once and for all, and let it go."""
-        codes = self._host.bytes(self._frame, host=self.placement.shard)
+        codes = self._host.empty(self._frame, host=self.placement.shard)
         self._encode_master(codes)
         self.codes, self._master = codes, None
 
@@ -176,7 +168,7 @@ class MasterShard:
             self._host.copy("to_device", source, frame, "weights", name)
             return
         if self._sent is None:
-            self._sent = self._host.bytes(self._frame, host=False)
+            self._sent = self._host.empty(self._frame, host=False)
             self._meter.add("frames", self._sent.nbytes)
         if self._sent_of != self._encoded_of:
             self._host.copy("to_device", source, self._sent, "weights", name)
@@ -198,7 +190,7 @@ class MasterShard:
         ages = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if ages else 0)
         if self._encoded is None:
-            self._encoded = self._host.bytes(self._frame, host=True)
+            self._encoded = self._host.empty(self._frame, host=True)
             self._meter.add("host_frames", self._encoded.nbytes)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it

@@ -7,11 +7,12 @@ that computing pays nothing for this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl.errors import ZeroError
@@ -88,10 +89,12 @@ class Placeholder(nn.Parameter):
             )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
-        together = list(_released((args, kwargs)))
+        leaves, structure = tree_flatten((tuple(args), kwargs))
+        together = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
         keepers = [_keepers[one] for one in together]  # those that are brought lose theirs
         values = {id(one): keeper.use(one, together) for one, keeper in zip(together, keepers, strict=True)}
-        return func(*_replaced(tuple(args), values), **_replaced(kwargs, values))
+        args, kwargs = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], structure)
+        return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder({_keepers[self].name!r}, {tuple(self.shape)}, {self.dtype})"
@@ -140,26 +143,3 @@ def restore(parameter: nn.Parameter, values: Tensor) -> None:
 def keeper_of(parameter: Tensor) -> Keeper | None:
     """Who keeps the values of ``parameter``; None of a plain one."""
     return _keepers.get(parameter)
-
-
-def _released(value: Any) -> Iterator[Placeholder]:
-    """Those in nested tuples, lists and dicts."""
-    if isinstance(value, Placeholder):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _released(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _released(item)
-
-
-def _replaced(value: Any, values: dict[int, Tensor]) -> Any:
-    """``value`` with the released ones replaced."""
-    if isinstance(value, Tensor):
-        return values.get(id(value), value)
-    if isinstance(value, dict):
-        return {name: _replaced(item, values) for name, item in value.items()}
-    if isinstance(value, list) or type(value) is tuple:
-        return type(value)(_replaced(item, values) for item in value)
-    return value

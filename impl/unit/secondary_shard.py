@@ -19,7 +19,6 @@ weights that were gathered and are gathered anew unchanged differ by nothing, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -30,11 +29,10 @@ from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
-from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
-from impl.unit.host_memory import HostMemory
+from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version, counted_as
-from impl.unit.memory_pool import Meter
 
 _ANY: Final = -1  # in place of torch's count of a master: of its values, whatever they are
 Change = Literal["stepped", "loaded", "unchanged"]
@@ -45,31 +43,28 @@ class SecondaryShard:
     """One unit's secondary shard on one rank; an ``offloaded`` one lies on the host.
 
     Args:
-        numel: elements S of a shard, of which it holds several.
-        policy: of the unit.
-        place: how many copies it holds, and which of them is of this rank's own shard.
+        geometry, context: of the unit, with its own policy.
+        axes: hops between nodes, which it spares.
 
     Attributes:
+        copies: of shards of S elements that it holds.
         codec: how it is encoded: F below is a frame's bytes, K those of what is kept of it.
         pending: whether this rank's own shard alone is here, as it was saved: the others' are to be gathered.
         begun: optimizer steps before the weights themselves were gathered last; None if they are to be.
     """
 
     def __init__(
-        self,
-        unit: str,
-        numel: int,
-        policy: Policy,
-        host: HostMemory,
-        meter: Meter,
-        *,
-        place: tuple[int, int],
-        offloaded: bool,
+        self, geometry: UnitGeometry, context: UnitContext, axes: Sequence[Axis], *, offloaded: bool
     ) -> None:
-        self._unit, self._host, self._meter, self._offloaded = unit, host, meter, offloaded
-        self._came, self.codec, self._numel = policy.weights, policy.kept, numel
+        policy = context.policy
+        self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
+        self._host, self._meter = context.host, context.meter
+        self._came, self.codec = policy.weights, policy.kept
         self._differences, self._refresh = policy.differences, policy.refresh
-        self._copies, self._own = place
+        self.copies, self._own = 1, 0  # and which of them is of this rank's own shard
+        for axis in axes:
+            self._own += axis.digit(context.wire.mesh.rank) * self.copies
+            self.copies *= axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # of the weights they are of, while CURRENT
         self.pending = False
@@ -79,11 +74,6 @@ class SecondaryShard:
     def holds(self, version: Version) -> bool:
         """Whether the frames are those of the weights' ``version``, which never comes again."""
         return self._version == version
-
-    @property
-    def current(self) -> bool:
-        """Whether there are frames, and the weights have not changed since as far as was told."""
-        return self._version is not None
 
     def end(self, why: Change) -> None:
         """The weights are not to be used any more; see :data:`Change`."""
@@ -110,8 +100,8 @@ class SecondaryShard:
     def _room(self) -> Tensor:
         """(copies * K,) uint8, the memory of the frames."""
         if self._frames is None:
-            nbytes = self._copies * self.codec.frame_bytes(self._numel)
-            self._frames = self._host.bytes(nbytes, host=self._offloaded)
+            nbytes = self.copies * self.codec.frame_bytes(self._numel)
+            self._frames = self._host.empty(nbytes, host=self._offloaded)
             self._meter.add(counted_as("secondary", host=self._offloaded), nbytes)
         return self._frames
 
@@ -157,7 +147,7 @@ class SecondaryShard:
     def _values(self) -> Tensor:
         """(copies, S) the weights that are kept."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
-        return self._room().view(DTYPES[self.codec.dtype]).view(self._copies, -1)[:, : self._numel]
+        return self._room().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
     def own(self) -> Tensor:
         """(S,) the copy of this rank's own shard, as all ranks that hold it have it."""
@@ -168,7 +158,7 @@ class SecondaryShard:
         assert self._differences is not None  # noqa: S101  # they were sent
         kept = self._values()
         sums = torch.empty(kept.shape, device=kept.device)
-        ops.decode(self._differences, received.view(self._copies, -1), sums)
+        ops.decode(self._differences, received.view(self.copies, -1), sums)
         kept.copy_(sums.add_(kept))
         self._version, self._settled = version, version[1]
 
@@ -218,11 +208,3 @@ class SecondaryShard:
         if kept is not None:
             copies, self.begun, self._settled, self.pending = kept
             self._room().copy_(copies)
-
-
-def place_of(axes: Sequence[Axis], rank: int) -> tuple[int, int]:
-    """How many shards the hops along ``axes`` bring, and which of them is ``rank``'s own."""
-    own = 0
-    for axis in reversed(axes):
-        own = own * axis.size + axis.digit(rank)
-    return math.prod(axis.size for axis in axes), own

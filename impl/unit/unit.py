@@ -3,32 +3,33 @@
 A step meets it in four events, which are its methods: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`,
 :meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.  What they do to memory and messages is told in
 files of their own, in the order in which a step meets them: :mod:`~impl.unit.master_shard`,
-:mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer`,
-:mod:`~impl.unit.gradient_buffer` and :mod:`~impl.unit.gradient_reduction`.
+:mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer` and
+:mod:`~impl.unit.gradient_reduction`.  Outside of passes :class:`WholeValues` shows and writes its values.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from impl.comm.all_gather import whole_of
+from impl.comm.wire import Wire
 from impl.errors import WrittenError, ZeroError
-from impl.plan.offload_plan import ON_DEVICE, Placement
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import Phase
-from impl.unit.context import UnitContext
-from impl.unit.flat_buffer import FlatBuffer
+from impl.plan.topology import Axis
+from impl.plan.traffic import ON_DEVICE, Phase, Placement, Tag
+from impl.unit.context import MEMORY, UnitContext
+from impl.unit.flat_buffer import FlatBuffer, Holder, InUnit, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction
-from impl.unit.host_memory import MEMORY
 from impl.unit.master_shard import MasterShard, Version, sliced
-from impl.unit.member import Holder, Member, check_hooks, refuse_use
+from impl.unit.placeholder import hide, release, restore, unhide
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
@@ -72,8 +73,6 @@ class Unit:
 
     Attributes:
         index: among its siblings.
-        used_outside: called with the name of a parameter that is used while modules do not show it;
-            gathers the unit, or refuses.
     """
 
     def __init__(
@@ -96,11 +95,9 @@ class Unit:
         shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
         self.master_shard = MasterShard(geometry, own, placement, shard)
         self.weight_gather = WeightGather(geometry, own, self.master_shard)
-        self.used_outside: Callable[[str], None] = refuse_use
-        self.flat = FlatBuffer(geometry, own, self, originals, holders)
+        self.flat = FlatBuffer(geometry, own, originals, holders)
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
-        leaves = [member.parameter for member in self.members]
-        self.reduction = GradientReduction(geometry, own, self.master_shard, leaves)
+        self.reduction = GradientReduction(geometry, own, self.master_shard, self.members)
         self.state = State.SHARDED
         self._version: Version | None = None  # of the weights that were last gathered
         self._stays = self.policy.stage < 3  # gathered until the weights change
@@ -124,7 +121,7 @@ class Unit:
     def pre_forward(self, phase: Phase) -> None:
         """All-gather the weights before the unit's module runs, and start gathering those that run next."""
         self.start_gather(phase)  # this one first: all ranks post in one order
-        for ahead in self._passes.schedule.ahead_in_forward(self.index):
+        for ahead in self._passes.schedule.ahead_in_forward[self.index]:
             self._siblings[ahead].gather_ahead(phase)  # travels while this one computes
         self.wait()
 
@@ -148,7 +145,7 @@ class Unit:
     def pre_backward(self) -> None:
         """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
         self.start_gather("backward")
-        for ahead in self._passes.schedule.ahead_in_backward(self.index):
+        for ahead in self._passes.schedule.ahead_in_backward[self.index]:
             self._siblings[ahead].gather_ahead("backward")
         self.wait()
         if self.geometry.trainable:
@@ -158,7 +155,7 @@ class Unit:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
         self.release()
         if not self._passes.accumulating:
-            self._passes.reductions.start_ready()
+            self.reduction.queue.start_ready()
 
     # Weights
 
@@ -183,20 +180,20 @@ class Unit:
         Raises:
             ZeroError: while a parameter of it is seen whole.
         """
-        for member, slot in zip(self.members, self.geometry.slots, strict=True):
-            if member.whole is not None:
-                raise ZeroError(
-                    f"a pass inside GatheredParameters of {slot.spec.name!r}: leave its context first"
-                )
+        for number in self.flat.whole:
+            name = self.geometry.slots[number].spec.name
+            raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
+        if self.state is State.GATHERING:
+            return
         version = self.master_shard.version
         if self.state is not State.SHARDED:
-            if self.state is State.GATHERING or self._version == version:
+            if self._version == version:
                 return
             self._end_use()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
             self.gather_earlier(phase)
         self._version = version
-        if self.master_shard.placement.crosses:
+        if self.master_shard.crosses:
             with self.host.ahead() as arrival:
                 self.weight_gather.start(phase, version, self.flat)
             self.master_shard.arrival = arrival
@@ -219,7 +216,8 @@ class Unit:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
         if self.state is State.GATHERING:
             try:
-                self.master_shard.arrival.join()
+                if self.master_shard.crosses:
+                    self.master_shard.arrival.join()
                 self.weight_gather.finish(self.flat)
             except BaseException:  # one that is interrupted brings nothing
                 self._enter(State.SHARDED)
@@ -254,7 +252,7 @@ class Unit:
             return ()
         written = self.flat.written()
         if written:
-            self.flat.lay_again()
+            self.flat.lay()
         self._end_use()
         self.flat.detach()
         return written
@@ -294,18 +292,14 @@ class Unit:
     def weights_changed(self, why: Change = "loaded") -> None:
         """The weights have new values: what was kept of the old ones is stale."""
         self.master_shard.changed()
-        self.weight_gather.secondary.end(why)
+        if self.weight_gather.keeps:
+            self.weight_gather.secondary.end(why)
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:
             self._end_use()
         if not self._stays:
             self.flat.detach()
-
-    def seen_whole(self) -> Sequence[tuple[int, str]]:
-        """(number, name) of the members that GatheredParameters shows now."""
-        pairs = enumerate(zip(self.members, self.geometry.slots, strict=True))
-        return [(number, slot.spec.name) for number, (member, slot) in pairs if member.whole is not None]
 
     def _enter(self, state: State) -> None:
         """Go to another state; all of its changes are here.
@@ -343,7 +337,7 @@ class Unit:
                 was reduced in this pass already.
         """
         member = self.members[number]
-        if member.whole is not None:
+        if number in self.flat.whole:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 member.placeholder.grad = None
             raise ZeroError(
@@ -368,37 +362,135 @@ class Unit:
 
     # Refusals
 
-    def check_held(self) -> None:
-        """Refuse parameters that were put in the place of this unit's.
+    def check_unchanged(self, *, training: bool) -> None:
+        """Refuse parameters that were put in the place of this unit's, frozen or unfrozen, or given hooks.
 
         Raises:
             ZeroError: naming the first.
         """
-        for member, shown, slot in zip(self.members, self.visible, self.geometry.slots, strict=True):
-            for holder in member.holders:
-                if holder.module._parameters.get(holder.name) is not shown:  # noqa: SLF001
-                    raise ZeroError(
-                        f"parameter {slot.spec.name!r} was replaced by another object in its module after "
-                        "the model was sharded: write its values under GatheredParameters"
-                    )
-
-    def check_flags(self) -> None:
-        """Refuse parameters that were frozen or unfrozen, or given hooks, since the model was sharded.
-
-        Raises:
-            ZeroError: naming the first.
-        """
-        trainable = self.geometry.trainable
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
-                parameter = member.parameter
+                parameter, placeholder = member.parameter, member.placeholder
+                for holder in member.holders:
+                    held = holder.module._parameters.get(holder.name)  # noqa: SLF001
+                    if held is not (parameter if shown else placeholder):
+                        raise ZeroError(
+                            f"parameter {slot.spec.name!r} was replaced by another object in its module "
+                            "after the model was sharded: write its values under GatheredParameters"
+                        )
+                if not training:
+                    continue
                 after = parameter._post_accumulate_grad_hooks  # noqa: SLF001  # there is no public way
                 if parameter._backward_hooks or len(after or ()) > trainable:  # noqa: SLF001
                     check_hooks(slot.spec.name, parameter, own=trainable)
-                if parameter.requires_grad is trainable is member.placeholder.requires_grad:
-                    continue
-                was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
-                raise ZeroError(
-                    f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now {now}: "
-                    "set requires_grad before"
-                )
+                if not parameter.requires_grad is trainable is placeholder.requires_grad:
+                    was, now = ("trained", "frozen") if trainable else ("frozen", "trained")
+                    raise ZeroError(
+                        f"parameter {slot.spec.name!r} was {was} when the model was sharded and is now "
+                        f"{now}: set requires_grad before"
+                    )
+
+
+class WholeValues:
+    """One unit's values seen whole, outside of passes: for state dicts, GatheredParameters, access by name.
+
+    Whatever overwrites weights ends the life of hpZ's secondary.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._geometry, self._wire = unit, unit.geometry, unit.wire
+        self._master_shard = unit.master_shard
+        topology = unit.wire.mesh.topology
+        axes, outside = topology.gather_axes(unit.policy.group_ranks(topology))
+        self._axes = axes[outside:]  # along which ranks share one copy
+        self._tag = Tag("step", "state", unit.geometry.name)
+
+    # Reading
+
+    def masters(self) -> list[Tensor]:
+        """All parameters in fp32, gathered from the masters: one tensor per slot; all ranks must call it."""
+        master = self._master_shard.master
+        if self._master_shard.placement.shard:
+            master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
+            self._unit.host.copy("to_device", self._master_shard.master, master, "state", self._geometry.name)
+        whole = whole_of(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
+        return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
+
+    def gather_member(self, number: int, part: Tensor) -> Tensor:
+        """(shape of the parameter) fp32, gathered from the parts that ranks hold of it; all must call it.
+
+        Args:
+            number: of the member.
+            part: (elements here,) fp32, this rank's, as :meth:`part` bounds it.
+        """
+        here = part.to(self._wire.mesh.device)
+        return assembled(self._geometry, number, here, self._axes, wire=self._wire, tag=self._tag)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """(start, end) of member ``number`` in this rank's shard; maybe empty."""
+        return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
+
+    # Showing
+
+    def show(self, number: int, values: Tensor) -> nn.Parameter:
+        """From here on whoever holds member ``number`` sees ``values`` (shape), which it may write.
+
+        Returns:
+            What modules hold.
+        """
+        unit, member = self._unit, self._unit.members[number]
+        unit.wait()
+        unit.hide()
+        unit.flat.whole[number] = values
+        unit.meter.add("gathered", values.nbytes)
+        restore(member.placeholder, values)
+        unhide(member.parameter)
+        member.parameter.data = values  # whoever took it during a pass
+        return member.placeholder
+
+    def end_showing(self, number: int) -> None:
+        """End what :meth:`show` began; nothing is written back."""
+        unit, member = self._unit, self._unit.members[number]
+        member.put(member.placeholder)  # in place of what may have replaced it
+        unit.meter.add("gathered", -unit.flat.whole.pop(number).nbytes)
+        unit.flat.show_member(number)
+        torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
+        release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
+        if not unit.gathered:
+            hide(member.parameter)
+
+    # Overwriting
+
+    def write_part(self, number: int, part: Tensor) -> None:
+        """Overwrite this rank's part of member ``number`` with ``part`` (elements here,) fp32."""
+        self._master_shard.load_part(*self.part(number), part)
+        self._unit.weights_changed()
+
+    def load_masters(self, values: Sequence[Tensor]) -> None:
+        """Overwrite the weights with ``values``, one tensor per slot."""
+        device = self._master_shard.held.device
+        self.load_shard(sliced(self._geometry, self._wire.mesh.rank, values, device))
+
+    def load_shard(self, values: Tensor) -> None:
+        """Overwrite this rank's shard with ``values`` (S,) fp32."""
+        self._master_shard.load_part(0, self._geometry.shard, values)
+        self._unit.weights_changed()
+
+    def load_codes(self, frame: Tensor) -> None:
+        """Overwrite weights that are held as codes; see :meth:`MasterShard.load_codes`."""
+        self._master_shard.load_codes(frame)
+        self._unit.weights_changed()
+
+
+def assembled(
+    geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
+) -> Tensor:
+    """(shape) fp32: slot ``number``, of which each rank along ``axes`` gives its part (elements here,)."""
+    slot = geometry.slots[number]
+    bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
+    longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)
+    longest[: part.numel()] = part
+    rows = whole_of(wire, axes, longest, tag)
+    parts = [row[: end - first] for row, (first, end) in zip(rows, bounds, strict=True)]
+    return torch.cat(parts).view(slot.spec.shape)

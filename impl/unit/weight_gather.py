@@ -30,7 +30,6 @@ What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.
 
 from __future__ import annotations
 
-import math
 from typing import get_args
 
 import torch
@@ -41,14 +40,13 @@ from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.comm.all_gather import FrameGather, are_elements
-from impl.comm.ledger import Tag
 from impl.plan.shard_layout import Band, UnitGeometry
-from impl.plan.traffic import Phase, Purpose
+from impl.plan.traffic import Phase, Purpose, Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
 from impl.unit.master_shard import MasterShard, Version
-from impl.unit.secondary_shard import SecondaryShard, place_of
+from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
@@ -56,6 +54,7 @@ class WeightGather:
 
     Attributes:
         secondary: hpZ's copy.
+        keeps: whether it keeps anything.
     """
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
@@ -67,30 +66,18 @@ class WeightGather:
         self._codecs = policy.candidates.get("weights", (policy.weights,))
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         before, after = self._axes[: self._spared], self._axes[self._spared :]
-        self.secondary = SecondaryShard(
-            geometry.name,
-            shard,
-            policy,
-            context.host,
-            context.meter,
-            place=place_of(before, wire.mesh.rank),
-            offloaded=master_shard.placement.frames,
-        )
-        self._clock, self._sends_copy, self._differences = (
-            context.clock,
-            policy.sends_copy,
-            policy.differences,
-        )
+        self.keeps = bool(before)
+        offloaded = master_shard.placement.frames
+        self.secondary = SecondaryShard(geometry, context, before, offloaded=offloaded)
+        self._clock, self._sends_copy = context.clock, policy.sends_copy
+        self._differences = policy.differences
         self._codec, self._kept_codec = policy.weights, self.secondary.codec
-        self._frame, kept = (
-            policy.planes * self._codec.frame_bytes(shard),
-            self._kept_codec.frame_bytes(shard),
-        )
+        self._frame = policy.planes * self._codec.frame_bytes(shard)
+        kept, copies = self._kept_codec.frame_bytes(shard), self.secondary.copies
         self._bands, self._rows = list[tuple[Band, ...]](), 0  # of two planes, by shard; rows of a band
         if policy.planes > 1 and isinstance(self._codec, Blocked):
             self._rows = self._codec.block_size(shard)
             self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
-        copies = math.prod(axis.size for axis in before)  # frames of hpZ's copy
         ring = self._axes == (topology.world_axis,)
         self._between = FrameGather(wire, before, self._frame) if before else None
         self._difference: FrameGather | None = None  # gathers differences
@@ -138,7 +125,7 @@ class WeightGather:
         tag = self._tag = self._tags[phase]
         self._version = version
         if self._alone:
-            self._master_shard.write_frame(flat.attach_bytes())
+            self._master_shard.write_frame(flat.attach().view(torch.uint8))
             return
         if self._again is not None and self.secondary.holds(self._version):
             self._under_way = self._again
@@ -153,7 +140,7 @@ class WeightGather:
             self._master_shard.write_difference(self._differences, copy, message, nothing=settled)
         else:
             self._under_way = self._between or self._last
-            into = flat.attach_bytes() if self._in_place else None
+            into = flat.attach().view(torch.uint8) if self._in_place else None
             message = self._under_way.open(tag, into)
             if self._bands:
                 own = self._wire.mesh.rank % self._geometry.shards

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from impl.cuda.compilation import SOURCES
-from impl.cuda.kernels import VARIANTS
-from impl.cuda.launch import Launch
+from impl.cuda.launch import SOURCES, Launch
+from tests.support.cubin import VARIANTS
 
 SHIM = Path(__file__).parent / "cuda_on_cpu.h"
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-fno-gnu-unique", "-Wall", "-Wextra")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 PURE = (
-    "codecs.codec plan.topology plan.shard_layout plan.policy plan.offload_plan plan.traffic plan.memory "
+    "codecs.codec plan.topology plan.shard_layout plan.policy plan.traffic plan.memory "
     "plan.prefetch_schedule checkpoint.manifest checkpoint.commit"
 )
 

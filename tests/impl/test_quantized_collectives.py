@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from impl import ops
 from impl.codecs.codec import Codec, CodecError, parse
 from impl.codecs.reference import random_bits
-from impl.codecs.rounding_noise import Key, Noise, bits_of
+from impl.codecs.rounding_noise import Key, Noise
 from impl.comm import reduce_scatter
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
+from tests.support.philox import bits_of
 from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import engine_codecs, raw_codecs, topologies
 

@@ -23,7 +23,7 @@ from impl.plan.memory import memory
 from impl.plan.policy import PRESETS, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, predict
-from impl.unit.whole_values import WholeValues
+from impl.unit.unit import WholeValues
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.models import Odd

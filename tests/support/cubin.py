@@ -27,10 +27,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from impl.codecs.codec import parse
+from impl.codecs.codec import FORMATS, parse
 from impl.codecs.rounding_noise import OCTET
-from impl.cuda.compilation import SOURCES, compile_kernels
-from impl.cuda.kernels import VARIANTS
+from impl.cuda.kernels import AHEAD, AHEAD_FUSED, TYPES
+from impl.cuda.launch import SOURCES, compile_kernels
+
+_ANY: Final = ("Scheme<0>", "Floats<0>")
+_ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
+VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be asked for
+    "quantize.cu": (
+        *(f"encode_held<{t}, {s}, {r}>" for t in TYPES.values() for s in AHEAD for r in _ROUNDINGS),
+        *(f"encode_general<{s}, {octets}>" for s in _ANY for octets in (1, 2)),
+        *(f"encode_{how}<{s}>" for how in ("staged", "extents", "given") for s in _ANY),
+    ),
+    "dequantize.cu": (
+        *(f"decode<{t}, {s}>" for t in TYPES.values() for s in AHEAD),
+        *(f"decode_sum<{s}, {ahead}>" for s, ahead in AHEAD.items()),
+        *(f"{kernel}_general<{s}>" for kernel in ("decode", "decode_sum") for s in _ANY),
+    ),
+    "reduce.cu": (
+        *(
+            f"decode_sum_encode<{f}, {ahead}, {s}, {r}>"
+            for f, ahead in AHEAD_FUSED.items()
+            for s in AHEAD
+            for r in _ROUNDINGS
+        ),
+        *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
+    ),
+    "formats.cu": tuple(
+        f"{what}_format<{name.partition(':')[2]}, {kind}>"
+        for name in FORMATS.values()
+        for what in ("encode", "decode")
+        for kind in TYPES.values()
+    ),
+}
 
 WARP: Final = 32
 FORMAT: Final = re.compile(r"(encode|decode)_format<(\w+), (\w+)>")
@@ -341,7 +371,7 @@ def _function(path: Path, line: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A kernel of :data:`impl.cuda.kernels.VARIANTS`.
+    """A kernel of :data:`VARIANTS`.
 
     Attributes:
         kernel: as C++ writes it.

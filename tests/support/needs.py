@@ -86,9 +86,9 @@ def _deepspeed() -> str | None:
 
 
 def _futex() -> str | None:
-    from impl.transport.futex import available
+    from impl.transport.shared_memory import futex_available
 
-    return None if available() else "a Linux whose system calls are known"
+    return None if futex_available() else "a Linux whose system calls are known"
 
 
 # What to do where it is missing; None where it is there.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from impl.comm import exchanges
 from impl.transport.staging import Staging
-from impl.unit import memory_pool
-from impl.unit.host_memory import HostMemory
+from impl.unit import context
+from impl.unit.context import HostMemory
 
 _CYCLES = 2_000_000  # of a GPU's clock, at most: a millisecond
 _SECONDS = 2e-4  # of a CPU, at most
@@ -85,7 +85,7 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
 
     take = Staging.take
     with pytest.MonkeyPatch.context() as patch:
-        for pool in (memory_pool.Pool, memory_pool.Reserve, exchanges.Buffers):
+        for pool in (context.Pool, context.Reserve, exchanges.Buffers):
             patch.setattr(pool, "give_back", poisoning(pool.give_back))
         patch.setattr(Staging, "take", taking)
         for kind, name in ((Staging, "out"), (Staging, "back"), (HostMemory, "copy")):

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from impl.codecs.codec import parse
-from impl.cuda.compilation import SOURCES, compile_kernels
-from impl.cuda.kernels import VARIANTS, Kernels
-from impl.cuda.launch import Launch, cubin
+from impl.cuda.kernels import Kernels
+from impl.cuda.launch import SOURCES, Launch, compile_kernels, cubin
 from tests.impl.codecs.properties import garbage, noise_of
 from tests.support.cubin import (
     DEVICES,
     FORMAT,
     MULTIPROCESSORS,
     PLAIN,
+    VARIANTS,
     Cubin,
     Prediction,
     _disassembler,

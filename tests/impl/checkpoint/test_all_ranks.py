@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.checkpoint.all_ranks import MESSAGE_BYTES, together
-from impl.checkpoint.commit import CheckpointError
+from impl.checkpoint.save_load import MESSAGE_BYTES, CheckpointError, together
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from impl.checkpoint import resharding
-from impl.checkpoint.all_ranks import MESSAGE_BYTES
 from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.manifest import read_manifest
-from impl.checkpoint.save_load import CheckpointError, Loaded, load, save
+from impl.checkpoint.save_load import MESSAGE_BYTES, CheckpointError, Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.codecs.codec import CodecError, Law, OwnCodec, own, parse
-from impl.codecs.own_object import LAWS
+from impl.codecs.codec import CodecError, OwnCodec, own, parse
 from impl.codecs.reference import DTYPES, REFERENCE, Carried
 from impl.comm.mesh import Mesh
 from impl.ops import operations_of
@@ -25,11 +24,6 @@ from tests.support.training import model, train
 HERE = "tests.support.own_codecs"
 ROOMY = MemoryLimits(max_padding=1.0)
 BACKENDS = [operations_of(name) for name in ("reference", "cpu")]
-
-
-def test_laws_are_those_of_ours() -> None:
-    """The names that an object may promise are those of the laws."""
-    assert tuple(law.name.lower() for law in Law) == LAWS
 
 
 @given(

@@ -14,7 +14,8 @@ from harness.laws.adversarial_rows import noises
 from harness.laws.laws import FALSE_ALARM
 from impl.codecs import reference
 from impl.codecs.codec import Blocked, Codec, FloatCodec, parse
-from impl.codecs.rounding_noise import BITS, OCTET, Clock, Key, Noise, Words, bits_of, philox
+from impl.codecs.rounding_noise import BITS, OCTET, Clock, Key, Noise, Words
+from tests.support.philox import bits_of, philox
 from tests.support.strategies import keys, stochastic_codecs
 
 ONES = 0xFFFFFFFF
@@ -129,11 +130,10 @@ def test_the_clock_keys_what_is_encoded() -> None:
     """Weights draw alike in all micro-batches of a step; gradients of every rank, pass and step draw anew."""
     clock = Clock(seed=3)
     weights, gradients = clock.weights("a"), {clock.gradients("a", rank) for rank in (0, 1)}
-    clock.next_micro_batch()
+    clock.micro_batch += 1
     assert clock.weights("a") == weights
     gradients |= {clock.gradients("a", rank) for rank in (0, 1)}
-    clock.next_step()
-    assert clock.micro_batch == 0
+    clock.step, clock.micro_batch = clock.step + 1, 0
     assert clock.weights("a") != weights
     gradients |= {clock.gradients("a", rank) for rank in (0, 1)}
     assert len(gradients) == 6

@@ -12,7 +12,8 @@ import torch
 from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.codecs.reference import Carried
-from impl.codecs.rounding_noise import Key, bits_of, philox
+from impl.codecs.rounding_noise import Key
+from tests.support.philox import bits_of, philox
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "wire_format.md").read_text(encoding="utf-8")
 KEY = Key(7, 3, 0, "blocks.0", "weights")

@@ -11,11 +11,11 @@ from impl.codecs import reference
 from impl.codecs.codec import FP32, Codec, IntCodec, parse
 from impl.codecs.rounding_noise import Clock, Noise
 from impl.comm.all_gather import FrameGather, are_elements, placed
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 from tests.support.ranks import on_threads
 from tests.support.strategies import policies, topologies
 

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from impl.comm import desync_report
-from impl.comm.desync_report import DesyncReporter
+from impl.comm import watchdog
 from impl.comm.fingerprint import CollectiveLog
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
-from impl.comm.watchdog import WireError
+from impl.comm.watchdog import DesyncReporter, WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 from tests.support.params import nightly
 
 GATHER = "all_gather of 64 B along world"
@@ -117,7 +116,7 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
 
 
 def _late(mesh: Mesh, _: None) -> str:
-    desync_report._PATIENCE_SECONDS = 1.0  # type: ignore[misc]  # this process is an entry point
+    watchdog._PATIENCE_SECONDS = 1.0  # type: ignore[misc]  # this process is an entry point
     wire = Wire(mesh, timeout=2)
     _exchange(wire, "a")
     if mesh.rank == 1:

@@ -60,7 +60,7 @@ def _accumulated(mesh: Mesh, policy: Policy, seed: int) -> tuple[Tensor, list[Te
     """(world * S,) this rank's constant gradient, and the running sums of its shard of the mean."""
     generator = torch.Generator().manual_seed(seed + mesh.rank)
     gradient = torch.rand(mesh.topology.world * policy.grain, generator=generator) + 0.2
-    errors = Errors.zero(policy, mesh.topology, policy.grain, mesh.device)
+    errors = policy.feedback and Errors(policy, mesh.topology, policy.grain, mesh.device)
     total, sums = torch.zeros(policy.grain, dtype=torch.float64), []
     for _ in range(STEPS):
         total += reduced(mesh, policy, gradient.clone(), errors=errors).double()
@@ -216,7 +216,7 @@ def test_kept_errors_are_the_formulas(topology: Topology, feedback: Feedback, re
 
 def test_foreign_state_is_refused() -> None:
     """Errors of other hops or shapes raise, naming what does not fit."""
-    errors = Errors(Feedback(), [None, (2, 8)], torch.device("cpu"))
+    errors = Errors(Policy(feedback=Feedback()), Topology(2, 2), 8, torch.device("cpu"))
     state = errors.state()
     with pytest.raises(ValueError, match="'hop0' is on one side only"):
         errors.load({**state, "hop0": torch.zeros(1)})

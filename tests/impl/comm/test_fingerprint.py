@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.comm.fingerprint import REMEMBERED, CollectiveLog, Fields, described, parting
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Axis, Topology, ranks_in_words
-from impl.plan.traffic import ORDER_BYTES, LedgerKey
+from impl.plan.traffic import ORDER_BYTES, LedgerKey, Tag
 from tests.support.ranks import on_processes, on_threads
 
 UNITS = ("", "embed", "blocks.0", "blocks.1")

@@ -14,13 +14,13 @@ from impl.codecs.codec import BF16, FP32, Codec, Sums, parse
 from impl.codecs.rounding_noise import Clock
 from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import chunked
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import as_published, policies, topologies
 
@@ -37,11 +37,12 @@ def reduced(
         hops=policy.reduce_axes(mesh.topology),
         tag=GRADIENTS,
         piece=shard,
+        ring=policy.reduce == "ring",
         chunks=chunked(shard, policy.chunks, policy.grain),
         sums=policy.sums,
     )
     key = Clock(7).gradients("u", mesh.rank)
-    return Average(how, policy.reduce, gradient, key=key, errors=errors).finish()
+    return Average(how, gradient, key=key, errors=errors).finish()
 
 
 ALL_SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
@@ -179,7 +180,7 @@ def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
         piece=8 * 64,
         chunks=chunked(8 * 64, chunks, 64),
     )
-    average = Average(how, "two_hop", gradient)
+    average = Average(how, gradient)
     before = len(opened)
     gradient.fill_(math.nan)
     return opened, before, torch.equal(average.finish(), expected)

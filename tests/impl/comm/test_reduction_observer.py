@@ -16,8 +16,7 @@ from torch import Tensor
 
 from impl import ops
 from impl.comm.mesh import Mesh
-from impl.comm.reduction_observer import Hop
-from impl.comm.wire import Wire
+from impl.comm.wire import Hop, Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.zero import shard

@@ -88,12 +88,15 @@ def test_events_do_not_pile_up_where_nobody_asks(stream: Stream) -> None:
 def test_a_wait_that_fails_is_not_counted(stream: Stream) -> None:
     """It has no end; the next ones count."""
     watchdog = Watchdog(_mesh("cuda"), streams=True)
-    with pytest.raises(WireError, match="could not finish"), watchdog.waiting(STEP):
+
+    def lost() -> None:
         raise RuntimeError("lost")
+
+    with pytest.raises(WireError, match="could not finish"):
+        watchdog.wait(STEP, lost)
     stream.run()
     assert watchdog.exposed_seconds == 0
-    with watchdog.waiting(STEP):
-        stream.queued.append(2.0)
+    watchdog.wait(STEP, lambda: stream.queued.append(2.0))
     assert watchdog.exposed_seconds == 0
     stream.run()
     assert watchdog.exposed_seconds == 2.0
@@ -107,8 +110,7 @@ def test_elsewhere_the_host_counts_its_own(
     monkeypatch.setattr(torch.cuda, "Event", None)
     wire = Wire(_mesh(device), transport=transport)
     assert wire.exposed_seconds == 0
-    with wire._watchdog.waiting(STEP):
-        time.sleep(0.01)
+    wire._watchdog.wait(STEP, lambda: time.sleep(0.01))
     assert wire.exposed_seconds >= 0.01
 
 

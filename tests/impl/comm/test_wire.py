@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from impl.comm.exchanges import Distributed
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh, MeshError
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Transport, Wire
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 from impl.transport.shared_memory import SLOTS
 from tests.support.ranks import on_processes, on_threads
 

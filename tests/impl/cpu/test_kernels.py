@@ -16,7 +16,7 @@ from impl.codecs import reference
 from impl.codecs.codec import IntCodec, Raw, parse
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
-from tests.impl.codecs.properties import (
+from tests.impl.codecs.properties import (  # noqa: F401  # tests that run here too
     Backend,
     check,
     encoded,
@@ -39,22 +39,6 @@ from tests.impl.codecs.properties import (
     use_all,
     without_reference,
 )
-
-__all__ = [
-    "test_blocks_at_the_limits_of_each_version",
-    "test_elements_need_not_be_contiguous",
-    "test_error_feedback_in_each_version",
-    "test_error_feedback_is_that_of_the_reference",
-    "test_every_edge_between_two_levels_is_rounded_as_the_reference_does",
-    "test_hostile_blocks_are_coded_as_the_reference_does",
-    "test_large_sums_encoded_again",
-    "test_lengths_at_the_edges_of_octets_and_tiles",
-    "test_rotations_of_every_size",
-    "test_strided_batches_are_coded_in_place",
-    "test_sums_are_those_of_the_reference",
-    "test_sums_encoded_again_are_those_of_the_reference",
-    "test_the_full_product",
-]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

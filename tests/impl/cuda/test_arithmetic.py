@@ -11,9 +11,10 @@ from torch import Tensor
 
 from impl.codecs.codec import FloatCodec, parse
 from impl.codecs.reference import DTYPES, _elements, _float_codes
-from impl.codecs.rounding_noise import Key, bits_of
+from impl.codecs.rounding_noise import Key
 from impl.cuda.launch import ARGUMENTS, Launch
 from tests.cuda_on_cpu import host
+from tests.support.philox import bits_of
 
 SOURCE = Path(host.__file__).parent / "arithmetic.cu"
 KERNELS = [

@@ -6,9 +6,8 @@ import itertools
 
 import pytest
 
-from impl.cuda.compilation import compile_kernels
-from impl.cuda.kernels import VARIANTS
-from tests.support.cubin import Cubin, compiled
+from impl.cuda.launch import compile_kernels
+from tests.support.cubin import VARIANTS, Cubin, compiled
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
 # Registers a thread: 65,536 of a multiprocessor over the threads that the launch bounds promise, and

@@ -7,7 +7,7 @@ import torch
 
 from impl.codecs.codec import FORMATS, parse
 from tests.impl.codecs.properties import Backend, garbage, noise_of
-from tests.impl.cpu.test_formats import (
+from tests.impl.cpu.test_formats import (  # noqa: F401  # tests that run here too
     test_a_mean_is_summed_in_one_order,
     test_blocks_far_below_the_largest_of_their_row,
     test_hostile_rows_are_coded_as_by_torch,
@@ -17,17 +17,6 @@ from tests.impl.cpu.test_formats import (
     test_sums_and_carried_errors_are_those_of_torch,
     test_zeros_of_both_signs_and_broken_blocks_among_whole_ones,
 )
-
-__all__ = [
-    "test_a_mean_is_summed_in_one_order",
-    "test_blocks_far_below_the_largest_of_their_row",
-    "test_hostile_rows_are_coded_as_by_torch",
-    "test_lengths_around_blocks_and_pieces",
-    "test_no_format_is_left_to_torch",
-    "test_numbers_beside_every_tie_are_coded_as_by_torch",
-    "test_sums_and_carried_errors_are_those_of_torch",
-    "test_zeros_of_both_signs_and_broken_blocks_among_whole_ones",
-]
 
 
 @pytest.mark.parametrize("order", [1, 7])

@@ -85,46 +85,27 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(codec: str) -> None:
         assert all(torch.isfinite(each).all() for each in weights)
 
 
-class _Gradients:
-    """An engine whose norms are given."""
-
-    def __init__(self, norms: list[float]) -> None:
-        self.norms, self.factors, self.forgotten = norms, list[float](), 0
-
-    def grad_norm(self, norm_type: float) -> Tensor:
-        return torch.tensor(self.norms.pop(0), dtype=torch.float64)
-
-    def scale_gradients(self, factor: float) -> None:
-        self.factors.append(factor)
-
-    def forget_overflow(self) -> None:
-        self.forgotten += 1
-
-
 def test_the_scale_moves_as_it_says() -> None:
     """It doubles after a window of good steps and halves at an overflow; at the least that is an error."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
-    gradients = _Gradients([8.0, 8.0, math.nan, math.inf, math.inf])
-    assert scaler.step(gradients, [optimizer], max_norm=1.0).norm == 2.0
-    assert gradients.factors == [pytest.approx(0.25 * 0.5, rel=1e-6)]
-    scaler.step(gradients, [optimizer])
+    assert scaler.factor(2.0, 1.0) == pytest.approx(0.25 * 0.5, rel=1e-6)
+    scaler.stepped()
+    assert scaler.factor(2.0, None) == 0.25
+    scaler.stepped()
     assert scaler.scale == 8.0
-    assert not scaler.step(gradients, [optimizer]).done
+    assert scaler.factor(math.nan, None) is None
     resumed = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
     resumed.load_state_dict(scaler.state_dict())
     assert (resumed.scale, resumed.skipped) == (4.0, 1)
-    assert not resumed.step(gradients, [optimizer]).done
+    assert resumed.factor(math.inf, None) is None
     with pytest.raises(LossScaleError, match="loss scale of 2, the smallest"):
-        resumed.step(gradients, [optimizer])
-    assert gradients.forgotten == 3
+        resumed.factor(math.inf, None)
 
 
 def test_a_fixed_scale_stays() -> None:
     """Overflows under a fixed scale are skipped steps, and counted."""
     scaler = LossScaler(LossScale(initial=512.0, window=0))
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert not scaler.step(_Gradients([math.inf]), [optimizer]).done
+    assert scaler.factor(math.inf, None) is None
     assert (scaler.scale, scaler.skipped) == (512.0, 1)
 
 

@@ -9,13 +9,14 @@ from impl.plan.topology import Topology
 from tests.support.python_calls import calls_of_gather, calls_of_step
 from tests.support.ranks import on_processes
 
-STEP, UNIT, GATHER = 700, 350, 60
+STEP, UNIT, FILES, GATHER = 450, 250, 20, 60
 
 
 def test_a_step_makes_few_python_calls() -> None:
-    """Of two units, on one of four gloo ranks; and what a third unit adds."""
+    """Of two units, on one of four gloo ranks, in few files; and what a third unit adds."""
     two, three = (on_processes(Topology(1, 4), calls_of_step, units, "zero3")[0][0] for units in (2, 3))
     assert two.calls <= STEP
+    assert two.files <= FILES
     assert three.calls - two.calls <= UNIT
 
 

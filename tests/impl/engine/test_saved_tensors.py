@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.engine.saved_tensors import SavedTensors
+from impl.engine.outside_uses import SavedTensors
 from impl.pytree import memory_of
 from impl.unit.unit import Unit
 

@@ -228,7 +228,7 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
     net = copy.deepcopy(NET)
     zero = shard(net, mesh=mesh, policy=policy)
     seen = [0]
-    reductions = zero.units[0]._passes.reductions
+    reductions = zero.units[0].reduction.queue
     start = reductions._start
 
     def watched(reduction: Any) -> None:

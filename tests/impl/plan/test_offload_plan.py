@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.offload_plan import ON_DEVICE, placements_of, realised
 from impl.plan.policy import Offload, Policy
 from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
+from impl.plan.traffic import ON_DEVICE, placements_of, realised
 
 shares = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
 

@@ -15,7 +15,7 @@ def test_prefetch_stays_within_its_limits_and_in_order(sizes: list[int], prefetc
     """What is gathered ahead are the next units, in order, within the element and count limits."""
     schedule = Schedule(sizes, tuple(range(1, len(sizes))), (0,), prefetch)
     for unit in range(len(sizes)):
-        for ahead, step in ((schedule.ahead_in_forward(unit), 1), (schedule.ahead_in_backward(unit), -1)):
+        for ahead, step in ((schedule.ahead_in_forward[unit], 1), (schedule.ahead_in_backward[unit], -1)):
             first = unit + step if unit else (1 if step == 1 else len(sizes) - 1)
             assert ahead == [first + step * i for i in range(len(ahead))]
             assert sum(sizes[i] for i in ahead) <= prefetch
@@ -33,5 +33,5 @@ def test_units_that_were_seen_to_run_come_first_in_their_order() -> None:
     """What runs in another order than the model's is gathered ahead, and reduced, in that one."""
     schedule = Schedule([1] * 4, (1, 2, 3), (0,), 1).after([3, 1])
     assert schedule.order == (3, 1, 2)
-    assert schedule.ahead_in_forward(3) == [1]
+    assert schedule.ahead_in_forward[3] == [1]
     assert schedule.reduction_order == (2, 1, 3, 0)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.machine import CodecCost, Machine
 from impl.plan.policy import PRESETS, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
-from impl.plan.step_time import Step, loads_of, step_of
+from impl.plan.step_time import CodecCost, Machine, Step, loads_of, step_of
 from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds, pass_time
 from impl.plan.topology import Topology
 from impl.plan.traffic import Load as Passes

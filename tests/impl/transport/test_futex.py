@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from impl.transport import futex
+from impl.transport.shared_memory import futex_wait, futex_wake
 
 pytestmark = pytest.mark.needs("futex")
 
@@ -19,14 +19,14 @@ def test_a_changed_word_is_not_waited_for() -> None:
     """If the word is not what was last seen, waiting returns at once."""
     word = torch.tensor([7], dtype=torch.int64)
     begin = time.monotonic()
-    futex.wait(word.data_ptr(), 6, 60.0)
+    futex_wait(word.data_ptr(), 6, 60.0)
     assert time.monotonic() - begin < 30
 
 
 def test_waiting_ends_by_itself() -> None:
     """Nobody wakes it: it returns after its time."""
     word = torch.tensor([7], dtype=torch.int64)
-    futex.wait(word.data_ptr(), 7, 0.05)
+    futex_wait(word.data_ptr(), 7, 0.05)
 
 
 def _write(name: int, ready: object) -> None:
@@ -35,7 +35,7 @@ def _write(name: int, ready: object) -> None:
         ready.wait()  # type: ignore[attr-defined]
         word = torch.frombuffer(memory, dtype=torch.int64)
         word[0] = 1
-        futex.wake(word.data_ptr())
+        futex_wake(word.data_ptr())
         del word
 
 
@@ -53,7 +53,7 @@ def test_another_process_wakes_it() -> None:
     writer.start()
     threading.Timer(0.2, ready.set).start()
     while int(word[0]) == 0:
-        futex.wait(word.data_ptr(), 0, 60.0)
+        futex_wait(word.data_ptr(), 0, 60.0)
     writer.join()
     assert int(word[0]) == 1
     os.close(handle)

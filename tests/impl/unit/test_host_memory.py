@@ -18,12 +18,11 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.engine.engine import describe
 from impl.plan.memory import ADAM_BYTES, memory
-from impl.plan.offload_plan import Copied, CopyKey
 from impl.plan.policy import Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, predict
+from impl.plan.traffic import Copied, CopyKey, Event, predict
 from impl.transport.side_stream import Arrival
-from impl.unit.host_memory import ACCOUNTING, HostMemory
+from impl.unit.context import ACCOUNTING, HostMemory
 from impl.zero import Zero, shard
 from tests.support.models import Odd
 from tests.support.ranks import on_threads

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from impl.unit.memory_pool import Meter, Reserve
+from impl.unit.context import Meter, Reserve
 
 SIZES = st.sampled_from([1, 2, 3, 5, 8])
 # A positive number takes that many elements; 0 gives the oldest buffer back.
