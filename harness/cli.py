@@ -87,8 +87,6 @@ def _show_bench(record: Path | None) -> None:
 
 
 bench.app.command("formats")(lab.formats)
-
-
 app.add_typer(bench.app, name="bench", result_callback=_show_bench)
 app.add_typer(check.app, name="check")
 app.command(name="train")(train_command.train)
@@ -327,7 +325,10 @@ def show(
     _check_form(as_json, as_csv)
     out = fitted_table.console()
     if again:
-        print(_script(_record(what, results)), end="")
+        path = _record(what, results)
+        if (one := read(path)).run is None:
+            raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
+        print(reproduce.script(one, run_record.read(path.parent, one.run)), end="")
         return
     if follow:
         _follow(load(Path(what)), results, out)
@@ -502,14 +503,6 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: S
     print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
 
 
-def _script(path: Path) -> str:
-    """What runs the trial of a record again."""
-    record = read(path)
-    if record.run is None:
-        raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
-    return reproduce.script(record, run_record.read(path.parent, record.run))
-
-
 def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
     is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
@@ -561,13 +554,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except (
-        SuiteError,
-        RecordError,
-        Refusal,
-        bench_record.BenchError,
-        CheckpointError,
-    ) as error:
+    except (SuiteError, RecordError, Refusal, bench_record.BenchError, CheckpointError) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)

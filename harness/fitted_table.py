@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,27 +32,16 @@ def console(*, stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        name: its heading, which may break at dots and spaces.
-        cells: by row.
-        unit: of all cells; stands in the heading.
-        marks: what stands behind each cell; empty for nothing behind any.
-        number: whether it is aligned to the right, and never folded.
-        rank: importance; columns of rank 0 are never left out, those of the highest rank are first.
-        always: whether it is a column even where it holds one value.
-        whole: whether no cell is ever folded, since it is there to be copied.
-    """
-
-    name: str
-    cells: Sequence[str]
-    unit: str = ""
-    marks: Sequence[str] = ()
-    number: bool = True
-    rank: int = 0
-    always: bool = False
-    whole: bool = False
+    name: str  # its heading, which may break at dots and spaces
+    cells: Sequence[str]  # by row
+    unit: str = ""  # of all cells; stands in the heading
+    marks: Sequence[str] = ()  # what stands behind each cell; empty for nothing behind any
+    number: bool = True  # whether it is aligned to the right, and never folded
+    rank: int = 0  # importance; columns of rank 0 are never left out, those of the highest rank are first
+    always: bool = False  # whether it is a column even where it holds one value
+    whole: bool = False  # whether no cell is ever folded, since it is there to be copied
 
     @property
     def heading(self) -> str:
@@ -92,6 +81,20 @@ def sizes(
     return Column(name, cells, f"{unit}{per}", marks, rank=rank)
 
 
+def numbers(
+    name: str,
+    values: Iterable[float | str | None],
+    form: str,
+    unit: str = "",
+    *,
+    rank: int = 0,
+    marks: Sequence[str] = (),
+) -> Column:
+    """A column of values in a format, followed by marks; ``-`` for what is not known."""
+    cells = ["-" if value is None else format(value, form) for value in values]
+    return Column(name, cells, unit, marks, rank=rank)
+
+
 def show(columns: Sequence[Column], out: Console, *, whole: str) -> None:
     """Print columns as a table that fits; ``whole`` names where all of it is to be had."""
     shown = [column for column in columns if column.always or column.varies]
@@ -113,8 +116,9 @@ def show(columns: Sequence[Column], out: Console, *, whole: str) -> None:
 
 
 def say(line: str, out: Console) -> None:
-    """Print a line, broken at words in a terminal; elsewhere it stays one line."""
-    out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
+    """Print a line, if it says anything, broken at words in a terminal; elsewhere it stays one line."""
+    if line:
+        out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 
 
 def _fits(table: Table, out: Console) -> bool:

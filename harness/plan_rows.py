@@ -20,8 +20,7 @@ from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
 from impl.codecs.codec import ITEM_BYTES
-from impl.plan.machine import Machine
-from impl.plan.step_time import StepTime
+from impl.plan.step_time import Machine, StepTime
 
 WHOLLY_SHARDED: Final = 3  # stage of ZeRO
 TIMED: Final = (

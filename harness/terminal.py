@@ -15,7 +15,7 @@ from harness import fitted_table
 from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.expected_time import Expected
-from harness.fitted_table import Column, sizes, text
+from harness.fitted_table import Column, numbers, sizes, text
 from harness.plan_rows import timed
 from harness.records.confidence_intervals import FEWEST
 from harness.records.memory_parts import on_device, on_host
@@ -37,7 +37,7 @@ from harness.suites.peers import PEERS
 from harness.suites.question import LEAST_STEPS
 from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
-from impl.plan.machine import Machine
+from impl.plan.step_time import Machine
 
 _MOST_CELLS: Final = 6  # that are named one by one
 _PLANNED: Final = (
@@ -90,14 +90,13 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     fitted_table.say(_PLANNED, out)
     if machine is not None:
         fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
-    _say_padding((one.padding for one in rows), out)
+    fitted_table.say(padded_in_words(one.padding for one in rows), out)
     for number, why in enumerate(notes, 1):
         count = sum(why in _reasons(one) for one in rows)
         what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
         what = "cannot run here" if what == "no" else what
         fitted_table.say(f"{number}: {what} ({count} of {len(rows)} cells): {one_line(why)}", out)
-    if short := _too_short(found):
-        fitted_table.say(short, out)
+    fitted_table.say(_too_short(found), out)
 
 
 def expected_time(found: Expected | str, out: Console) -> None:
@@ -119,24 +118,22 @@ def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[s
     """The columns of a plan, the least important of the highest rank."""
     trials = [one.trial.canonical() for one in rows]
     marks = [padded(one.padding) for one in rows]
-    millions = [NONE if one.parameters is None else f"{one.parameters / 1e6:,.2f}" for one in rows]
+    memory = [None if one.memory is None else sum(on_device(one.memory).values()) for one in rows]
     columns = [
         *(text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]),
-        Column("parameters", millions, "M", marks, rank=3),
+        numbers(
+            "parameters",
+            [one.parameters and one.parameters / 1e6 for one in rows],
+            ",.2f",
+            "M",
+            rank=3,
+            marks=marks,
+        ),
         sizes("between nodes", [one.inter for one in rows], per="/step"),
         sizes("inside nodes", [one.intra for one in rows], per="/step", rank=4),
         sizes("out of a node", [one.egress for one in rows], per="/step", rank=5),
-        Column(
-            "on the wire",
-            [NONE if one.wire_seconds is None else f"{one.wire_seconds:.3f}" for one in rows],
-            "s/step",
-            rank=1,
-        ),
-        sizes(
-            "memory/rank",
-            [None if one.memory is None else sum(on_device(one.memory).values()) for one in rows],
-            rank=2,
-        ),
+        numbers("on the wire", [one.wire_seconds for one in rows], ".3f", "s/step", rank=1),
+        sizes("memory/rank", memory, rank=2),
     ]
     if any(one.secondary for one in rows):
         frames, wide = ([one.secondary and one.secondary[way] for one in rows] for way in (0, 1))
@@ -152,37 +149,28 @@ def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[s
 def _modelled(rows: Sequence[Forecast], machine: Machine) -> list[Column]:
     """The columns of predicted steps."""
     table = timed(rows, machine)
-
-    def column(heading: str, key: str, form: str, unit: str, rank: int) -> Column:
-        return Column(
-            heading, [NONE if (v := row[key]) is None else f"{v:{form}}" for row in table], unit, rank=rank
-        )
-
     return [
-        column("step, modelled", "seconds", ".3g", "s", 0),
-        column("speed-up", "speed_up", ".2f", "", 1),
-        column("tokens", "tokens_per_second", ",.0f", "/s", 3),
-        column("speed", "tflops", ".3g", "TFLOPS/rank", 4),
-        column("basis", "basis", "", "", 2),
+        numbers(heading, [row[key] for row in table], form, unit, rank=rank)
+        for heading, key, form, unit, rank in (
+            ("step, modelled", "seconds", ".3g", "s", 0),
+            ("speed-up", "speed_up", ".2f", "", 1),
+            ("tokens", "tokens_per_second", ",.0f", "/s", 3),
+            ("speed", "tflops", ".3g", "TFLOPS/rank", 4),
+            ("basis", "basis", "", "", 2),
+        )
     ]
 
 
-def _too_short(found: Sequence[Forecast]) -> str | None:
-    """Why a suite that validates will give no verdict on losses; None if it may."""
+def _too_short(found: Sequence[Forecast]) -> str:
+    """Why a suite that validates will give no verdict on losses; empty if it may."""
     validated = [one.trial for one in found if one.trial.validate_every is not None]
     if not validated:
-        return None
+        return ""
     seeds = len({trial.seed for trial in validated})
     steps = min(trial.warmup + trial.steps for trial in validated)
     short = [f"{steps} steps where {LEAST_STEPS} are needed"] if steps < LEAST_STEPS else []
     short += [f"{counted(seeds, 'seed')} where {FEWEST} are needed"] if seeds < FEWEST else []
-    return f"Too short for a verdict on losses: {', and '.join(short)}." if short else None
-
-
-def _say_padding(shares: Iterable[float], out: Console) -> None:
-    """What the mark in the table above means, if it stands there."""
-    if said := padded_in_words(shares):
-        fitted_table.say(said, out)
+    return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
 def _marks(one: Record, found: Summary) -> str:
@@ -190,12 +178,6 @@ def _marks(one: Record, found: Summary) -> str:
     if found.sent is None:
         return ""
     return padded(one.padding) + (f" {INTERFACES}" if found.by_interfaces else "")
-
-
-def _say_interfaces(found: Iterable[Summary], out: Console) -> None:
-    """What the mark of bytes without a ledger means, if it stands there."""
-    if any(one.by_interfaces for one in found):
-        fitted_table.say(INTERFACES_IN_WORDS, out)
 
 
 def _reasons(one: Forecast) -> tuple[str, ...]:
@@ -230,11 +212,6 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     several = [text("sweep", sweeps, rank=2)] if any(record.sweep for record in found) else []
     marks = [_marks(*both) for both in zip(found, measured, strict=True)]
 
-    def numbers(
-        name: str, values: Iterable[float | None], form: str, unit: str = "", rank: int = 0
-    ) -> Column:
-        return Column(name, [NONE if v is None else format(v, form) for v in values], unit, rank=rank)
-
     columns = [
         Column("id", [record.id for record in found], number=False, always=True, whole=True),
         text("strategy", [in_words(trial.get("strategy")) for trial in trials]),
@@ -249,8 +226,8 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
         text("outcome", ["ok" if one.failure is None else one.failure.kind for one in found]),
     ]
     fitted_table.show(columns, out, whole="--json and --csv have all")
-    _say_padding((record.padding for record in found), out)
-    _say_interfaces(measured, out)
+    fitted_table.say(padded_in_words(record.padding for record in found), out)
+    fitted_table.say(INTERFACES_IN_WORDS if any(one.by_interfaces for one in measured) else "", out)
     for record in found:
         if record.failure is not None:
             log = f"; log {folder / record.failure.log}" if record.failure.log else ""
@@ -295,7 +272,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines.items():
         table.add_row(name, escape(in_words(value)))
     out.print(table)
-    _say_interfaces([found], out)
+    fitted_table.say(INTERFACES_IN_WORDS if found.by_interfaces else "", out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 

@@ -2,7 +2,7 @@
 
 Trials of two models, of two batches each, train over an open link, with quantisation and without, and over a
 slow one; what their ranks computed by themselves, in their steps and of codecs alone gives a
-:class:`~impl.plan.machine.Machine` by non-negative least squares of relative errors.  No step's duration is
+:class:`~impl.plan.step_time.Machine` by non-negative least squares of relative errors.  No step's duration is
 fitted: seconds are of processors, and the wait for the link follows from its rate.
 """
 
@@ -33,12 +33,11 @@ from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.machine import CodecCost, Machine
-from impl.plan.step_time import Step, step_of
+from impl.plan.step_time import CodecCost, Machine, Step, step_of
 from impl.plan.topology import Topology
+from impl.plan.traffic import Tag
 
 CODECS: Final = (
     "fp32", "bf16", "fp16", "int8:2048", "int8:128", "int6:256", "int4:128", "int4:256:clip", "int4:2048",
@@ -80,16 +79,7 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine, in about two minutes.
-
-    Args:
-        name: of the machine.
-        results: folder of all suites' results; the trials' records stay there.
-        console: where progress is printed.
-
-    Raises:
-        Refusal: if a trial failed.
-    """
+    """Measure this machine, ``name``, in two minutes; records stay below ``results``, all must succeed."""
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     outcome = run_sweep(Suite(SUITE, "What does this machine achieve?"), asked, folder, console)
     if outcome.failed or outcome.interrupted:
@@ -135,22 +125,14 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one trial of the calibration took, in seconds of a rank's processor in a step.
+    """What one trial of the calibration took, in seconds of a rank's processor in a step."""
 
-    Attributes:
-        step: what it asked for.
-        computing: of its passes by themselves.
-        stepping: of the optimizer by itself.
-        in_steps: of all that it did in a step.
-        took: of the clock, its median step.
-        achieved: share of the asked rate that the link achieved; None where it was not held to one.
-    """
-
-    step: Step
-    computing: float
-    stepping: float
-    in_steps: float
-    took: float
+    step: Step  # what it asked for
+    computing: float  # of its passes by themselves
+    stepping: float  # of the optimizer by itself
+    in_steps: float  # of all that it did in a step
+    took: float  # of the clock, its median step
+    # share of the asked rate that the link achieved; None where it was not held to one
     achieved: float | None
 
     @classmethod
@@ -205,7 +187,10 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         slower = one.computing / machine.compute(one.step.parameters, one.step.tokens, len(one.step.units))
         coding = busy(replace(blank, codecs=machine.codecs), one)
         seconds.append(max(0.0, (one.in_steps - one.computing - one.stepping) / slower - coding))
-        terms.append({name: busy(_only(blank, name), one) for name in ("unit", "element", "message", "sent")})
+        terms.append({})
+        for name in ("unit", "element", "message", "sent"):
+            second: dict[str, Any] = {name: 1.0}
+            terms[-1][name] = busy(replace(blank, **second), one)
     engine = _fitted(terms, seconds, [one.in_steps for one in free])
     shards = [sum(unit.shard for unit in one.step.units) for one in measured]
     made = replace(
@@ -219,12 +204,6 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     )
     errors = [math.log(one.took / step_of(made, one.step).seconds) for one in measured]
     return replace(made, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
-
-
-def _only(blank: Machine, name: str) -> Machine:
-    """``blank`` where one of what ``name`` counts takes a second."""
-    changed: dict[str, Any] = {name: 1.0}
-    return replace(blank, **changed)
 
 
 def _fitted(

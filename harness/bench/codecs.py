@@ -55,19 +55,12 @@ _QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the h
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Elements of one type on one device, and what operations on them write, which all share.
+    """Elements of one type on one device, and what operations on them write, which all share."""
 
-    Attributes:
-        x: (S,) the elements; what the reference copies.
-        target: (S,) to which it copies them.
-        out: (S,) to which frames are decoded.
-        error: (S,) fp32, what encoding carries over.
-    """
-
-    x: Tensor
-    target: Tensor
-    out: Tensor
-    error: Tensor
+    x: Tensor  # (S,) the elements; what the reference copies
+    target: Tensor  # (S,) to which it copies them
+    out: Tensor  # (S,) to which frames are decoded
+    error: Tensor  # (S,) fp32, what encoding carries over
 
     @classmethod
     def of(cls, x: Tensor) -> Buffers:

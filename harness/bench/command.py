@@ -191,9 +191,6 @@ class _Run:
         """Run ``target`` on fresh processes, and show how far they are; status 1 if one fails.
 
         A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
-
-        Raises:
-            BenchError: if there can be no such link, or ranks refuse what was asked.
         """
         from harness.cluster.link import LinkError, Setting, open_link
         from harness.cluster.rank_processes import Launch, LaunchError, run_ranks

@@ -28,12 +28,11 @@ from harness.suites.trial import Model
 from harness.workloads import corpus
 from harness.workloads.models import build
 from impl.codecs.codec import parse
-from impl.comm.ledger import Tag
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.policy import preset
 from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import Load, predict
+from impl.plan.traffic import Load, Tag, predict
 from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 
@@ -121,9 +120,7 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, chunks: int, seconds: float) -> list[Sample]:
-    """Time both hops by themselves, and whole reductions in one chunk and in several, in turns for about
-    ``seconds``; the target of every rank.
-    """
+    """Time both hops alone, and reductions in one chunk and several, in turns; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
     gradient = torch.randn(
@@ -159,7 +156,8 @@ def _sent(zero: Zero) -> list[int]:
 
 def _trained(model: nn.Module, zero: Zero | None = None) -> Callable[[Batch], Took]:
     """A step of a plain torch training loop, sharded by ``zero`` or alone."""
-    optimizer = optimizer_of(model.parameters() if zero is None else zero.param_groups())
+    parameters: Any = model.parameters() if zero is None else zero.param_groups()
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
     def one(batch: Batch) -> Took:
         begin = time.perf_counter()
@@ -213,8 +211,3 @@ def model_of(name: str, **arguments: int) -> nn.Module:
     """Build a preset's model, equal on every rank."""
     torch.manual_seed(0)
     return build(Model(name=name, arguments=arguments), SEQUENCE)
-
-
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """The optimizer of the policy's step and of compute alone."""
-    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)

@@ -26,19 +26,12 @@ def interleaved(
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each contender once per round, in rotating order, all ranks starting at a barrier.
+    """Run each contender once per round, in rotating order, all ranks starting at a barrier; all must call
+    it.
 
-    Args:
-        rank: this rank; all must call it.
-        contenders: called with what ``prepare`` returned.
-        stage: for progress output.
-        rounds: the fewest and the most.
-        prepare: makes the input of a round, untimed; called with the round's number, where 0 is the
-            warm-up, in which buffers are allocated and orders recorded.
-        seconds: approximate time of all rounds.
-
-    Returns:
-        Results of each contender by round, without the warm-up.
+    Contenders are called with what ``prepare`` made, untimed, of the round's number, where 0 is the warm-up,
+    in which buffers are allocated and orders recorded. ``rounds`` are the fewest and the most, as fit
+    ``seconds``. Returns the results of each contender by round, without the warm-up.
     """
     found: list[list[T]] = [[] for _ in contenders]
     (fewest, most), begin, index = rounds, 0.0, 0

@@ -14,7 +14,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
-from harness.cluster.rank_processes import BACKENDS, Launch, run_ranks, start_server
+from harness.cluster.rank_processes import run_ranks, start_server
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records.record import write_whole
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
 from harness.runs.rank_trial import Assignment, TrialRun
-from harness.runs.trial_on_cluster import setting_of
+from harness.runs.trial_on_cluster import Cluster, setting_of
 from harness.suites.trial import Trial
 from impl import ops
-from impl.comm.timeline import WAITING, Span, Timeline
+from impl.comm.ledger import WAITING, Span, Timeline
 
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _PART: Final = "part of the step"  # computing, with what happens in it
@@ -40,14 +40,10 @@ _PART: Final = "part of the step"  # computing, with what happens in it
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """One rank's step.
-
-    Attributes:
-        seconds: of the step; ``before``, of the one before it, which nothing noted.
-    """
+    """One rank's step."""
 
     spans: list[Span]
-    seconds: float
+    seconds: float  # of the step; ``before``, of the one before it, which nothing noted
     before: float
 
 
@@ -63,34 +59,18 @@ def refused(trial: Trial) -> str | None:
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
-    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
-
-    Raises:
-        Refusal: if it has no trace.
-        LinkError, LaunchError: if the link or a rank fails.
-    """
+    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results."""
     if (why := refused(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
     start_server()
-    topology = trial.topology()
     path = path_of(folder, trial.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    link = open_link(setting_of(trial), secrets.token_hex(3))
-    try:
-        launch = Launch(
-            topology=topology,
-            ports=link.ports,
-            paced_mbit=link.paced_mbit,
-            paced_latency_ms=link.setting.latency_ms,
-            threads=trial.threads or max(1, machine.cores() // topology.world),
-            timeout_seconds=trial.timeout_seconds,
-            log=path.with_suffix(".log"),
-            backend=BACKENDS.get(trial.cluster.transport, trial.cluster.transport),
+    with open_link(setting_of(trial), secrets.token_hex(3)) as link:
+        launch = replace(
+            Cluster(folder, None).launch(trial, link, ""), log=path.with_suffix(".log"), scratch=None
         )
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
-    finally:
-        link.close()
     pool = machine.pool_key(machine.facts(), machine.code())
     write_whole(path, json.dumps(chrome(trial, found, pool)))
     return path, found

@@ -42,21 +42,15 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which node of a run this supervisor is, and where the store of all is served.
-
-    Attributes:
-        port: of the store; 0 lets the process that serves it choose one.
-        serves: whether this process serves the store.
-        prefix: of all keys; differs between runs that share a store.
-        waits: whether this process is no supervisor, but another one that the launcher started on its node.
-    """
+    """Which node of a run this supervisor is, and where the store of all is served."""
 
     node: int
     nodes: int
     host: str
-    port: int
-    serves: bool
-    prefix: str = "zeropp"
+    port: int  # of the store; 0 lets the process that serves it choose one
+    serves: bool  # whether this process serves the store
+    prefix: str = "zeropp"  # of all keys; differs between runs that share a store
+    # whether this process is no supervisor, but another one that the launcher started on its node
     waits: bool = False
 
     @property
@@ -64,13 +58,13 @@ class Place:
         """Whether this is not the process that says what is run."""
         return self.waits or self.node != 0
 
+    def ranks_of(self, work: int) -> Place:
+        """Where the ranks of all hosts meet for a piece of work, by its number."""
+        return replace(self, prefix=f"{self.prefix}/ranks/{work}")
+
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by torchrun's variables; None if torchrun did not start it.
-
-    Raises:
-        Refusal: naming a variable that is missing or no number.
-    """
+    """This process's place by torchrun's variables, which must all be there; None if it did not start it."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
@@ -87,11 +81,7 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step; None outside of one.
-
-    Raises:
-        Refusal: naming a variable that is missing or no number, or the nodes that Slurm does not name.
-    """
+    """This process's place by the variables of a Slurm job step, which must all be there; None outside."""
     if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
@@ -127,11 +117,7 @@ def _slurm_address(name: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This machine's address from which ``host`` is reached; nothing is sent.
-
-    Raises:
-        Refusal: if the name is unknown, or there is no way to it.
-    """
+    """This machine's address from which ``host`` is reached, a Refusal if it is not; nothing is sent."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -152,11 +138,7 @@ class Channel:
     """One supervisor's end of the control channel; a context manager, in which its heart beats."""
 
     def __init__(self, place: Place) -> None:
-        """Connect to the store, or serve it.
-
-        Raises:
-            Refusal: if nobody answers there, or the port is taken.
-        """
+        """Connect to the store, or serve it; a Refusal if nobody answers there, or the port is taken."""
         self.place = place
         self._store = self._connect(serve=place.serves)
         self._beats: dict[int, tuple[Any, float]] = {}
@@ -172,30 +154,18 @@ class Channel:
         self._heart.join()
 
     def post(self, key: str, value: Any) -> None:
-        """Store ``value`` as JSON.
-
-        Raises:
-            ChannelError: if the store is gone.
-        """
+        """Store ``value`` as JSON; a ChannelError if the store is gone."""
         _set(self._store, key, value)
 
     def read(self, key: str) -> Any:
-        """What was posted under ``key``; None if nothing was yet.
-
-        Raises:
-            ChannelError: if the store is gone.
-        """
+        """What was posted under ``key``; None if nothing was yet. A ChannelError if the store is gone."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
         except (RuntimeError, ValueError) as error:
             raise ChannelError(_line(error)) from error
 
     def wait(self, key: str, *, of: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """Wait for what node ``of`` posts under ``key``, and call ``meanwhile`` now and then.
-
-        Raises:
-            ChannelError: if that node is lost.
-        """
+        """Wait for what node ``of`` posts, calling ``meanwhile``; a ChannelError if that node is lost."""
         while (found := self.read(key)) is None:
             if self.lost((of,)) is not None:
                 raise ChannelError(f"node {of} of {self.place.nodes} does not answer any more")
@@ -265,13 +235,10 @@ def _line(error: BaseException) -> str:
 
 
 def port_towards(channel: Channel) -> Port:
-    """The interface of this host that leads to the other nodes, with its address.
+    """The interface of this host that leads to the other nodes, with its address; a Refusal if there is none.
 
-    ``GLOO_SOCKET_IFNAME`` has the last word.  Otherwise a node takes the address from which it reaches the
+    ``GLOO_SOCKET_IFNAME`` has the last word. Otherwise a node takes the address from which it reaches the
     first node, and the first node the one at which the others reach it.
-
-    Raises:
-        Refusal: if there is no such interface.
     """
     place = channel.place
     if (named := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:

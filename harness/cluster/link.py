@@ -71,21 +71,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: network interface, its IPv4 address, and namespace of its ranks.
+    """A node's end of the link: network interface, its IPv4 address, and namespace of its ranks."""
 
-    Attributes:
-        interface: name for gloo and for the byte counters; None leaves the choice to gloo.
-        holder: pid of a process inside the node's network namespace; None is the host's own namespace.
-        shaped: whether NCCL, too, has to send through the interface.
-        hcas: InfiniBand adapters that NCCL may use, separated by commas; empty leaves the choice to it.
-        control: the keeper's Unix-domain socket (:func:`opened`), where it can hold the link to no rate.
-    """
-
-    interface: str | None
+    interface: str | None  # name for gloo and for the byte counters; None leaves the choice to gloo
     address: str
+    # pid of a process inside the node's network namespace; None is the host's own namespace
     holder: int | None = None
-    shaped: bool = False
+    shaped: bool = False  # whether NCCL, too, has to send through the interface
+    # InfiniBand adapters that NCCL may use, separated by commas; empty leaves the choice to it
     hcas: str = ""
+    # the keeper's Unix-domain socket (`opened`), where it can hold the link to no rate
     control: str = ""
 
 
@@ -132,15 +127,8 @@ def nccl_in_words(ports: Sequence[Port]) -> str:
 
 
 def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -> str:
-    """The InfiniBand adapters that a node's NCCL may use, as :class:`Port` has them.
-
-    Args:
-        asked: a number, of the first ones, or names.
-        there: names of the node's adapters with an active port, in order.
-        node: its number, for the message.
-
-    Raises:
-        LinkError: if it has not as many, or not those.
+    """The InfiniBand adapters that a node's NCCL may use, as :class:`Port` has them: the first of those
+    ``there`` with an active port, or those named; a LinkError if there are not as many, or not those.
     """
     has = f"node {node} has {len(there)} with an active port ({', '.join(there) or 'none'})"
     if isinstance(asked, int):
@@ -167,30 +155,21 @@ def message_bytes(setting: Setting) -> int:
 
 @dataclass(slots=True)
 class Link:
-    """An open link between nodes; a context manager that closes it.
-
-    Attributes:
-        kind: what was opened, for the reason ``why``: namespaces, paced, none, real or shaped.
-        ports: one per node.
-        details: burst, queue, MTU and the like, for the record.
-        calibrated_mbit: Mbit/s per repetition, filled in by the sweep.
-        release: lets go of the interfaces of a shaped link.
-        requested_mbit: of the slowest node; None is unshaped.
-        paced_mbit: Mbit/s at which our wire paces itself, if the link is ``paced``.
-        message_bytes: of a calibration; 0 of one node.
-    """
+    """An open link between nodes; a context manager that closes it."""
 
     setting: Setting
-    kind: str
+    kind: str  # what was opened, for the reason ``why``: namespaces, paced, none, real or shaped
     why: str
-    ports: tuple[Port, ...]
-    details: dict[str, Any] = field(default_factory=dict)
+    ports: tuple[Port, ...]  # one per node
+    details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for the record
+    # Mbit/s per repetition, filled in by the sweep
     calibrated_mbit: list[float] = field(default_factory=list)
     _keeper: subprocess.Popen[str] | None = None
-    release: Callable[[], None] | None = None
-    requested_mbit: float | None = field(init=False)
+    release: Callable[[], None] | None = None  # lets go of the interfaces of a shaped link
+    requested_mbit: float | None = field(init=False)  # of the slowest node; None is unshaped
+    # Mbit/s at which our wire paces itself, if the link is ``paced``
     paced_mbit: float | None = field(init=False)
-    message_bytes: int = field(init=False)
+    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
 
     def __post_init__(self) -> None:
         self.requested_mbit = self.setting.slowest_mbit
@@ -206,8 +185,7 @@ class Link:
     def check(self, found: Sequence[float], *, after: bool = False) -> None:
         """Refuse a shaped link whose calibration, or probes ``after`` a trial, of ``found`` Mbit/s are wrong.
 
-        Raises:
-            LinkError: with both rates.  Of probes only if they are faster: that they are slower is on record.
+        Of probes only those that are faster: that they are slower is on record.
         """
         asked = self.setting.rate_mbit
         if self.kind != "shaped" or asked is None or not found:
@@ -233,10 +211,8 @@ class Link:
 
 
 def open_link(setting: Setting, run_id: str) -> Link:
-    """Open a link between nodes, whose interfaces have ``run_id`` (at most 6 characters) in their names.
-
-    Raises:
-        LinkError: if it is not possible on this machine, or contradicts itself.
+    """Open a link between nodes, whose interfaces have ``run_id`` (at most 6 characters) in their names; a
+    LinkError if it is not possible on this machine, or contradicts itself.
     """
     rate, why = setting.rate_mbit, "asked for"
     if setting.latency_ms and (setting.kind in ("real", "none", "shaped") or setting.nodes == 1):
@@ -388,11 +364,7 @@ def end_keeper(process: subprocess.Popen[str], seconds: float = 2.0) -> str:
 
 
 def join(port: Port) -> None:
-    """Move this process, which must be single-threaded, into a node's namespaces.
-
-    Raises:
-        LinkError: if the kernel refuses.
-    """
+    """Move this process, which must be single-threaded, into a node's namespaces; else raise a LinkError."""
     if port.holder is None:
         return
     try:
@@ -403,11 +375,7 @@ def join(port: Port) -> None:
 
 @contextlib.contextmanager
 def opened(control: str) -> Iterator[None]:
-    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies.
-
-    Raises:
-        LinkError: if the keeper does not answer.
-    """
+    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies."""
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(_ANSWER_SECONDS)
         _ask(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)

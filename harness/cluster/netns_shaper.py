@@ -62,19 +62,13 @@ class KeeperError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Parameters of a ``tbf`` queue.
+    """Parameters of a ``tbf`` queue."""
 
-    Attributes:
-        rate: bytes per second.
-        burst: bytes that may leave at once after a pause.
-        limit: bytes that wait before packets are dropped.
-        segment: largest packet handed to the queue (the interface's ``gso_max_size``).  A packet
-            above the burst would be cut into MTU-sized ones, each with its own headers.
-    """
-
-    rate: int
-    burst: int
-    limit: int
+    rate: int  # bytes per second
+    burst: int  # bytes that may leave at once after a pause
+    limit: int  # bytes that wait before packets are dropped
+    # largest packet handed to the queue (the interface's ``gso_max_size``).  A packet above the burst would
+    # be cut into MTU-sized ones, each with its own headers
     segment: int
 
 
@@ -118,11 +112,7 @@ def _check(result: int, call: str) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of the one with pid ``process``.
-
-    Raises:
-        OSError: if the kernel refuses.
-    """
+    """Move this process, which must be single-threaded, into the namespaces of ``process``."""
     names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
     if Path(f"/proc/{process}/ns/user").samefile("/proc/self/ns/user"):
         del names["user"]
@@ -190,11 +180,8 @@ def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0)
 def _reshape(shapes: Mapping[str, Shape], *, latency: bool, state: bytes) -> None:
     """Hold what leaves the interfaces of this namespace, by name, to their rates, or to none (``OPEN``).
 
-    Their queues are empty before they hold it again, and the burst of an open one is not kept.  Packets keep
+    Their queues are empty before they hold it again, and the burst of an open one is not kept. Packets keep
     their size, which a connection has from when it was made.
-
-    Raises:
-        KeeperError: if a queue does not drain.
     """
     with _netlink() as route:
         for name, shape in shapes.items():
@@ -248,11 +235,7 @@ class _Holder:
     answers: int
 
     def wait(self) -> None:
-        """Wait for its next answer.
-
-        Raises:
-            KeeperError: with what it reported.
-        """
+        """Wait for its next answer; what it reports else is a KeeperError."""
         answer = os.read(self.answers, 4096).decode()
         if answer != "ok":
             raise KeeperError(answer or "a node's holder died")
@@ -319,11 +302,7 @@ def _ports(request: Request) -> dict[str, Shape]:
 
 
 def _set(request: Request, holders: list[_Holder], state: bytes) -> None:
-    """Let all queues of the link hold it to its rate, or to none.
-
-    Raises:
-        KeeperError, OSError: with the call that failed.
-    """
+    """Let all queues of the link hold it to its rate, or to none."""
     _reshape(_ports(request), latency=False, state=state)
     for holder in holders:
         os.write(holder.go, state)
@@ -339,8 +318,7 @@ def _ended_or(ready: socket.socket) -> bool:
 def _serve(request: Request, holders: list[_Holder], listening: socket.socket) -> None:
     """Open the link for one process after the other that connects, until standard input closes.
 
-    Raises:
-        KeeperError, OSError: if the link could not be shaped again; then nobody may use it.
+    If it could not be shaped again nobody may use it: the error ends this process.
     """
     while not _ended_or(listening):
         with listening.accept()[0] as client:
@@ -355,11 +333,7 @@ def _serve(request: Request, holders: list[_Holder], listening: socket.socket) -
 
 
 def keep(request: Request) -> tuple[str, list[_Holder]]:
-    """Make the namespaces and their link; returns the mode and a holder inside each node.
-
-    Raises:
-        KeeperError, OSError: with the call that failed.
-    """
+    """Make the namespaces and their link; returns the mode and a holder inside each node."""
     if len(longest := interface(request.prefix, request.nodes - 1)) > _NAME_LENGTH:
         raise KeeperError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()

@@ -52,19 +52,11 @@ def removal(interface: str, segment: int) -> str:
 
 
 class ShapedInterface:
-    """A shaped interface of this host; a context manager that takes the queue away.
-
-    Attributes:
-        found: ``interface``, its ``mtu``, largest ``segment`` in bytes, and queue ``before``; the host's
-            ``congestion`` control.
-    """
+    """A shaped interface of this host; a context manager that takes the queue away."""
 
     def __init__(self, request: Request) -> None:
-        """Shape it.
-
-        Raises:
-            LinkError: if it may not be shaped; the message says why.
-        """
+        """Shape it; a LinkError says why it may not be."""
+        # ``interface``, its ``mtu``, largest ``segment``, queue ``before``; the host's ``congestion``
         self.found: dict[str, Any] = {}
         self._keeper: subprocess.Popen[str] = start_keeper(
             "harness.cluster.nic_shaper", json.dumps(asdict(request))
@@ -82,11 +74,7 @@ class ShapedInterface:
         self.close()
 
     def close(self) -> None:
-        """Take the queue away.
-
-        Raises:
-            LinkError: if it may still be there, with what removes it.
-        """
+        """Take the queue away; a LinkError if it may still be there, with what removes it."""
         words = end_keeper(self._keeper, _REMOVAL_SECONDS).strip().splitlines()
         if self._keeper.returncode and self.found:
             why, name = " ".join(words[-1:]) or "its keeper was killed", self.found["interface"]

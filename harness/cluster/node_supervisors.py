@@ -21,7 +21,7 @@ from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, 
 from harness.cluster.link import LinkError, Port
 from harness.cluster.nic_shaper import Request, ShapedInterface
 from harness.cluster.rank import Progress, Rank
-from harness.cluster.rank_processes import Launch, LaunchError, Meeting, run_ranks
+from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import Refusal
 from harness.suites.quantities import CANONICAL
 from impl.plan.topology import Topology
@@ -35,14 +35,10 @@ _LOG_LETTERS: Final = 200_000  # of a node's log that travel
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What ranks can be told to do.
+    """What ranks can be told to do."""
 
-    Attributes:
-        target: module-level function of a rank and its argument.
-        argument, result: types of both, which travel as JSON.
-    """
-
-    target: Callable[[Rank, Any], Any]
+    target: Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
+    # argument, result: types of both, which travel as JSON
     argument: TypeAdapter[Any]
     result: TypeAdapter[Any]
 
@@ -58,17 +54,12 @@ class Node:
 
 @dataclass(slots=True)
 class Nodes:
-    """All nodes of a run, for the supervisor that leads.
-
-    Attributes:
-        works: what ranks can be told to do, by name.
-        stuck: why no further link between these nodes would be what it is called.
-    """
+    """All nodes of a run, for the supervisor that leads."""
 
     channel: Channel
-    works: Mapping[str, Work]
+    works: Mapping[str, Work]  # what ranks can be told to do, by name
     nodes: list[Node]
-    stuck: str | None = None
+    stuck: str | None = None  # why no further link between these nodes would be what it is called
     _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _number: int = 0
     _over: bool = False
@@ -102,9 +93,7 @@ class Nodes:
     ) -> list[Any]:
         """Run work ``name`` on the first nodes, as many as ``launch`` has; returns its results by rank.
 
-        Raises:
-            LaunchError: for the first failure on any node, after the ranks of all nodes have ended.
-            KeyboardInterrupt: likewise.
+        A LaunchError, or Ctrl-C, is raised after the ranks of all nodes have ended.
         """
         number, work, count = self._number, self.works[name], launch.topology.nodes
         self._number += 1
@@ -118,13 +107,13 @@ class Nodes:
             "backend": launch.backend,
             "paced": [launch.paced_mbit, launch.paced_latency_ms],
         }
-        self.channel.post(_command(number), command)
+        self.channel.post(f"command/{number}", command)
         others = range(1, count)
         try:
             found = run_ranks(
                 work.target,
                 argument,
-                replace(launch, node=0, meeting=_meeting(self.channel.place, number)),
+                replace(launch, node=0, meeting=self.channel.place.ranks_of(number)),
                 on_progress,
                 lambda: self._trouble(number, others),
             )
@@ -145,14 +134,10 @@ class Nodes:
         raise _cause(error, failed, launch.log) from error
 
     def shape(self, rate_mbit: float | None, count: int) -> list[dict[str, Any]]:
-        """Hold what leaves the interfaces of the first ``count`` nodes to a rate; None: no longer.
+        """Hold what leaves the interfaces of the first ``count`` nodes to a rate, None: no longer; returns
+        what each found (:attr:`~harness.cluster.nic_shaper.ShapedInterface.found`).
 
-        Returns:
-            What each node found (:attr:`~harness.cluster.nic_shaper.ShapedInterface.found`).
-
-        Raises:
-            LinkError: for the first node that refuses; then none is held.  After one that could not let go
-                everything is refused.
+        If one refuses, none is held; after one that could not let go everything is refused.
         """
         if self.stuck is not None:
             raise LinkError(self.stuck)
@@ -160,7 +145,7 @@ class Nodes:
         self._number += 1
         addresses = [port.address for port in self.ports[:count]]
         command = {"shape": rate_mbit, "topology": [count, 1], "addresses": addresses}
-        self.channel.post(_command(number), command)
+        self.channel.post(f"command/{number}", command)
         own = _shaped(self._held, self.ports[0], 0, command)
         answers = [own, *(self._answer(number, node, _SHAPE_SECONDS) for node in range(1, count))]
         refused = [
@@ -178,11 +163,7 @@ class Nodes:
         return answers
 
     def unshape(self, count: int) -> None:
-        """Hold the interfaces no longer; a supervisor that is lost has let go of its own.
-
-        Raises:
-            LinkError: if one may still be held.
-        """
+        """Hold the interfaces no longer; a supervisor that is lost has let go of its own."""
         with contextlib.suppress(ChannelError):
             self.shape(None, count)
 
@@ -193,7 +174,7 @@ class Nodes:
         self._over = True
         _let_go(self._held)
         with contextlib.suppress(ChannelError):
-            self.channel.post(_command(self._number), {"status": status})
+            self.channel.post(f"command/{self._number}", {"status": status})
             self.channel.post("over", status)
             self._until(
                 lambda node: self.channel.read(f"bye/{node}"), range(1, len(self.nodes)), _BYE_SECONDS
@@ -204,7 +185,7 @@ class Nodes:
         if (lost := self.channel.lost(others)) is not None:
             return f"node {lost} is lost"
         for node in others:
-            answer = self.channel.read(_answered(number, node))
+            answer = self.channel.read(f"answer/{number}/{node}")
             if answer is not None and "kind" in answer:
                 return f"node {node}: {answer['message']}"
         return None
@@ -213,7 +194,7 @@ class Nodes:
         """A node's answer, of its loss too."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if (answer := self.channel.read(_answered(number, node))) is not None:
+            if (answer := self.channel.read(f"answer/{number}/{node}")) is not None:
                 return dict(answer)
             if self.channel.lost((node,)) is not None:
                 return _lost(node)
@@ -230,7 +211,7 @@ class Nodes:
         found: dict[int, dict[str, Any]] = {}
         while True:
             for node in others:
-                answer = self.channel.read(_answered(number, node))
+                answer = self.channel.read(f"answer/{number}/{node}")
                 if answer is not None and "kind" in answer:
                     found[node] = answer
             if (lost := self.channel.lost(others)) is not None:
@@ -242,8 +223,8 @@ class Nodes:
 
     def _stop(self, number: int, others: Sequence[int]) -> None:
         """End the work on the other nodes, and wait until their ranks have ended."""
-        self.channel.post(_stop(number), True)
-        self._until(lambda node: self.channel.read(_answered(number, node)), others, _CLEAR_SECONDS)
+        self.channel.post(f"stop/{number}", True)
+        self._until(lambda node: self.channel.read(f"answer/{number}/{node}"), others, _CLEAR_SECONDS)
 
     def _until(self, done: Callable[[int], Any], nodes: Sequence[int], seconds: float) -> None:
         deadline, left = time.monotonic() + seconds, set(nodes)
@@ -260,12 +241,9 @@ def leading(
     start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
 ) -> Iterator[Nodes]:
     """Lead the supervisors of all nodes in the body; after it they are told to end, with the status that
-    :meth:`Nodes.end` was given, else with 1.
+    :meth:`Nodes.end` was given, else with 1. A Refusal if they do not come together.
 
     ``start`` starts the others, if no launcher did; what it yields raises a Refusal once one has ended early.
-
-    Raises:
-        Refusal: if they do not come together.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -285,11 +263,7 @@ def leading(
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node until the leading one ends; returns the status that it says.
-
-    Raises:
-        Refusal: if that one cannot be reached any more.
-    """
+    """Be the supervisor of another node until the leading one ends; returns the status that it says."""
     try:
         with Channel(place) as channel, contextlib.ExitStack() as last:
             last.callback(_let_go, held := contextlib.ExitStack())
@@ -301,14 +275,14 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
                 {"port": [me.port.interface, me.port.address], "identity": me.identity, "facts": me.facts},
             )
             number = 0
-            while "status" not in (command := channel.wait(_command(number))):
+            while "status" not in (command := channel.wait(f"command/{number}")):
                 if place.node < command["topology"][0]:
                     answer = (
                         _shaped(held, me.port, place.node, command)
                         if "shape" in command
                         else _done(channel, works, number, command)
                     )
-                    channel.post(_answered(number, place.node), answer)
+                    channel.post(f"answer/{number}/{place.node}", answer)
                 number += 1
             channel.post(f"bye/{place.node}", True)
             return int(command["status"])
@@ -350,7 +324,7 @@ def _done(
     work, place = works[command["work"]], channel.place
 
     def stopped() -> str | None:
-        if channel.read(_stop(number)) is not None:
+        if channel.read(f"stop/{number}") is not None:
             return "stopped, because another node's ranks failed"
         return None if channel.lost((0,)) is None else "node 0 is lost"
 
@@ -366,7 +340,7 @@ def _done(
             backend=command["backend"],
             scratch=Path(scratch),
             node=place.node,
-            meeting=_meeting(place, number),
+            meeting=place.ranks_of(number),
         )
         argument = work.argument.validate_python(command["argument"], context=CANONICAL)
         try:
@@ -403,19 +377,3 @@ def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Pa
 
 def _me(channel: Channel, facts: dict[str, Any]) -> Node:
     return Node(port_towards(channel), host_identity(), facts)
-
-
-def _meeting(place: Place, number: int) -> Meeting:
-    return Meeting(place.host, place.port, f"{place.prefix}/ranks/{number}")
-
-
-def _command(number: int) -> str:
-    return f"command/{number}"
-
-
-def _answered(number: int, node: int) -> str:
-    return f"answer/{number}/{node}"
-
-
-def _stop(number: int) -> str:
-    return f"stop/{number}"

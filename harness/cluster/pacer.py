@@ -19,9 +19,6 @@ class Pacer:
 
     A small shared file holds, per node, the time at which its interface is next free, as fp64.  Ranks
     book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
-
-    Attributes:
-        open: whether messages of this process are booked at no rate.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -31,7 +28,7 @@ class Pacer:
         self._offset = 8 * node
         self._seconds_per_byte = 8 / (rate_mbit * 1e6)
         self._latency = latency_ms / 1e3
-        self.open = False
+        self.open = False  # whether messages of this process are booked at no rate
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:

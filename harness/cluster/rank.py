@@ -29,22 +29,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a running process group.
+    """One rank of a running process group."""
 
-    Attributes:
-        rank: its number; ``node * ranks_per_node + local``.
-        port: its node's end of the link.
-        pacer: its node's token bucket, where the link is paced.
-        report: sends progress to the parent process.
-        threads: of torch.
-    """
-
-    rank: int
+    rank: int  # its number; ``node * ranks_per_node + local``
     topology: Topology
-    port: Port
-    pacer: Pacer | None
-    report: Callable[[Progress], None]
-    threads: int
+    port: Port  # its node's end of the link
+    pacer: Pacer | None  # its node's token bucket, where the link is paced
+    report: Callable[[Progress], None]  # sends progress to the parent process
+    threads: int  # of torch
 
     @property
     def node(self) -> int:
@@ -86,14 +78,12 @@ class Rank:
 def exchange(
     rank: Rank, message_bytes: int, repetitions: int, device: str = "cpu", *, grouped: bool
 ) -> list[float]:
-    """Measure the link's rate by messages around the ring of nodes, between their first ranks.
+    """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
+    this rank, one value per repetition; none for ranks that only wait.
 
-    Every rank of the default group must call it.  ``grouped`` sends and receives in one call, for NCCL
-    (:func:`groups`): a receive of its own, waited for by all before any of them sends, never ends there.
-    All ranks then call a collective first, which makes the communicator; the barrier is gloo's.
-
-    Returns:
-        Mbit/s into this rank, one value per repetition; empty for ranks that only wait.
+    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL
+    (:func:`groups`): a receive of its own, waited for by all before any of them sends, never ends there. All
+    ranks then call a collective first, which makes the communicator; the barrier is gloo's.
     """
     import torch
     import torch.distributed as dist

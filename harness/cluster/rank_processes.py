@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 from harness.cluster import netns_shaper
+from harness.cluster.control import Place
 from harness.cluster.link import LinkError, Port, join, nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.rank import Progress, Rank
@@ -74,12 +75,9 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """A rank failed, or all timed out.
+    """A rank failed, or all timed out; ``log`` has the output of all ranks.
 
-    Attributes:
-        kind: of :class:`harness.records.record.Failure`.
-        log: file with the output of all ranks; None if there is none.
-        effect: whether the rank failed only because another did, which is none of those watched.
+    It is an ``effect`` where the rank failed only because another did, which is none of those watched.
     """
 
     def __init__(self, kind: Kind, message: str, log: Path | None, *, effect: bool = False) -> None:
@@ -89,39 +87,22 @@ class LaunchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """A TCP store at which the ranks of several hosts meet; their keys begin with ``prefix``."""
-
-    host: str
-    port: int
-    prefix: str
-
-
-@dataclass(frozen=True, slots=True)
 class Launch:
-    """Options for starting ranks.
-
-    Attributes:
-        paced_mbit: rate of the in-process pacer, or None; ``paced_latency_ms``: its latency one way.
-        threads: of torch in each rank.
-        timeout_seconds: for the whole run.
-        log: where the log goes if something fails.
-        scratch: folder for rendezvous files and logs; None for the system's temporary folder.
-        node: whose ranks are started here; None for those of all nodes.
-        meeting: where they meet the ranks of other hosts; None if all are started here.
-    """
+    """Options for starting ranks."""
 
     topology: Topology
     ports: tuple[Port, ...]
+    # rate of the in-process pacer, or None; ``paced_latency_ms``: its latency one way
     paced_mbit: float | None
-    threads: int
-    timeout_seconds: float
-    log: Path
+    threads: int  # of torch in each rank
+    timeout_seconds: float  # for the whole run
+    log: Path  # where the log goes if something fails
     backend: str = "gloo"
+    # folder for rendezvous files and logs; None for the system's temporary folder
     scratch: Path | None = None
     paced_latency_ms: float = 0.0
-    node: int | None = None
-    meeting: Meeting | None = None
+    node: int | None = None  # whose ranks are started here; None for those of all nodes
+    meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
 
     @property
     def ranks(self) -> range:
@@ -180,12 +161,9 @@ def run_ranks(
     """Run ``target(rank, argument)`` in one fresh process per rank; returns what each returned, by rank.
 
     ``target`` is a module-level function; the default process group is initialised when it is called.
-    ``on_progress`` is called in this process with the progress of rank 0.  ``stopped`` is asked now and then
-    whether ranks elsewhere have failed, and says so; then those here end.
-
-    Raises:
-        LaunchError: for the first failure, after all ranks have ended; the log is kept.
-        KeyboardInterrupt: after all ranks have ended.
+    ``on_progress`` is called in this process with the progress of rank 0. ``stopped`` is asked now and then
+    whether ranks elsewhere have failed, and says so; then those here end. The first failure is a LaunchError,
+    raised after all ranks have ended, as Ctrl-C is; the log is kept.
     """
     if launch.scratch is not None:
         launch.scratch.mkdir(parents=True, exist_ok=True)
@@ -483,11 +461,7 @@ def _run(  # noqa: PLR0917  # as above
 
 
 def _registered(backend: str) -> str:
-    """Torch's name of a backend, made known first where it is a module's (``transport`` of suites).
-
-    Raises:
-        Refusal: if there is no such module, or it has no backend.
-    """
+    """Torch's name of a backend, made known first where it is a module's (``transport`` of suites)."""
     if "." not in backend:
         return backend
     try:

@@ -18,11 +18,7 @@ _END_SECONDS = 5.0
 
 
 def place_of(hosts: Sequence[str]) -> Place:
-    """This machine's place as the first of ``hosts``.
-
-    Raises:
-        Refusal: if the second one cannot be reached.
-    """
+    """This machine's place as the first of ``hosts``; a Refusal if the second one cannot be reached."""
     if len(hosts) == 1:
         return Place(0, 1, "127.0.0.1", 0, serves=True)
     return Place(0, len(hosts), address_towards(_resolved(hosts[1])), 0, serves=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from harness import fitted_table
+from harness import fitted_table, plan_rows
 from harness.errors import Refusal
 from harness.suites.suite_file import load
 
@@ -69,9 +67,7 @@ def formats(
         for one in found
     ]  # fmt: skip
     if as_csv:
-        writer = csv.DictWriter(sys.stdout, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        print(plan_rows.as_csv(rows), end="")
         return
     out = fitted_table.console()
     forms = {"values": "", "codec": "", "bits": ".2f", "vnmse": ".3g", "bias": "+.2g", "cosine": ".5f",

@@ -50,21 +50,15 @@ class Unit:
 
 @dataclass(slots=True)
 class Found:
-    """What one codec does to all units of a kind.
-
-    Attributes:
-        squares: of the exact values, the decoded ones, their product, and the error, summed.
-        cost: by unit, all its steps together.
-        seconds: of encoding and decoding.
-        elements: that were encoded.
-    """
+    """What one codec does to all units of a kind."""
 
     kind: str
     codec: str
+    # of the exact values, the decoded ones, their product, and the error, summed
     squares: list[float] = field(default_factory=lambda: [0.0] * 4)
-    cost: dict[str, Cost] = field(default_factory=dict)
-    seconds: float = 0.0
-    elements: int = 0
+    cost: dict[str, Cost] = field(default_factory=dict)  # by unit, all its steps together
+    seconds: float = 0.0  # of encoding and decoding
+    elements: int = 0  # that were encoded
 
     @property
     def vnmse(self) -> float:
@@ -89,11 +83,7 @@ class Found:
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """What a file holds, and on how many nodes and ranks its gradients were made.
-
-    Raises:
-        Refusal: if it cannot be read, or holds no floating-point tensor.
-    """
+    """What a file holds, and on how many nodes and ranks its gradients were made."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -218,11 +208,7 @@ class Budget:
 
 
 def budgets(found: Sequence[Found], bits: float) -> Iterator[Budget]:
-    """For each kind, the codecs by unit whose errors are least in sum within ``bits`` an element.
-
-    Raises:
-        Refusal: if even the smallest codecs take more.
-    """
+    """For each kind, the codecs by unit whose errors are least in sum within ``bits`` an element."""
     for kind in dict.fromkeys(one.kind for one in found):
         mine = [one for one in found if one.kind == kind]
         names, elements = list(mine[0].cost), mine[0].elements
@@ -253,17 +239,11 @@ class Agreement:
 
 
 def agreement(found: Sequence[Found], results: Path) -> Agreement:
-    """Compare the errors of gradients with the losses of a suite's records, by codec.
+    """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive, by
+    codec.
 
     Records count that differ in the codec of gradients alone, one for both hops; of several such sets the
-    largest.  The interval is of 2000 draws of the seeds.
-
-    Args:
-        found: errors.
-        results: a results folder, or an archive of one.
-
-    Raises:
-        Refusal: if fewer than five codecs have both.
+    largest. The interval is of 2000 draws of the seeds.
     """
     from scipy import stats
 

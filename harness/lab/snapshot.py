@@ -29,16 +29,8 @@ from impl.zero import plan_units
 
 
 def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], None]) -> None:
-    """Train until the last of ``steps``, and write what was there before each of them.
-
-    Args:
-        trial: of which model, data, optimizer and topology are taken; its policy is not.
-        steps: of the optimizer, from 0.
-        path: of the file, which is written at the end.
-        told: is given a line for each step that is kept.
-
-    Raises:
-        Refusal: for steps that the trial has not, a peer of DeepSpeed's, or a file that cannot be written.
+    """Train until the last of ``steps``, and write what was there before each of them; ``told`` is given a
+    line for each. Of ``trial`` model, data, optimizer and topology are taken; its policy is not.
     """
     count = trial.warmup + trial.steps
     if not steps or min(steps) < 0 or max(steps) >= count:
@@ -63,7 +55,9 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
             set_rates(optimizer, schedule, step)
         gradients = _gradients(model, units, single, step, topology.world)
         before = _laid_out(model, units, lambda parameter: parameter.detach())
-        _average(model, topology.world * trial.accumulation)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= topology.world * trial.accumulation
         if trial.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
         optimizer.step()
@@ -117,9 +111,3 @@ def _gradients(
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def _average(model: nn.Module, count: int) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= count

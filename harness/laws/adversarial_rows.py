@@ -115,15 +115,10 @@ def cases(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a claim.
+    """What came of a claim."""
 
-    Attributes:
-        cases: rows that it was tried on.
-        violation: of the smallest row that was found to break it; None if it holds.
-    """
-
-    cases: int
-    violation: Violation | None = None
+    cases: int  # rows that it was tried on
+    violation: Violation | None = None  # of the smallest row that was found to break it; None if it holds
 
 
 @lru_cache(maxsize=1)  # one codec's claims follow one another

@@ -64,36 +64,25 @@ class Promises:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """One implementation of a codec, to be checked.
+    """One implementation of a codec, to be checked."""
 
-    Attributes:
-        name: for messages.
-        promises: declared sizes, laws and error bound.
-        block: elements that share a scale.
-        encode: from x (..., S) and random bits into frames (..., F) uint8.
-        decode: from frames (..., F) into elements (..., S).
-        kinds: element types that it supports.
-        device: of its tensors.
-        decode_sum: from frames (sources, F) into their fp32 sum (S,); None where it offers none.
-        decode_sum_encode: from frames (sources, F) of S elements, and random bits, into the frame (F,) of
-            their sum; likewise.
-        codec: the codec of ours that it implements, or None.
-        equals: what it is to equal bit for bit by the reference: ``codec``, a published format, or None.
-        specification: whether it is the reference itself, which is not compared with itself.
-    """
-
-    name: str
-    promises: Codec | Promises
-    block: Block
+    name: str  # for messages
+    promises: Codec | Promises  # declared sizes, laws and error bound
+    block: Block  # elements that share a scale
+    # from x (..., S) and random bits into frames (..., F) uint8
     encode: Callable[[Tensor, Tensor, Noise | None], None]
-    decode: Callable[[Tensor, Tensor], None]
-    kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
+    decode: Callable[[Tensor, Tensor], None]  # from frames (..., F) into elements (..., S)
+    kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
+    # of its tensors
     device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
+    # from frames (sources, F) into their fp32 sum (S,); None where it offers none
     decode_sum: Callable[[Tensor, Tensor], None] | None = None
+    # from frames (sources, F) of S elements, and random bits, into the frame (F,) of their sum; likewise
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise | None], None] | None = None
-    codec: BuiltIn | None = None
+    codec: BuiltIn | None = None  # the codec of ours that it implements, or None
+    # what it is to equal bit for bit by the reference: ``codec``, a published format, or None
     equals: Codec | None = None
-    specification: bool = False
+    specification: bool = False  # whether it is the reference itself, which is not compared with itself
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -111,28 +100,16 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Input of one check.
+    """Input of one check."""
 
-    Attributes:
-        x: (S,) fp32, bf16 or fp16, on the CPU.
-        out: type to decode to.
-        power: exponent of POWER_OF_TWO's factor, from -30 to 30.
-        noise: random bits of the row, for a stochastic codec.
-    """
-
-    x: Tensor
-    out: Dtype = "fp32"
-    power: int = 1
-    noise: Noise = _QUIET
+    x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU
+    out: Dtype = "fp32"  # type to decode to
+    power: int = 1  # exponent of POWER_OF_TWO's factor, from -30 to 30
+    noise: Noise = _QUIET  # random bits of the row, for a stochastic codec
 
 
 class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a program
-    """A claim does not hold on a row.
-
-    Attributes:
-        x: the row.
-        frame: (F,) uint8 that was written, if any.
-    """
+    """A claim does not hold on a row ``x``, of which ``frame`` (F,) uint8 was written, if any."""
 
     def __init__(self, words: str, x: Tensor, frame: Tensor | None = None) -> None:
         super().__init__(words)
@@ -140,11 +117,7 @@ class Violation(AssertionError):  # noqa: N818  # it is one, not an error of a p
 
 
 def attempt(subject: Subject, claim: Claim, case: Case) -> None:
-    """Check one claim on one row.
-
-    Raises:
-        Violation: if it does not hold.
-    """
+    """Check one claim on one row; raises a Violation if it does not hold."""
     _TRIALS[claim](subject, case)
 
 
@@ -233,10 +206,8 @@ def _bound(subject: Subject, case: Case) -> None:
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     """(S,) fp64: the declared bound of each element's block; infinite where the block is not finite.
 
-    Raises:
-        Violation: for a finite block with a bound of NaN, or an infinite one where no magnitude of the
-            block exceeds ``_MODERATE``: it would allow everything.  Near the largest numbers a bound
-            that is computed in fp32 may overflow.
+    Refuses a finite block with a bound of NaN, or an infinite one where no magnitude of the block exceeds
+    ``_MODERATE``: it would allow everything. Near the largest numbers a bound in fp32 may overflow.
     """
     seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(seen, subject.block).aminmax(dim=1)

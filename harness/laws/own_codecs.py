@@ -12,11 +12,7 @@ EXAMPLES: Final = 50  # of each claim; `zeropp check codecs` tries more
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """The names of the own codecs that trials send, each of which keeps its declared laws.
-
-    Raises:
-        Refusal: for the first claim that one breaks, with the row; or if one cannot be had.
-    """
+    """The names of the own codecs that trials send; the first declared law that one breaks is a Refusal."""
     codecs = {
         codec
         for trial in trials

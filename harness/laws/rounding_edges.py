@@ -28,17 +28,11 @@ _CPU: Final = torch.device("cpu")
 
 
 class Span(NamedTuple):
-    """Extremes of blocks: least element, largest element, and the resulting scale.
+    """Extremes of blocks: least element, largest element, and the resulting scale."""
 
-    Attributes:
-        low: the offset of an asymmetric codec, 0 of others.
-        high: the largest magnitude, or the largest element.
-        scale: as the reference takes it.
-    """
-
-    low: float
-    high: float
-    scale: float
+    low: float  # the offset of an asymmetric codec, 0 of others
+    high: float  # the largest magnitude, or the largest element
+    scale: float  # as the reference takes it
 
 
 def levels(codec: Blocked) -> Tensor:
@@ -119,11 +113,7 @@ def _ties(codec: Blocked) -> Tensor:
 def _edges(codec: Blocked, ties: Tensor, spans: tuple[Tensor, Tensor, Tensor], kind: Dtype) -> Tensor:
     """(spans, ties) of type ``kind``: in turn below, at and above a tie, held to the span.
 
-    Args:
-        codec: whose spans they are.
-        ties: (ties,) fp64, quotients.
-        spans: low, high and scale, (spans,) each.
-        kind: of the elements.
+    ``ties`` (ties,) fp64 are quotients; ``spans`` are low, high and scale, (spans,) each.
     """
     low, high, scale = (each[:, None] for each in spans)
     x = low.double() + ties * scale.double()

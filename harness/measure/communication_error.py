@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from harness.records.record import Communicated, CommunicationError
 from impl import ops
 from impl.adapters.inside_fsdp2 import InFSDP2
-from impl.comm.reduction_observer import Hop
+from impl.comm.wire import Hop, Observer
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import ROOT, Slot
+from impl.plan.shard_layout import ROOT
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
@@ -48,15 +48,12 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Sums:
-    """One rank's sums over the elements it compares.
+    """One rank's sums over the elements it compares."""
 
-    Attributes:
-        error, value: of squared errors and squared values.
-        products: (world, world) of the products of ranks' gradients, by rows; empty for all else.
-    """
-
+    # error, value: of squared errors and squared values
     error: float = 0.0
     value: float = 0.0
+    # (world, world) of the products of ranks' gradients, by rows; empty for all else
     products: list[list[float]] = field(default_factory=list)
 
     def add(self, other: Sums) -> None:
@@ -73,27 +70,21 @@ class Sums:
 Found = dict[Place, Sums]
 
 
-class Observed:
-    """What one rank is told of reductions: an :class:`impl.comm.reduction_observer.Observer`.
-
-    Attributes:
-        hops: error sums by unit and hop.
-        gradients: by unit, (P,) fp32 sum of this rank's gradients over the reductions.
-        means: by unit, first element and (n,) fp32 sum of the means.
-    """
+class Observed(Observer):
+    """What one rank is told of reductions: an :class:`impl.comm.wire.Observer`."""
 
     def __init__(self) -> None:
-        self.hops: dict[tuple[str, Hop], Sums] = defaultdict(Sums)
-        self.gradients: dict[str, Tensor] = {}
-        self.means: dict[str, tuple[int, Tensor]] = {}
+        self.hops: dict[tuple[str, Hop], Sums] = defaultdict(Sums)  # by unit and hop
+        self.gradients: dict[str, Tensor] = {}  # by unit, (P,) fp32 sum over the reductions
+        self.means: dict[str, tuple[int, Tensor]] = {}  # by unit, first element and (n,) fp32 sum
 
     def local(self, unit: str, gradient: Tensor) -> None:
-        """See :class:`~impl.comm.reduction_observer.Observer`."""
+        """See :class:`~impl.comm.wire.Observer`."""
         found = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = found.add_(self.gradients[unit]) if unit in self.gradients else found
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """See :class:`~impl.comm.reduction_observer.Observer`."""
+        """See :class:`~impl.comm.wire.Observer`."""
         exact = values.detach().float()
         decoded = exact
         if frames is not None:
@@ -102,7 +93,7 @@ class Observed:
         self.hops[unit, hop].add(compared(decoded, exact))
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """See :class:`~impl.comm.reduction_observer.Observer`."""
+        """See :class:`~impl.comm.wire.Observer`."""
         found = mean.detach().clone()
         self.means[unit] = (start, found.add_(self.means[unit][1]) if unit in self.means else found)
 
@@ -116,10 +107,7 @@ def compared(found: Tensor, exact: Tensor) -> Sums:
 def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
     """Errors of each hop, and end to end, of the reductions that were observed; all ranks must call it.
 
-    Args:
-        step: whose gradients they are.
-        observed: of this rank.
-        repeated: how often the same gradients were reduced; of several only the end counts.
+    The same gradients were reduced ``repeated`` times; of several only the end counts.
     """
     found: Found = {}
     if repeated == 1:
@@ -169,14 +157,10 @@ def _of_next_rank(unit: Unit, exact: Tensor) -> tuple[Tensor, Tensor]:
     for member, slot in zip(unit.members, geometry.slots, strict=True):
         first, end = geometry.overlap(slot, rank)
         start, stop = geometry.part(slot, rank)
-        parts.append((_flat(member.parameter, slot, first, end), exact[start:stop]))
+        flat = member.parameter.detach().reshape(-1)
+        parts.append((flat[first - slot.offset : end - slot.offset].float(), exact[start:stop]))
     gathered, masters = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
     return gathered, masters
-
-
-def _flat(parameter: Tensor, slot: Slot, first: int, end: int) -> Tensor:
-    """(end - first,) fp32 elements of the unit that are the parameter's in ``slot``."""
-    return parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset].float()
 
 
 def of_fsdp2_weights(step: int, model: nn.Module, joined: InFSDP2) -> Found:
@@ -213,12 +197,7 @@ def _rows_of(shape: tuple[int, ...], rank: int, world: int) -> tuple[int, int]:
 
 
 def _next_ranks(mine: Tensor, numel: int | None = None) -> Tensor:
-    """(n,) fp32 that the next rank has as ``mine``, as it is; all ranks must call it.
-
-    Args:
-        mine: (m,) fp32, for the rank before.
-        numel: n, where it is not m.
-    """
+    """(n,) fp32 that the next rank has as ``mine`` (m,); all ranks must call it. ``numel`` is n, if not m."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return mine.detach().clone()
@@ -249,14 +228,10 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
 
     The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
-    that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`.  hpZ's copy
-    errs as the weights that it copies, but for its own rounding.  Errors of gradients that are carried over
+    that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`. hpZ's copy
+    errs as the weights that it copies, but for its own rounding. Errors of gradients that are carried over
     from step to step are not judged, nor those of codecs that a budget chooses; those of weights, where
     differences are sent, from the first of them on.
-
-    Args:
-        errors: of all ranks together.
-        policy: under which they arose.
     """
     rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
     ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]

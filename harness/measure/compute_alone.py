@@ -40,17 +40,11 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches of the unsharded ``model``; all ranks must call it.
+    """Time ``count`` micro-batches of the unsharded ``model``, in the type that is computed in; all ranks
+    must call it. It is left without gradients.
 
     One more comes first, which is not on record: it makes the gradients' and the optimizer's memory.
-
-    Args:
-        model: in the type that is computed in; left without gradients.
-        batch: what it reads, and what it is to answer.
-        stepping: makes the trial's optimizer over parameters.
-        ranks: over which the optimizer's work is shared.
-        when: relative to the timed steps.
-        count: of samples.
+    ``stepping`` makes the trial's optimizer over parameters, whose work is shared by ``ranks``.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = batch[0].device

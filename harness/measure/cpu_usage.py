@@ -25,18 +25,12 @@ _COLUMNS: Final = {  # of psutil; guests are in user and nice
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """CPU usage of one interval.
+    """CPU usage of one interval."""
 
-    Attributes:
-        seconds: wall-clock.
-        computed: CPU seconds of this process, all its threads.
-        processors: CPUs that it may use.
-        machine: what :func:`busy` counted meanwhile; None if not asked for or not available.
-    """
-
-    seconds: float
-    computed: float
-    processors: int
+    seconds: float  # wall-clock
+    computed: float  # CPU seconds of this process, all its threads
+    processors: int  # CPUs that it may use
+    # what `busy` counted meanwhile; None if not asked for or not available
     machine: dict[str, float] | None
 
 

@@ -40,39 +40,26 @@ _TINY: Final = 1e-30  # absolute: far below any gradient that matters, above all
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """One rank's reduced gradient of one unit beside a single process's, where they differ most.
-
-    Attributes:
-        elements: that were compared.
-        step: before which it was compared.
-        share: the largest ``|found - expected| / allowed``.
-        found, expected, allowed: there.
-    """
+    """One rank's reduced gradient of one unit beside a single process's, where they differ most."""
 
     unit: str
-    elements: int
-    share: float
+    elements: int  # that were compared
+    share: float  # the largest ``|found - expected| / allowed``
+    # found, expected, allowed: there
     found: float
     expected: float
     allowed: float
-    step: int = 0
+    step: int = 0  # before which it was compared
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The elements that are reduced together, in rows: after a reduction a rank has the mean of whole rows.
+    """The elements that are reduced together, in rows: after a reduction a rank has means of whole rows."""
 
-    Attributes:
-        geometry: of the unit, or of FSDP2's parameter group, that it is.
-        factor: bound of the codecs together, of ``m`` (see the module).
-        window: elements of a row that hold whole blocks of all codecs.
-        floor: absolute error of sums in fp16, whose smallest step is 2^-24.
-    """
-
-    geometry: UnitGeometry | GroupGeometry
-    factor: float
-    window: int
-    floor: float = 0.0
+    geometry: UnitGeometry | GroupGeometry  # of the unit, or of FSDP2's parameter group, that it is
+    factor: float  # bound of the codecs together, of ``m`` (see the module)
+    window: int  # elements of a row that hold whole blocks of all codecs
+    floor: float = 0.0  # absolute error of sums in fp16, whose smallest step is 2^-24
 
     @property
     def row(self) -> int:
@@ -182,21 +169,13 @@ def _window(codecs: Sequence[Codec], row: int) -> int:
 
 @dataclass(slots=True)
 class FirstGradient:
-    """A single process's gradient of one step's batches, where it is compared.
+    """A single process's gradient of one step's batches, where it is compared."""
 
-    Args:
-        layouts: of everything that is reduced.
-        seed: of the windows that are drawn.
-        micro_batches: of a step.
-        rounding: what two computations differ by, of the window's largest magnitude.
-        step: whose batches they are.
-    """
-
-    layouts: Sequence[Layout]
-    seed: int
-    micro_batches: int
-    rounding: float
-    step: int = 0
+    layouts: Sequence[Layout]  # of everything that is reduced
+    seed: int  # of the windows that are drawn
+    micro_batches: int  # of a step
+    rounding: float  # what two computations differ by, of the window's largest magnitude
+    step: int = 0  # whose batches they are
     _drawn: list[Tensor] = field(default_factory=list)  # by layout: (windows,) numbers
     _mean: list[Tensor] = field(default_factory=list)  # by layout: (windows, window) fp32
     _largest: list[Tensor] = field(default_factory=list)  # by layout: (windows,) fp32
@@ -235,15 +214,9 @@ class FirstGradient:
             flat = flat[part.numel() :]
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare what this rank has after a reduction with the mean.
+        """Compare what this rank has after a reduction with the mean: rows (n, row) from number ``first`` on.
 
         None if nothing drawn is in it, or the mean is not finite, as of fp16 at too large a loss scale.
-
-        Args:
-            layout: one of ``layouts``.
-            first: number of the first row.
-            rows: (n, row) fp32.
-            scale: of the loss.
         """
         place = next(number for number, one in enumerate(self.layouts) if one is layout)
         drawn, per_row = self._drawn[place], -(-layout.row // layout.window)

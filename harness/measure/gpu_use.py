@@ -118,12 +118,7 @@ class Sampled:
 
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[Sampled]:
-    """Sample a node's GPUs in a thread while the body runs.
-
-    Args:
-        node: its number, for the record.
-        gpus: NVML's UUIDs of the GPUs of its ranks; those that NVML does not know are left out.
-    """
+    """Sample a node's GPUs, by UUID, in a thread while the body runs; those unknown to NVML are left out."""
     found, stop, began = Sampled(), threading.Event(), time.monotonic()
     devices = _opened(gpus)
     if not devices:

@@ -35,7 +35,7 @@ SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", 
 
 def facts() -> dict[str, Any]:
     """Facts about the machine, JSON-ready: CPU, memory, kernel, Python, packages, GPUs."""
-    gpus, driver = _gpus()
+    gpus, driver, _ = nvml()
     return {
         "cpu": _cpu_model(),
         "cores": cores(),
@@ -165,12 +165,12 @@ def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
     return done.stdout if done.returncode in (0, differs) else None
 
 
-def _gpus() -> tuple[list[dict[str, Any]], str | None]:
-    """Name and memory of each GPU, and the driver's version; empty without NVML."""
+def nvml() -> tuple[list[dict[str, Any]], str | None, str | None]:
+    """Name and memory of each GPU, version of the driver and of CUDA that it allows; none without NVML."""
     try:
         import pynvml
     except ImportError:
-        return [], None
+        return [], None, None
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -181,8 +181,8 @@ def _gpus() -> tuple[list[dict[str, Any]], str | None]:
             }
             for handle in handles
         ]
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
+        driver, cuda = str(pynvml.nvmlSystemGetDriverVersion()), int(pynvml.nvmlSystemGetCudaDriverVersion())
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:  # no driver, or one that does not answer
-        return [], None
-    return gpus, driver
+        return [], None, None
+    return gpus, driver, f"{cuda // 1000}.{cuda % 1000 // 10}"

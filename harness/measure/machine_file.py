@@ -8,23 +8,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Refusal, suggestion
-from impl.plan.machine import Machine
+from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change
 _FIELDS: Final = tuple(field.name for field in fields(Machine))
 
 
 def read(path: Path) -> Machine:
-    """Read a machine.
-
-    Raises:
-        Refusal: for a file that cannot be read, or the first key that is missing, unknown, or wrong.
-    """
+    """Read a machine; a Refusal names the first key that is missing, unknown or wrong."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -48,27 +44,19 @@ def write(path: Path, machine: Machine) -> None:
     values = asdict(machine)
     codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
     usual = {field.name: field.default for field in fields(Machine)}
-    lines = [f"{name} = {_toml(value)}" for name, value in values.items() if value != usual[name]]
+    # TOML writes numbers, truth values and text as JSON does.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != usual[name]]
     for text, cost in codecs.items():
-        lines += ["", f"[codecs.{json.dumps(text)}]", *(f"{way} = {_toml(cost[way])}" for way in cost)]
+        lines += ["", f"[codecs.{json.dumps(text)}]", *(f"{way} = {json.dumps(cost[way])}" for way in cost)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def check_here(path: Path, machine: Machine, host: str) -> None:
-    """Refuse a machine that was not calibrated on this host lately.
-
-    Raises:
-        Refusal: saying which and when.
-    """
+    """Refuse a machine that was not calibrated on this host lately."""
     if not machine.host:
         raise Refusal(f"{path}: a machine as published, not calibrated: nothing is run by it")
     if machine.host != host:
         raise Refusal(f"{path}: calibrated on {machine.host}, and this is {host}; zeropp calibrate")
     if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:
         raise Refusal(f"{path}: calibrated {days} days ago, on {machine.date}; at most {STALE_DAYS}")
-
-
-def _toml(value: Any) -> str:
-    """A number, a truth value or text: TOML writes them as JSON does."""
-    return json.dumps(value)

@@ -59,38 +59,20 @@ def packages() -> list[str]:
 
 def libraries() -> dict[str, str]:
     """Versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it."""
-    found: dict[str, str | None] = {"cuda_of_driver": _cuda_of_driver()}
-    try:
+    found: dict[str, str | None] = {"cuda_of_driver": machine.nvml()[2]}
+    with contextlib.suppress(
+        ImportError, OSError, AttributeError, RuntimeError
+    ):  # no torch, or without a GPU's
         import torch
         import torch.distributed as dist
-    except (ImportError, OSError):  # none, or one that does not load
-        return _there(found)
-    found["cuda"] = torch.version.cuda
-    with contextlib.suppress(AttributeError, RuntimeError):
+
+        found["cuda"] = torch.version.cuda
         cudnn = None if torch.version.cuda is None else torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         found["cudnn"] = None if cudnn is None else str(cudnn)
         if dist.is_nccl_available():
             nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
             found["nccl"] = ".".join(map(str, nccl))
-    return _there(found)
-
-
-def _there(found: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _cuda_of_driver() -> str | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-        number = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -18,10 +18,8 @@ Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 class StepClock:
     """Times each step by part, with the CPU seconds of the process, all its threads included.
 
-    Args:
-        exposed: returns seconds waited for communication so far, or None if not known; read when the device
-            is synchronised.
-        device: synchronised at the edges of every part, if it is a GPU.
+    ``exposed`` returns seconds waited for communication so far, or None if not known; it is read at the edges
+    of every part, where a GPU is synchronised.
     """
 
     def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:

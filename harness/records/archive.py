@@ -25,11 +25,8 @@ _MOST: Final = 64 << 20  # bytes of a file in it
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write records of ``folder``, files of their runs, traces of steps and the journal to
-    ``<into>/<its name>.tar.xz``.
-
-    Raises:
-        RecordError: if there are none, a file is none of these, or the archive cannot be written.
+    """Write records of ``folder``, files of their runs, traces of steps and the journal to ``<into>/<its
+    name>.tar.xz``; a RecordError if there are none, or a file is none of these.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -64,8 +61,7 @@ def pack(folder: Path, into: Path) -> Path:
 def unpack(archive: Path, into: Path | None = None) -> Path:
     """Write an archive's records into a folder, or beside it, as they were; returns their suite's folder.
 
-    Raises:
-        RecordError: naming the archive: it is none, holds what is no record, or lacks one of the folder's.
+    A RecordError if it holds what is no record, or lacks one of the folder's.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into

@@ -106,11 +106,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
 
 def write(folder: Path, bench: Bench) -> Path:
-    """Write ``bench`` whole or not at all; returns where.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``bench`` whole or not at all; returns where."""
     target = path_of(folder, bench.id)
     write_whole(target, signed(bench).model_dump_json(indent=1))
     return target
@@ -125,11 +121,7 @@ def holds(folder: Path) -> bool:
 
 
 def read_all(folder: Path) -> list[Bench]:
-    """All records of a folder, by time.
-
-    Raises:
-        RecordError: for any file that is not a benchmark's record of this schema, or if there is none.
-    """
+    """All records of a folder, by time; a RecordError if there is none, or a file is no benchmark's."""
     found = [read_as(Bench, path, SCHEMA_VERSION) for path in sorted(folder.glob("*.json"))]
     if not found:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")

@@ -60,20 +60,13 @@ def unpredicted(record: Record) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What one node's interface counted over the timed steps, beside what its ranks booked.
-
-    Attributes:
-        counted: bytes of the interface.
-        ledger: bytes that the node's ranks booked to other nodes, of what the interface counted.
-        headers: bytes of the packets' headers.
-        control: at most so many bytes gloo sends for itself: :data:`CONTROL_BYTES` a message, and barriers.
-    """
+    """What one node's interface counted over the timed steps, beside what its ranks booked."""
 
     node: int
-    counted: int
-    ledger: int
-    headers: int
-    control: int
+    counted: int  # bytes of the interface
+    ledger: int  # bytes that the node's ranks booked to other nodes, of what the interface counted
+    headers: int  # bytes of the packets' headers
+    control: int  # at most so many bytes gloo sends for itself: `CONTROL_BYTES` a message, and barriers
 
     @property
     def ratio(self) -> float:
@@ -131,40 +124,26 @@ def miscounted(record: Record) -> str | None:
 
 @dataclass(slots=True)
 class Checked:
-    """What one rank found.
+    """What one rank found."""
 
-    Attributes:
-        kernel: the first codec whose kernels are not the reference, in words.
-        wrong: what this rank saw go wrong first while it trained, in words.
-        replayed: steps of the optimizer that were replayed.
-        linked: steps whose optimizer had the gradients of a rehearsal just before them.
-        batches: SHA-256 of what the model read and was to answer, by step.
-        of_next_rank: of the batches that the seed gives the next rank, by step.
-        seconds: that passed over this rank's timed steps, without what belongs to no step between them.
-        each: seconds of every step by a clock around it.
-        slept: of them, those in which the thread neither ran nor waited for a processor; empty if unknown.
-        untimed: what belongs to none, so far.
-    """
-
-    kernel: str | None = None
-    wrong: str | None = None
-    replayed: int = 0
-    linked: int = 0
+    kernel: str | None = None  # the first codec whose kernels are not the reference, in words
+    wrong: str | None = None  # what this rank saw go wrong first while it trained, in words
+    replayed: int = 0  # steps of the optimizer that were replayed
+    linked: int = 0  # steps whose optimizer had the gradients of a rehearsal just before them
+    # SHA-256 of what the model read and was to answer, by step
     batches: dict[int, str] = field(default_factory=dict)
+    # of the batches that the seed gives the next rank, by step
     of_next_rank: dict[int, str] = field(default_factory=dict)
+    # that passed over this rank's timed steps, without what belongs to no step between them
     seconds: float = 0.0
-    each: list[float] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)  # seconds of every step by a clock around it
+    # of them, those in which the thread neither ran nor waited for a processor; empty if unknown
     slept: list[float] = field(default_factory=list)
-    untimed: float = 0.0
+    untimed: float = 0.0  # what belongs to none, so far
 
 
 def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
-    """Why training was not as the trial asks, in words; None if nothing is wrong.
-
-    Args:
-        checked: of all ranks, in their order.
-        ranks: with their steps, warm-ups included.
-    """
+    """Why training was not as the trial asks, by all ranks in order; None if nothing is wrong."""
     missed: list[str] = []
     for rank, one in enumerate(checked):
         if one.wrong is not None:

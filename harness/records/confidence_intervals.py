@@ -56,15 +56,8 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     """Median with the interval between two order statistics, interpolated to 95 %.
 
     Hettmansperger and Sheather, "Confidence intervals based on interpolated order statistics", 1986: between
-    the d-th values from both ends, whose coverage is binomial, and the next ones inside.  Of several sweeps
-    the order statistics are those of their medians.
-
-    Args:
-        values: independent of each other inside a sweep.
-        sweeps: the sweep of each value; None for one.
-
-    Raises:
-        ValueError: without values.
+    the d-th values from both ends, whose coverage is binomial, and the next ones inside. Of several sweeps,
+    inside which values are independent, the order statistics are those of their medians.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
@@ -98,18 +91,10 @@ def paired_ratio_interval(
     below: Mapping[_Key, float],
     sweeps: Mapping[_Key, int] | None = None,
 ) -> Interval:
-    """Geometric mean of the ratios above/below with its interval, from values paired by key.
+    """Geometric mean of the ratios above/below of positive values, paired by key, with its interval.
 
-    Student's t on the logarithms of the ratios; keys on one side only are left out.  Of several sweeps the
+    Student's t on the logarithms of the ratios; keys on one side only are left out. Of several sweeps the
     values are the sweeps' mean logarithms, and the estimate is the mean of these.
-
-    Args:
-        above: numerators.
-        below: denominators.
-        sweeps: the sweep of each key; None if all are of one.
-
-    Raises:
-        ValueError: if no key is shared, or a value is not positive (or NaN).
     """
     both = [key for key in above if key in below]
     for value in (*(above[key] for key in both), *(below[key] for key in both)):
@@ -122,11 +107,7 @@ def paired_ratio_interval(
 
 
 def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Geometric mean of positive values, with the interval of their mean logarithm (:func:`mean_interval`).
-
-    Raises:
-        ValueError: without values, or for one that is not positive.
-    """
+    """Geometric mean of positive values, with the interval of their mean logarithm."""
     numbered = dict(enumerate(values))
     return paired_ratio_interval(
         numbered, dict.fromkeys(numbered, 1.0), None if sweeps is None else dict(enumerate(sweeps))
@@ -136,11 +117,8 @@ def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = N
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
     """Mean with Student's interval, of several sweeps that of the sweeps' means.
 
-    The latter holds the truth as often as it says however large the spread between sweeps is; with few
-    sweeps it is wide.
-
-    Raises:
-        ValueError: without values.
+    The latter holds the truth as often as it says however large the spread between sweeps is; with few sweeps
+    it is wide.
     """
     data = _data(values)
     means = _by_sweep(data, sweeps, np.mean)
@@ -204,20 +182,12 @@ def crossing(
     right: Mapping[Hashable, float],
     sweeps: Mapping[Hashable, int] | None = None,
 ) -> tuple[float, float, float]:
-    """Where a straight line between two means crosses zero, with its interval, as parts of the way.
+    """Where a straight line between two means crosses zero, with its interval (place, low, high), as parts of
+    the way from ``left`` to ``right``, whose mean has the other sign.
 
     Fieller's: all places at which the line differs from zero by less than Student's t times its error there.
     Values are paired by key, so that what both sides share is in that error; keys on one side only are left
-    out.  An end beyond both means is -inf or inf: it was not measured.
-
-    Args:
-        left: values at 0.
-        right: values at 1, whose mean has the other sign.
-        sweeps: the sweep of each key; None if all are of one.
-
-    Returns:
-        (place, low, high); NaN ends for fewer than :data:`FEWEST` values, or :data:`FEWEST_SWEEPS` of
-        several sweeps.
+    out. An end beyond both means is -inf or inf: it was not measured; of too few values or sweeps it is NaN.
     """
     both = [key for key in left if key in right]
     of = None if sweeps is None else [sweeps[key] for key in both]

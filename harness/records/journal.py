@@ -27,42 +27,25 @@ _LEFT_OUT: Final = {"role", "answer", "digest"}  # the first two are the questio
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):
-    """One line.
+    """One line."""
 
-    Attributes:
-        number: of the line, from 0.
-        trial: id of the record.
-        content: :func:`content_of` it.
-        failure: its kind; empty of a result.
-        before: SHA-256 of the line before; empty of the first.
-    """
-
-    number: int
-    trial: str
-    content: str
-    failure: str
-    before: str
+    number: int  # of the line, from 0
+    trial: str  # id of the record
+    content: str  # `content_of` it
+    failure: str  # its kind; empty of a result
+    before: str  # SHA-256 of the line before; empty of the first
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a journal says of the records beside it, by ids of trials in order.
+    """What a journal says of the records beside it, by ids of trials in order."""
 
-    Attributes:
-        broken: in words, why lines are not those that were written; None if they may be.
-        deleted: of which no record is left.
-        rerun: that had a result, and were run again.
-        edited: whose records are not those that were written last.
-        missing: whose records say that a journal tells of them, and none does.
-        without: number of records from before there were journals.
-    """
-
-    broken: str | None
-    deleted: tuple[str, ...]
-    rerun: tuple[str, ...]
-    edited: tuple[str, ...]
-    missing: tuple[str, ...]
-    without: int
+    broken: str | None  # in words, why lines are not those that were written; None if they may be
+    deleted: tuple[str, ...]  # of which no record is left
+    rerun: tuple[str, ...]  # that had a result, and were run again
+    edited: tuple[str, ...]  # whose records are not those that were written last
+    missing: tuple[str, ...]  # whose records say that a journal tells of them, and none does
+    without: int  # number of records from before there were journals
 
 
 def content_of(record: Record) -> str:
@@ -81,9 +64,6 @@ def append(results: Path, record: Record) -> Record:
     """Write a line and then the record, which is returned as it was written: with the number of its line.
 
     The line comes first: a sweep killed between the two leaves a trial that is named, not one unnoticed.
-
-    Raises:
-        RecordError: if the folder cannot be written.
     """
     path = path_of(results)
     try:
@@ -119,11 +99,7 @@ def _write_line(path: Path, line: bytes) -> None:
 
 
 def verify(results: Path, records: Sequence[Record]) -> Verified:
-    """Compare a folder's journal with its records.
-
-    Raises:
-        RecordError: if there is a journal that cannot be read.
-    """
+    """Compare a folder's journal with its records; a RecordError if it cannot be read."""
     path = path_of(results)
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []

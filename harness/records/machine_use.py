@@ -13,32 +13,21 @@ _OLDER: Final = {"extra": "ignore"}  # which pydantic reads
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One GPU of a node.
-
-    Attributes:
-        index: NVML's number of it.
-        samples: readings of it; means and shares are over them.
-        joules: by its own counter; None where it has none.
-        sampled_joules: the integral of its power, by the trapezoidal rule.
-        watts: mean power.
-        utilisation: mean share of time in which a kernel ran.
-        clock_mhz: mean clock of its multiprocessors.
-        throttled: share of samples in which its clock was held down, by reason.
-        others: most processes of others that computed on it at once.
-    """
+    """One GPU of a node."""
 
     __pydantic_config__: ClassVar[Any] = _OLDER
 
-    index: int
+    index: int  # NVML's number of it
     name: str
-    samples: int
-    joules: float | None
-    sampled_joules: float
-    watts: float
-    utilisation: float
-    clock_mhz: float
+    samples: int  # readings of it; means and shares are over them
+    joules: float | None  # by its own counter; None where it has none
+    sampled_joules: float  # the integral of its power, by the trapezoidal rule
+    watts: float  # mean power
+    utilisation: float  # mean share of time in which a kernel ran
+    clock_mhz: float  # mean clock of its multiprocessors
+    # share of samples in which its clock was held down, by reason
     throttled: dict[str, float] = field(default_factory=dict)
-    others: int = 0
+    others: int = 0  # most processes of others that computed on it at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,17 +182,13 @@ class QuantisationError(_Part):
     """Error of one codec that was tried on the weights or the reduced gradients of one unit, sending nothing.
 
     What was really sent erred as :class:`CommunicationError` says.
-
-    Attributes:
-        vnmse: sum((decoded - x)^2) / sum(x^2).
-        largest: max |decoded - x| / max |x|.
     """
 
     purpose: str
     unit: str
     codec: str
-    vnmse: float
-    largest: float
+    vnmse: float  # sum((decoded - x)^2) / sum(x^2)
+    largest: float  # max |decoded - x| / max |x|
 
 
 class CommunicationError(_Part):
@@ -221,20 +217,14 @@ class CommunicationError(_Part):
 
 
 class ChosenCodec(_Part):
-    """A codec that a budget chose for what one unit sends, after ``step`` optimizer steps.
-
-    Attributes:
-        what: ``weights`` or ``gradients``.
-        hop: name of the axis; empty of weights.
-        vnmse: of the codec in the step before, over all ranks; of gradients of what the hop encodes.
-    """
+    """A codec that a budget chose for what one unit sends, after ``step`` optimizer steps."""
 
     step: int
     what: Literal["weights", "gradients"]
     unit: str
-    hop: str
+    hop: str  # name of the axis; empty of weights
     codec: str
-    vnmse: float
+    vnmse: float  # of the codec in the step before, over all ranks; of gradients of what the hop encodes
 
 
 class LinkRecord(_Part):
@@ -414,11 +404,7 @@ def path_of(results: Path, record_id: str) -> Path:
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` atomically; returns its path.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``record`` atomically; returns its path."""
     target = path_of(results, record.id)
     write_whole(target, signed(record).model_dump_json(indent=1))
     return target
@@ -439,11 +425,7 @@ def signed(record: Model) -> Model:
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file atomically: temporary file, fsync, rename.
-
-    Raises:
-        RecordError: if its folder cannot be written.
-    """
+    """Write a file atomically (temporary file, fsync, rename), or raise a RecordError."""
     folder = target.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -468,12 +450,7 @@ def read(path: Path) -> Record:
 
 
 def read_as(model: type[Model], path: Path, version: int) -> Model:
-    """Read a file of ``model`` in schema ``version``.
-
-    Raises:
-        RecordError: naming the file: not JSON, another schema version, a missing field, or other content
-            than its digest is of.
-    """
+    """Read a file of ``model`` in schema ``version``; a RecordError names the file and what is wrong."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -501,11 +478,7 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
 
 
 def read_all(results: Path) -> list[Record]:
-    """Read all records of a folder, in the order in which they ran.
-
-    Raises:
-        RecordError: for any file that is not a record of this schema.
-    """
+    """Read all records of a folder, in the order in which they ran; raises as :func:`read_as`."""
     found, broken = readable(results)
     if broken:
         raise broken[0]

@@ -25,28 +25,21 @@ class _Part(BaseModel, extra="forbid", frozen=True):
 
 
 class SuiteText(_Part):
-    """The file of a suite.
-
-    Attributes:
-        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
-    """
+    """The file of a suite."""
 
     name: str
     text: str
+    # DeepSpeed configurations in files, as JSON text, by the path that the suite has
     configurations: dict[str, str] = {}
 
 
 class Changes(_Part):
-    """How the checkout differed from its commit, as ``git apply`` reads it.
+    """How the checkout differed from its commit, as ``git apply`` reads it."""
 
-    Attributes:
-        size, sha256: of the whole, in bytes.
-        text: the first bytes of it, as many as are kept; empty if it is no text in UTF-8.
-    """
-
+    # size, sha256: of the whole, in bytes
     size: int
     sha256: str
-    text: str
+    text: str  # the first bytes of it, as many as are kept; empty if it is no text in UTF-8
 
     @property
     def whole(self) -> bool:
@@ -55,47 +48,33 @@ class Changes(_Part):
 
 
 class Software(_Part):
-    """What runs trials beside our sources, on one node.
+    """What runs trials beside our sources, on one node."""
 
-    Attributes:
-        packages: all that are installed, as ``name==version``.
-        libraries: versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it;
-            only those that are there.
-    """
-
-    packages: list[str]
+    packages: list[str]  # all that are installed, as ``name==version``
+    # versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it; only those that
+    # are there
     libraries: dict[str, str]
 
 
 class Node(BaseModel, extra="ignore", frozen=True):
-    """What one node had; older files hold more, which is not read.
+    """What one node had; older files hold more, which is not read."""
 
-    Attributes:
-        machine, code: as records have them (``harness.measure.machine``).
-        environment: variables that matter, without secrets.
-        hcas: names of its InfiniBand adapters that have an active port, in order; empty in older records.
-    """
-
+    # machine, code: as records have them (``harness.measure.machine``)
     machine: dict[str, Any]
     code: dict[str, Any]
     software: Software
-    environment: dict[str, str]
+    environment: dict[str, str]  # variables that matter, without secrets
+    # names of its InfiniBand adapters that have an active port, in order; empty in older records
     hcas: list[str] = []
 
 
 class Run(_Part):
-    """What all trials of one run have in common.
-
-    Attributes:
-        changes: of the checkout of node 0; None if it is that of its commit, or not known.
-        suite: None for trials that are of no file.
-        nodes: by number; the first wrote the records.
-    """
+    """What all trials of one run have in common."""
 
     schema_version: int = SCHEMA_VERSION
-    suite: SuiteText | None
-    changes: Changes | None
-    nodes: list[Node] = Field(min_length=1)
+    suite: SuiteText | None  # None for trials that are of no file
+    changes: Changes | None  # of the checkout of node 0; None if it is that of its commit, or not known
+    nodes: list[Node] = Field(min_length=1)  # by number; the first wrote the records
 
 
 def path_of(results: Path, run: str) -> Path:
@@ -104,11 +83,7 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless it is there; returns its hash.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``run`` atomically, unless it is there; returns its hash."""
     text = run.model_dump_json(indent=1)
     name = digest_of(json.loads(text))[:_LETTERS]
     if not path_of(results, name).exists():
@@ -117,11 +92,7 @@ def write(results: Path, run: Run) -> str:
 
 
 def read(results: Path, run: str) -> Run:
-    """Read the file of run ``run``.
-
-    Raises:
-        RecordError: naming the file: it is missing, not of this schema, or has other content than its name.
-    """
+    """Read the file of run ``run``, whose content is that of its name; raises as :func:`read_as`."""
     path = path_of(results, run)
     found = read_as(Run, path, SCHEMA_VERSION)
     name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]

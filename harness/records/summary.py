@@ -14,23 +14,14 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The main numbers of a record; None for what was not measured.
+    """The main numbers of a record; None for what was not measured."""
 
-    Attributes:
-        seconds: median step of the slowest rank; a generation is a step without loss.
-        exposed: median exposed communication of the first rank in a step.
-        sent: bytes between nodes in a step.
-        by_interfaces: whether the nodes' interfaces counted ``sent``, for want of a ledger.
-        rate: of the link, Mbit/s, the median of its probes.
-        loss: the last, its mean over ranks.
-    """
-
-    seconds: float | None = None
-    exposed: float | None = None
-    sent: float | None = None
-    by_interfaces: bool = False
-    rate: float | None = None
-    loss: float | None = None
+    seconds: float | None = None  # median step of the slowest rank; a generation is a step without loss
+    exposed: float | None = None  # median exposed communication of the first rank in a step
+    sent: float | None = None  # bytes between nodes in a step
+    by_interfaces: bool = False  # whether the nodes' interfaces counted ``sent``, for want of a ledger
+    rate: float | None = None  # of the link, Mbit/s, the median of its probes
+    loss: float | None = None  # the last, its mean over ranks
 
 
 def summarise(one: Record) -> Summary:

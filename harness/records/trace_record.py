@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from harness.records.record import RecordError
-from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, Span
+from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, Span
 
 COMPUTE: Final = "computing"
 CODING: Final = "encoding, decoding"
@@ -70,11 +70,7 @@ def path_of(folder: Path, identity: str) -> Path:
 
 
 def read_traces(folder: Path) -> list[Trace]:
-    """All traces beside the records of a folder.
-
-    Raises:
-        RecordError: naming the file that is none, or is of another trial than its name says.
-    """
+    """All traces beside the records of a folder; a RecordError names one that is none, or another trial's."""
     found = []
     for path in sorted((folder / FOLDER).glob("trace-*.json")):
         try:

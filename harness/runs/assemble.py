@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from harness.measure.cpu_usage import Spent
 from harness.records import checks
@@ -15,20 +15,11 @@ from harness.runs.rank_trial import Outcome
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
 
-    Raises:
-        TrialError: for ranks that had other inputs, a loss that is not finite, one before training that is
-            not a single process's, reduced gradients that are not, a ledger that is not the prediction,
-            interfaces that did not send what the ledger holds, ranks whose budgets chose other codecs, or
-            generations of one rank that differ.
+    The first check that its results do not pass is a TrialError.
     """
-    _check_inputs(outcomes, blank)
+    _refuse(_wrong_inputs(outcomes, blank))
     compared = merge([outcome.compared for outcome in outcomes], blank.trial)
-    _check_losses(outcomes)
-    if blank.trial.get("control") is None:
-        _check_later(outcomes)
-    _check_steps(outcomes[0])
-    _check_chosen(outcomes)
-    _check_decoded(outcomes)
+    _refuse(_wrong_training(outcomes, control=blank.trial.get("control") is not None))
     validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
     processor_use = _processor_use([outcome.spent for outcome in outcomes])
     first = outcomes[0]
@@ -55,10 +46,14 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     )
     untrained = checks.untrained([outcome.checked for outcome in outcomes], found.ranks)
     sent = (checks.unpredicted(found), checks.miscounted(found), checks.other_codec(found))
-    for why in (untrained, *sent, checks.off_rate(found, above=True)):
-        if why is not None:
-            raise TrialError(why)
+    _refuse(why for why in (untrained, *sent, checks.off_rate(found, above=True)) if why is not None)
     return found
+
+
+def _refuse(wrong: Iterator[str]) -> None:
+    """Raise the first of what is wrong."""
+    if (why := next(wrong, None)) is not None:
+        raise TrialError(why)
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
@@ -85,77 +80,60 @@ def _mean(shares: Sequence[Validation]) -> Validation:
     )
 
 
-def _check_inputs(outcomes: Sequence[Outcome], blank: Record) -> None:
-    """Refuse kernels that are not the reference, ranks whose own codecs decode differently, and tokens that
-    are not those on the record.
-    """
+def _wrong_inputs(outcomes: Sequence[Outcome], blank: Record) -> Iterator[str]:
+    """Kernels unlike the reference, own codecs that decode differently, tokens unlike those on record."""
     first = outcomes[0]
     for outcome in outcomes:
         if outcome.checked.kernel is not None:
-            raise TrialError(outcome.checked.kernel)
+            yield outcome.checked.kernel
         rank, named = outcome.record.rank, outcome.ran.get("own_codecs", {})
         for codec, digest in named.items():
             if digest != (expected := first.ran["own_codecs"][codec]):
-                raise TrialError(
+                yield (
                     f"codec {codec} decodes the same elements on rank {rank} to others (SHA-256 "
                     f"{digest[:12]}) than on rank {first.record.rank} ({expected[:12]})"
                 )
         found, known = outcome.ran["corpus_sha256"], blank.inputs.get("corpus")
         if known is not None and found not in ("", known):
-            raise TrialError(
+            yield (
                 f"rank {rank} has other tokens (SHA-256 {found[:12]}) of the corpus than the process that "
                 f"started it ({known[:12]}): expected what gives the same each time, on every machine"
             )
 
 
-def _check_losses(outcomes: Sequence[Outcome]) -> None:
+def _wrong_training(outcomes: Sequence[Outcome], *, control: bool) -> Iterator[str]:
+    """Losses that are not finite, later ones and gradients that are not a single process's, overflows that
+    skipped every step, budgets that chose differently, generations of a rank that differ.
+    """
+    first = outcomes[0]
     for outcome in outcomes:
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
-                raise TrialError(
-                    f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
-                )
-
-
-def _check_later(outcomes: Sequence[Outcome]) -> None:
-    """Refuse losses and reduced gradients of later steps that are not a single process's."""
-    for rank, outcome in enumerate(outcomes):
+                yield f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
+    for rank, outcome in enumerate([] if control else outcomes):
         trained = {step.index: step.loss for step in outcome.record.steps}
         for loss in outcome.compared.later_losses:
             check_loss(rank, loss)
             if loss.trained is not None and not agree(trained[loss.step], loss.trained):
-                raise TrialError(
+                yield (
                     f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
                     f"process with equal weights at {loss.trained:.6f}"
                 )
         for error in outcome.compared.gradient_errors:
             if error.step:
                 check_gradient(rank, error)
-
-
-def _check_steps(outcome: Outcome) -> None:
-    """Refuse a run in which overflows skipped every step."""
-    scaler = outcome.ran.get("loss_scale")
-    if scaler is not None and outcome.record.steps and scaler["skipped"] >= len(outcome.record.steps):
-        raise TrialError(
-            f"all {len(outcome.record.steps)} steps were skipped: gradients overflow, at last at a loss "
-            f"scale of {scaler['scale']:g}; start from a smaller one"
+    scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
+    if scaler is not None and count and scaler["skipped"] >= count:
+        yield (
+            f"all {count} steps were skipped: gradients overflow, at last at a loss scale of "
+            f"{scaler['scale']:g}; start from a smaller one"
         )
-
-
-def _check_chosen(outcomes: Sequence[Outcome]) -> None:
-    """Refuse ranks whose budgets chose other codecs."""
     for outcome in outcomes:
-        if outcome.chosen != outcomes[0].chosen:
-            raise TrialError(f"rank {outcome.record.rank} chose other codecs within its budget than rank 0")
-
-
-def _check_decoded(outcomes: Sequence[Outcome]) -> None:
-    """Check that all generations of a rank decoded the same tokens: prompt and weights are equal."""
-    for outcome in outcomes:
+        if outcome.chosen != first.chosen:
+            yield f"rank {outcome.record.rank} chose other codecs within its budget than rank 0"
         for number, digest in enumerate(outcome.decoded):
-            if digest != outcome.decoded[0]:
-                raise TrialError(
+            if digest != outcome.decoded[0]:  # prompt and weights are equal
+                yield (
                     f"generation {number} of rank {outcome.record.rank} decoded other tokens (SHA-256 "
                     f"{digest[:12]}) than generation 0 ({outcome.decoded[0][:12]}) from the same prompt and "
                     "weights"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,7 +49,7 @@ from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batches
+from harness.workloads.data import Batches, batches_of
 from impl.adapters.joined import fsdp2_groups
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
@@ -67,53 +67,35 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
-    """Mean losses of one rank's batches of one step, in evaluation mode.
+    """Mean losses of one rank's batches of one step, in evaluation mode."""
 
-    Attributes:
-        reference: of a single process in fp32.
-        expected: of one with weights as all-gathered.
-        found: of the sharded model.
-        step: just before which they were compared.
-        trained: of that process in training mode, which the step's own loss must be; None where training is
-            random, as with dropout.
-    """
-
-    reference: float
-    expected: float
-    found: float
-    step: int = 0
+    reference: float  # of a single process in fp32
+    expected: float  # of one with weights as all-gathered
+    found: float  # of the sharded model
+    step: int = 0  # just before which they were compared
+    # of that process in training mode, which the step's own loss must be; None where training is random, as
+    # with dropout
     trained: float | None = None
 
 
 @dataclass(slots=True)
 class Compared:
-    """What one rank compared.
+    """What one rank compared."""
 
-    Attributes:
-        first_loss: before training.
-        later_losses: before later steps.
-        gradient_errors: of the reduced gradients, by step and unit.
-        communicated: error sums of what was sent.
-        errors: error sums of the grid of codecs.
-    """
-
-    first_loss: ComparedLoss
-    later_losses: list[ComparedLoss] = field(default_factory=list)
+    first_loss: ComparedLoss  # before training
+    later_losses: list[ComparedLoss] = field(default_factory=list)  # before later steps
+    # of the reduced gradients, by step and unit
     gradient_errors: list[GradientError] = field(default_factory=list)
-    communicated: list[tuple[Place, Sums]] = field(default_factory=list)
-    errors: list[tuple[Key, Squares]] = field(default_factory=list)
+    communicated: list[tuple[Place, Sums]] = field(default_factory=list)  # error sums of what was sent
+    errors: list[tuple[Key, Squares]] = field(default_factory=list)  # error sums of the grid of codecs
 
 
 def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that hold what all ranks compared, in rank order.
+    """The fields of a record that hold what all ranks compared, in rank order; ``trial`` is as on record.
 
-    Args:
-        ranks: what each compared.
-        trial: as on record; a control is wrong on purpose.
-
-    Raises:
-        TrialError: for a loss before training that is not a single process's, reduced gradients that are
-            farther from it than the codecs promise, or errors of what was sent that a codec cannot make.
+    Refuses a loss before training that is not a single process's, reduced gradients that are farther from it
+    than the codecs promise, and errors of what was sent that a codec cannot make; a control is wrong on
+    purpose.
     """
     control = trial.get("control")
     losses = [rank.first_loss for rank in ranks]
@@ -179,29 +161,19 @@ def checks_of(ranks: Sequence[Sequence[GradientError]]) -> list[GradientCheck]:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a single process has just before a step.
+    """What a single process has just before a step."""
 
-    Attributes:
-        reference: loss with the fp32 weights.
-        loss: with weights as all-gathered.
-        gradient: with those, in the policy's compute type; None where nothing is compared.
-        trained: with those, in training mode; None where that is random.
-    """
-
-    reference: float
-    loss: float
+    reference: float  # loss with the fp32 weights
+    loss: float  # with weights as all-gathered
+    # with those, in the policy's compute type; None where nothing is compared
     gradient: FirstGradient | None = None
-    trained: float | None = None
+    trained: float | None = None  # with those, in training mode; None where that is random
 
 
 class Comparison:
     """A trial's comparisons on one rank; all ranks must call each method.
 
     Made of the unsharded model, before it is sharded.
-
-    Attributes:
-        compared: what was found so far.
-        events: the passes that were run before training, as ``impl.plan.traffic`` has them.
     """
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
@@ -212,13 +184,13 @@ class Comparison:
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         self.compared: Compared
-        self.events: list[Event] = []
+        self.events: list[Event] = []  # passes before training, as ``impl.plan.traffic`` has them
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
         expected, first = self.expected, self.expected.gradient
         if first is None:
-            found, errors = mean_loss(strategy.model, self.data.first()), []
+            found, errors = mean_loss(strategy.model, batches_of(self.data)), []
             strategy.weights_changed()  # what the check gathered must not serve the first step
         else:
             with evaluating(strategy.model):
@@ -231,10 +203,6 @@ class Comparison:
         self.compared = Compared(
             ComparedLoss(expected.reference, expected.loss, found), gradient_errors=errors
         )
-
-    def is_due(self, index: int, strategy: Strategy) -> bool:
-        """Whether what step ``index`` is about to send is compared with exact values."""
-        return strategy.wire is not None and index in self.steps
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Compare what step ``index`` is about to send with exact values, in passes of its own.
@@ -310,17 +278,13 @@ def single_process(
     step: int = 0,
     clock: Clock | None = None,
 ) -> Expected:
-    """Loss and gradient of the unsharded model; all ranks must call it, and it is left as it was.
+    """Loss and gradient of the unsharded model in fp32 on this rank's batches of ``step``; all ranks must
+    call it.
 
-    Args:
-        trial: with the policy under which weights are gathered and gradients reduced.
-        model: unsharded, in fp32.
-        data: of this rank.
-        topology: of the ranks.
-        step: whose batches are read.
-        clock: by which weights are rounded at random; by default that of the first step.
+    The model is left as it was. ``clock`` says how weights are rounded at random; by default the first
+    step's.
     """
-    exact = mean_loss(model, _batches(data, step))
+    exact = mean_loss(model, batches_of(data, step))
     policy, host = trial.resolved_policy(), trial.host
     if policy is None:
         twin = as_computed_by(trial, model, next(model.parameters()).device)
@@ -362,7 +326,7 @@ def _compute(
     where it is another than in evaluation mode.
     """
     if trial.workload == "generate" or layouts is None:
-        return mean_loss(model, _batches(data, step)), None, None
+        return mean_loss(model, batches_of(data, step)), None, None
     compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
     rounding = ROUNDING[compute]
     if policy is not None and policy.secondary_format != "frames":  # backward computes with a rounded copy
@@ -387,12 +351,8 @@ def _compute(
         return mean, first, None
     with torch.no_grad():
         model.train()
-        trained = [float(model(*batch)) for batch in _batches(data, step)]
+        trained = [float(model(*batch)) for batch in batches_of(data, step)]
     return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
-
-
-def _batches(data: Batches, step: int) -> Iterator[tuple[Tensor, Any]]:
-    return itertools.chain.from_iterable(data.step(step))
 
 
 def agree(found: float, expected: float) -> bool:

@@ -50,54 +50,37 @@ PROCESS_BYTES: Final = 200 << 20
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Resources of the machine that would run the trials.
+    """Resources of the machine that would run the trials."""
 
-    Attributes:
-        memory: bytes that processes may use.
-        gpus: bytes of each GPU.
-        namespaces: checks (once) whether network namespaces work: None if so, else why not.
-    """
-
-    memory: int
-    gpus: tuple[int, ...]
+    memory: int  # bytes that processes may use
+    gpus: tuple[int, ...]  # bytes of each GPU
+    # checks (once) whether network namespaces work: None if so, else why not
     namespaces: Callable[[], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Prediction for one trial.
-
-    Attributes:
-        parameters: elements of the model, without padding.
-        padded: elements of its units, with padding; None for peers.
-        inter: bytes between nodes in one step, or one generation, all ranks together; None for
-            peers whose bytes do not go through our wire.
-        intra: the same inside nodes.
-        egress: bytes that one node sends to the others in one step.
-        memory: bytes of one rank, by part, without activations.
-        wire_seconds: time that ``egress`` takes at the link's rate; None without a rate.
-        problems: why it cannot run here.
-        beyond_limit: how it exceeds its memory limit, so that it will not be run; None if it does not.
-        refusal: why a peer's library cannot run it here, so that it will be a refusal on record; else None.
-        copied: bytes that one rank copies between host and device in one step, both ways; 0 where nothing
-            is offloaded.
-        secondary: bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps;
-            None where it keeps none.
-        step: what a step asks of a machine; None for peers and generation.
-    """
+    """Prediction for one trial."""
 
     trial: Trial
-    parameters: int | None = None
-    padded: int | None = None
+    parameters: int | None = None  # elements of the model, without padding
+    padded: int | None = None  # elements of its units, with padding; None for peers
+    # bytes between nodes in one step, or one generation, all ranks together; None for peers whose bytes do
+    # not go through our wire
     inter: int | None = None
-    intra: int | None = None
-    egress: int | None = None
-    memory: dict[str, int] | None = None
-    wire_seconds: float | None = None
-    problems: tuple[str, ...] = ()
+    intra: int | None = None  # the same inside nodes
+    egress: int | None = None  # bytes that one node sends to the others in one step
+    memory: dict[str, int] | None = None  # bytes of one rank, by part, without activations
+    wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
+    problems: tuple[str, ...] = ()  # why it cannot run here
+    # how it exceeds its memory limit, so that it will not be run; None if it does not
     beyond_limit: str | None = None
+    # why a peer's library cannot run it here, so that it will be a refusal on record; else None
     refusal: str | None = None
+    # bytes that one rank copies between host and device in one step, both ways; 0 where nothing is offloaded
     copied: int = 0
+    # bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps; None where
+    # it keeps none
     secondary: tuple[int, int] | None = None
 
     @property
@@ -106,7 +89,7 @@ class Forecast:
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
     findings: tuple[Finding, ...] = ()
-    step: Step | None = None
+    step: Step | None = None  # what a step asks of a machine; None for peers and generation
 
 
 def this_host() -> Host:
@@ -445,7 +428,7 @@ def _refused(check: Callable[[], None]) -> str | None:
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
-    from impl.engine.optimizer_hooks import NOT_ELEMENTWISE
+    from impl.engine.engine import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
     sharded = trial.resolved_policy() is not None and trial.host is None

@@ -32,10 +32,7 @@ class Batch:
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
     """The batches of a suite's sweeps; each is asked for when the trials of those before have run.
 
-    Args:
-        suite: whose trials are repeated.
-        sweeps: how many there shall be in all.
-        seconds: what a trial that ran took (:func:`seconds_of`), None without a result.
+    ``seconds`` says what a trial that ran took (:func:`seconds_of`), None without a result.
     """
     for sweep in range(sweeps):
         yield Batch(sweep, suite.sweep(sweep))
@@ -68,8 +65,8 @@ def _too_wide(
 ) -> list[Trial]:
     """The trials of a cell that need one more repeat: all that have results, or none.
 
-    Contenders go on together, so that each has the baseline of every repeat beside it.  One that failed is
-    not repeated.
+    Contenders go on together, so that each has the baseline of every repeat beside it: the one with
+    fewest changes of its policy.  One that failed is not repeated.
     """
     took: dict[str, _Took] = defaultdict(dict)
     failed: set[str] = set()
@@ -80,7 +77,8 @@ def _too_wide(
                 failed.add(contender_of(trial))
             else:
                 took[contender_of(trial)][trial.seed, repeat] = found
-    base = contender_of(_baseline([trial for trial in cell if trial.strategy == BASELINE]))
+    baselines = [trial for trial in cell if trial.strategy == BASELINE]
+    base = contender_of(min(baselines, key=lambda trial: len(trial.changes)))
     others = took.keys() - failed - {base}
     if base in failed or all(
         enough(_half_widths(took[base], took[name], done), within) for name in sorted(others)
@@ -90,22 +88,14 @@ def _too_wide(
 
 
 def enough(halves: Sequence[float], within: float) -> bool:
-    """Whether an interval is narrow now, and was :data:`BEYOND` repeats ago or before.
+    """Whether an interval is narrow now, and was :data:`BEYOND` repeats ago or before, by half its width
+    after each number of repeats, as a share of the ratio.
 
     An interval may be narrow by chance, and to stop at once would choose such: it would hold the truth in
     0.926 of samples where it says 0.95.
-
-    Args:
-        halves: half the interval's width, as a share of the ratio, after each number of repeats.
-        within: half the width that it may have.
     """
     before = halves[: max(len(halves) - BEYOND, 0)]
     return halves[-1] <= within and any(half <= within for half in before)
-
-
-def _baseline(there: Sequence[Trial]) -> Trial:
-    """Of the baselines of a cell, the one with the fewest changes of its policy."""
-    return min(there, key=lambda trial: len(trial.changes))
 
 
 def _half_widths(base: _Took, ours: _Took, done: range) -> list[float]:

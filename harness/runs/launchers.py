@@ -18,11 +18,7 @@ from harness.suites.trial import Cluster, Trial
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """The distinct clusters of trials that a launcher runs, those with most nodes first.
-
-    Raises:
-        Refusal: if they name several launchers, or several lists of hosts.
-    """
+    """The distinct clusters of trials that a launcher, one alone, runs, those with most nodes first."""
     found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     several = sorted(found.values(), key=lambda one: -one.nodes)
     for name in ("launcher", "hosts", "slurm"):
@@ -35,8 +31,7 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
 def place(trials: Sequence[Trial]) -> Place | None:
     """This process's place among those of the trials' launcher; None if all ranks run on this machine.
 
-    Raises:
-        Refusal: if the launcher did not start it, or has too few hosts.
+    A Refusal if the launcher did not start it, or has too few hosts.
     """
     asked = clusters(trials)
     if not asked:
@@ -71,11 +66,7 @@ def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
 def gathered(
     here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Lead the nodes of a launcher in the body; None without one.
-
-    Raises:
-        Refusal: if they do not come together; with ``same_code``, if one runs other code.
-    """
+    """Lead the nodes of a launcher in the body, all with this code if ``same_code``; None without one."""
     if here is None:
         yield None
         return

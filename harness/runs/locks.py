@@ -21,12 +21,8 @@ _SWEEP: Final = "\0zeropp-sweep"  # an abstract Unix-domain address, free again 
 
 @contextlib.contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """Hold the folder's lock, and remove temporary files that a killed run left there.
-
-    On NFS and Lustre (mounted with flock) the lock holds between hosts, too.
-
-    Raises:
-        RecordError: if another run holds it, or the folder cannot be written or locked.
+    """Hold the folder's lock, and remove temporary files that a killed run left there; a RecordError if
+    another run holds it. On NFS and Lustre (mounted with flock) it holds between hosts, too.
     """
     scratch = results / SCRATCH
     try:

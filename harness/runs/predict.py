@@ -21,10 +21,9 @@ from harness.suites.trial import Model, Trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
-from impl.plan.machine import Machine
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.step_time import Step, StepTime, Work, step_of, step_time
+from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:
@@ -120,11 +119,7 @@ def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[traffic.Event]
 def hosted_bytes(
     trial: Trial, policy: Policy, model: nn.Module
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
-
-    Raises:
-        PolicyError, GeometryError: if the host cannot run the policy.
-    """
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`."""
     from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked
@@ -201,6 +196,7 @@ def step_asked(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> 
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or trial.workload != "train":
         return None
+    rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
     return Step(
         policy=policy,
         topology=trial.topology(),
@@ -209,7 +205,7 @@ def step_asked(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> 
         tokens=trial.tokens_per_rank,
         micro_batches=trial.accumulation,
         recompute=trial.activation_checkpointing,
-        rate=_rate(trial),
+        rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
     )
 
 
@@ -249,9 +245,3 @@ def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:
         UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN), group)
         for name, _, padded in record.units
     ]
-
-
-def _rate(trial: Trial) -> float:
-    """Bytes a second of the slowest node's link; infinite where there is none, or no limit."""
-    rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
-    return math.inf if rate is None else rate * BYTES_PER_MBIT

@@ -53,29 +53,22 @@ from harness.strategies.training import TrainingLoop, unread_clock
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batches, Data, Given
+from harness.workloads.data import Batches, Data, Given, batches_of
 from harness.workloads.generation import Counted, Generator
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
-from impl.plan.offload_plan import CopyKey
-from impl.plan.traffic import Event, LedgerKey, Sent
+from impl.plan.traffic import CopyKey, Event, LedgerKey, Sent
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Argument of every rank of a trial.
-
-    Attributes:
-        probe_bytes: size of a probe's message; None for no probe.
-        count: whether the node's interface counts exactly the bytes that leave the node.
-        folder: from which the trial's own inputs are found.
-    """
+    """Argument of every rank of a trial."""
 
     trial: Trial
-    probe_bytes: int | None
-    count: bool
-    folder: Path = field(default_factory=folder.here)
+    probe_bytes: int | None  # size of a probe's message; None for no probe
+    count: bool  # whether the node's interface counts exactly the bytes that leave the node
+    folder: Path = field(default_factory=folder.here)  # from which the trial's own inputs are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,42 +76,30 @@ class Outcome:
     """Result of one rank.
 
     What is here named as in :class:`~harness.records.record.Record` is this rank's share of it.
-
-    Attributes:
-        compared: with a single process and with exact values.
-        checked: of training, step by step.
-        predicted: bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers.
-        sent: counters of its node's interface over the timed steps, evaluations left out; from the
-            first rank of a node.
-        probed: Mbit/s into its node.
-        decoded: digests of what its generations decoded, warm-ups included.
-        spent: processor seconds over the timed steps; of the first rank the machine's too, if all are on it.
-        chosen: codecs, by a budget; the same on all ranks.
     """
 
     record: RankRecord
     validations: list[Validation]
+    # bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers
     predicted: list[LedgerRow] | None
+    # counters of its node's interface over the timed steps, evaluations left out; from the first rank of a
+    # node
     sent: InterfaceCounters | None
-    probed: list[float]
-    compared: Compared
-    checked: Checked
+    probed: list[float]  # Mbit/s into its node
+    compared: Compared  # with a single process and with exact values
+    checked: Checked  # of training, step by step
     ran: dict[str, Any]
     units: list[tuple[str, int, int]]
     parameters: int
     machine_use: NodeUse | None
-    decoded: list[str]
+    decoded: list[str]  # digests of what its generations decoded, warm-ups included
+    # processor seconds over the timed steps; of the first rank the machine's too, if all are on it
     spent: Spent
-    chosen: list[ChosenCodec]
+    chosen: list[ChosenCodec]  # codecs, by a budget; the same on all ranks
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank; the default process group is initialised.
-
-    Raises:
-        Refusal, PolicyError, GeometryError, CorpusError: it cannot be run as asked.
-        TrialError: a check of its results failed.
-    """
+    """Run a trial on this rank; the default process group is initialised."""
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
 
@@ -243,7 +224,7 @@ class TrialRun:
             units=[
                 (unit.name, unit.numel, unit.padded)
                 for one in (self.strategy, self.judges)
-                for unit in (() if one is None else one.units())
+                for unit in (() if one is None else one.units)
             ],
             parameters=self.parameters,
             machine_use=sampled.use,
@@ -283,7 +264,7 @@ class TrialRun:
         policy = trial.resolved_policy()
         return compute_alone.measure(
             as_computed_by(trial, model, self.device) if policy is None else as_computed(model, policy),
-            next(self.data.first()),
+            next(batches_of(self.data)),
             partial(built, trial.optimizer),
             ranks=trial.topology().world,
             when=when,
@@ -326,7 +307,7 @@ class TrialRun:
     def _generator(self) -> Generator:
         """A generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
-        prompts = [tokens[:, : generate.prompt] for tokens, _ in self.data.first()]
+        prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
         shape = models.shape_of(self.trial.model)
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
 
@@ -426,7 +407,7 @@ class TrialRun:
 
     def _compare(self, index: int) -> None:
         """Compare what step ``index`` is about to send with exact values, if that is due; it is not timed."""
-        if not self.comparison.is_due(index, self.strategy):
+        if self.strategy.wire is None or index not in self.comparison.steps:
             return
         self.peak_rss = max(self.peak_rss, peak_rss())
         with self._untimed():
@@ -453,11 +434,7 @@ class TrialRun:
 
 
 def device_of(trial: Trial, rank: Rank) -> torch.device:
-    """The device of a rank's tensors; makes a GPU torch's current device.
-
-    Raises:
-        Refusal: if there is no GPU for it.
-    """
+    """The device of a rank's tensors; makes a GPU torch's current device, and refuses where there is none."""
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -42,21 +42,16 @@ from harness.suites.on_failure import SKIP, Answer
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
-from impl.plan.machine import Machine
+from impl.plan.step_time import Machine
 
 
 @dataclass(frozen=True, slots=True)
 class SweepOutcome:
-    """Counts of a sweep's trials by outcome.
-
-    Attributes:
-        failed: trials without a result, those of earlier runs included.
-        skipped: trials that had a record before.
-    """
+    """Counts of a sweep's trials by outcome."""
 
     ok: int
-    failed: int
-    skipped: int
+    failed: int  # trials without a result, those of earlier runs included
+    skipped: int  # trials that had a record before
     interrupted: bool = False
 
 
@@ -78,20 +73,18 @@ def run_sweep(
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
+    What the suite says of all trials is written to records that are there, too.
+
     Args:
-        suite: whose trials they are; what it says of all of them is written to records that are there, too.
+        suite: whose trials they are.
         trials: of the first sweep.
         results: folder of the records.
         console: where progress is printed.
         nodes: those of a launcher; None if all ranks run on this host.
         retry_failed: run those again that failed for good.
-        more: the batch that follows, once all before have records, or None; a further sweep opens its links
-            anew.
+        more: the batch that follows, once all before have records, or None.
         total: trials that are known to come in all.
         on: machine on which steps are predicted before they run; None predicts nothing.
-
-    Raises:
-        RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0, "skipped": 0}
     interrupted = False
@@ -189,9 +182,6 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """The record of a trial that need not run again; None if it has to.
 
     A failure counts only if code and inputs are still the same.
-
-    Raises:
-        RecordError: if there is a file that is not a record.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -234,9 +224,11 @@ class _Sweep:
         if not missing:
             return
         if self._run is None:
-            nodes = self.cluster.nodes
+            nodes, suite = self.cluster.nodes, self.suite
             facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
-            self._run = run_record.write(self.results, provenance.run_of(self._text(), facts))
+            told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
+            run = provenance.run_of(told if suite.text else None, facts)
+            self._run = run_record.write(self.results, run)
         failures, models = failures_before(missing, this_host()), Models()
         steps = self._foreseen(missing)
         for trial in missing:
@@ -251,13 +243,6 @@ class _Sweep:
                 "foreseen": steps.get(trial.id),
             }
 
-    def _text(self) -> SuiteText | None:
-        """The suite's file, for the file of the run; None if it has none."""
-        suite = self.suite
-        if not suite.text:
-            return None
-        return SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
-
     def _foreseen(self, trials: Sequence[Trial]) -> dict[str, Foreseen]:
         """The predicted steps of trials by id, where a machine is known."""
         if (on := self.on) is None:
@@ -267,11 +252,7 @@ class _Sweep:
         return {identity: foreseen(on, step) for identity, step in steps if step is not None}
 
     def run(self, trial: Trial, display: Display) -> Record:
-        """Run one trial and return its record, of a failure too.
-
-        Raises:
-            KeyboardInterrupt: after its record as interrupted is written.
-        """
+        """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""
         blank = self._record(trial)
         if blank.failure is not None:
             return blank

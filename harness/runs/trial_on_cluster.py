@@ -54,15 +54,10 @@ _TAIL_LINES: Final = 20  # of a log, on the record
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What came of a trial's ranks.
+    """What came of a trial's ranks."""
 
-    Attributes:
-        link: between its nodes; None if there was none.
-        outcomes: by rank; empty after a failure.
-    """
-
-    link: LinkRecord | None
-    outcomes: list[Outcome] = field(default_factory=list)
+    link: LinkRecord | None  # between its nodes; None if there was none
+    outcomes: list[Outcome] = field(default_factory=list)  # by rank; empty after a failure
     failure: Failure | None = None
 
 
@@ -81,15 +76,10 @@ def setting_of(trial: Trial) -> Setting:
 
 @dataclass(slots=True)
 class Cluster:
-    """Links and ranks of a sweep; a context manager that closes all links.
+    """Links and ranks of a sweep; a context manager that closes all links."""
 
-    Attributes:
-        results: folder of the records, in which logs of failures are left.
-        nodes: those of a launcher; None if all ranks run on this host.
-    """
-
-    results: Path
-    nodes: Nodes | None
+    results: Path  # folder of the records, in which logs of failures are left
+    nodes: Nodes | None  # those of a launcher; None if all ranks run on this host
     _links: dict[Setting, Link | LinkError] = field(default_factory=dict)
     _folder: Path = field(default_factory=folder.here)
     _cores: int = field(default_factory=machine.cores)
@@ -131,15 +121,22 @@ class Cluster:
             failure = failure_of("link", error)
         except REFUSALS as error:
             failure = failure_of("refused", error)
-        record = None if link is None else _link_record(link, [] if failure else _probed(outcomes))
-        return Ran(record, [] if failure else outcomes, failure)
+        outcomes = [] if failure else outcomes
+        record: LinkRecord | None = None
+        if link is not None:
+            record = LinkRecord(
+                kind=link.kind,
+                why=link.why,
+                requested_mbit=link.requested_mbit,
+                calibrated_mbit=link.calibrated_mbit,
+                probed_mbit=_probed(outcomes),
+                message_bytes=link.message_bytes,
+                details=link.details,
+            )
+        return Ran(record, outcomes, failure)
 
     def _link(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Link:
-        """The open, calibrated link of a trial; that it cannot be opened is kept for later trials.
-
-        Raises:
-            LinkError: if there is none, or it cannot hold what the trial sends to its rate.
-        """
+        """The open, calibrated link of a trial; that it cannot be opened is kept for later trials."""
         setting = setting_of(trial)
         for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
             if other != setting and isinstance(link, Link) and link.kind == "shaped":
@@ -201,44 +198,41 @@ class Cluster:
     def _calibrate(self, link: Link, trial: Trial) -> None:
         if link.setting.nodes == 1:
             return
-        topology = Topology(link.setting.nodes, 1)
-        launch = self._launch(trial, link, topology, threads=1, seconds=_CALIBRATION_SECONDS)
+        launch = replace(
+            self.launch(trial, link, "calibration"),
+            topology=Topology(link.setting.nodes, 1),
+            threads=1,
+            timeout_seconds=_CALIBRATION_SECONDS,
+        )
         argument = (link.message_bytes, link.setting.transport)
         rates = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
         link.calibrated_mbit = slowest([one for one in rates if one])
         link.check(link.calibrated_mbit)
 
     def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
-        topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
-        topology = Topology(1, 1) if trial.strategy == "single" else topology
-        here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
-        threads = trial.threads or max(1, self._cores // here)
-        launch = self._launch(trial, link, topology, threads=threads, seconds=trial.timeout_seconds)
         assignment = Assignment(
             trial=trial,
             probe_bytes=link.message_bytes or None,
             count=link.kind == "namespaces",
             folder=self._folder,
         )
-        return self._start(trial, TRIAL, assignment, replace(launch, log=self._log(trial.id)), on_progress)
+        return self._start(trial, TRIAL, assignment, self.launch(trial, link, trial.id), on_progress)
 
-    def _launch(
-        self, trial: Trial, link: Link, topology: Topology, *, threads: int, seconds: float
-    ) -> Launch:
+    def launch(self, trial: Trial, link: Link, log: str) -> Launch:
+        """How the ranks of a trial are started on its link."""
+        topology = Topology(1, 1) if trial.strategy == "single" else trial.topology()
+        here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         return Launch(
             topology=topology,
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             paced_latency_ms=link.setting.latency_ms,
-            threads=threads,
-            timeout_seconds=seconds,
-            log=self._log("calibration"),
+            threads=trial.threads or max(1, self._cores // here),
+            timeout_seconds=trial.timeout_seconds,
+            log=self.results / LOGS / f"{log}.log",
             scratch=self.results / SCRATCH,
             backend=BACKENDS.get(trial.cluster.transport, trial.cluster.transport),  # else a module's
         )
-
-    def _log(self, name: str) -> Path:
-        return self.results / LOGS / f"{name}.log"
 
     def _start(
         self,
@@ -287,18 +281,6 @@ def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
 def _probed(outcomes: Sequence[Outcome]) -> list[float]:
     """Mbit/s of the slowest node, as ranks probed the link after the trial."""
     return slowest([outcome.probed for outcome in outcomes if outcome.probed])
-
-
-def _link_record(link: Link, probed: list[float]) -> LinkRecord:
-    return LinkRecord(
-        kind=link.kind,
-        why=link.why,
-        requested_mbit=link.requested_mbit,
-        calibrated_mbit=link.calibrated_mbit,
-        probed_mbit=probed,
-        message_bytes=link.message_bytes,
-        details=link.details,
-    )
 
 
 def failure_of(kind: Kind, error: BaseException) -> Failure:

@@ -70,14 +70,8 @@ def initialised(
 ) -> Any:
     """DeepSpeed's engine of ``model``, which is changed in place; all ranks must call it.
 
-    Args:
-        model: unsharded, on ``device``.
-        optimizer: over its parameters; the engine gives it shards in their place.
-        config: :func:`configuration`, or another.
-        device: one of ours.
-
-    Raises:
-        Refusal: if DeepSpeed is missing, or refuses ``config``: with its version and its own words.
+    The engine gives ``optimizer`` its shards in place of the parameters. What DeepSpeed refuses of ``config``
+    is a Refusal with its version and its own words.
     """
     import torch
     import torch.distributed as dist

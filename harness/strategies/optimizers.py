@@ -25,11 +25,7 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor.
-
-    Raises:
-        Refusal: for an optimizer that cannot be built or cannot step.
-    """
+    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor."""
     few = nn.Parameter(torch.zeros(64))
     stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
     try:
@@ -39,11 +35,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse a user's own optimizer whose step on a shard is not its step on the whole.
-
-    Raises:
-        Refusal: if three steps on halves of a tensor end elsewhere than on the whole of it.
-    """
+    """Refuse a user's own optimizer of which three steps on halves end elsewhere than on the whole."""
     draw = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 64, generator=draw)
     whole = nn.Parameter(start.clone())
@@ -79,12 +71,9 @@ def _stepped(
 def built(
     optimizer: Optimizer, parameters: Iterable[Any], *, unwrapped: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that a trial names, over ``parameters`` or groups of them.
+    """Build the optimizer that a trial names, over ``parameters`` or groups of them; else a Refusal.
 
     ``unwrapped``, it lacks torch's wrappers, which import its compiler: 1.5 s.
-
-    Raises:
-        Refusal: if torch has none of that name, or its arguments do not fit.
     """
     kind = _own(optimizer) if ":" in optimizer.name else getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):

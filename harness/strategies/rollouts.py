@@ -8,7 +8,7 @@ from torch import nn
 from harness.measure.step_clock import StepClock
 from harness.measure.unsharded_loss import evaluating
 from harness.suites.trial import Trial
-from harness.workloads.data import Data, Given
+from harness.workloads.data import Data, Given, batches_of
 from harness.workloads.generation import decode
 from harness.workloads.models import shape_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
@@ -27,19 +27,10 @@ def collect(
     """What step ``index`` of a rank trains on; all ranks must call it, if the models are sharded.
 
     A prompt is the beginning of each of its first sequences of that step, and is continued as often as a
-    group is large.
-
-    Args:
-        trial: says how much is decoded.
-        data: of this rank.
-        actor: :class:`harness.workloads.reinforcement.Actor`, as it is or sharded; it is passed once a token.
-        judges: :class:`harness.workloads.reinforcement.Judges`, likewise; passed once.
-        rank: this one.
-        index: of the step.
-        clock: that times both phases.
+    group is large. The actor is passed once a token, the judges once, and ``clock`` times both phases.
     """
     generate, group = trial.generate, trial.rlhf.group
-    drawn = [batch for micro in data.step(index) for batch in micro]
+    drawn = [*batches_of(data, index)]
     read, _ = drawn[0]  # (B, sequence)
     prompts = read[: len(read) // group, : generate.prompt].repeat_interleave(group, 0)  # (B, prompt)
     layers, choose = shape_of(trial.model).layers, sampler(trial.seed, index, rank)

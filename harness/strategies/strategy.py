@@ -10,8 +10,9 @@ do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,10 +36,9 @@ from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.optimizer_step import Stepped
 from impl.plan.memory import memory
-from impl.plan.offload_plan import CopyKey
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import Decision, Event, LedgerKey, Sent, predict
+from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
@@ -46,17 +46,12 @@ TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # 
 
 @dataclass(slots=True)
 class Strategy:
-    """A wrapped model and the calls of a training step, as they are for peers: DDP, FSDP2, or one process.
+    """A wrapped model and the calls of a training step, as they are for peers: DDP, FSDP2, or one process."""
 
-    Attributes:
-        model: called like the unwrapped model.
-        algorithms: of a peer, for the record.
-        wire: of a policy; None for peers, which send past it.
-    """
-
-    model: nn.Module
-    algorithms: dict[str, Any]
-    wire: Wire | None
+    model: nn.Module  # called like the unwrapped model
+    describe: Callable[[], dict[str, Any]]  # algorithms and transports that were used, for the record
+    wire: Wire | None  # of a policy; None for peers, which send past it
+    units: Sequence[UnitGeometry | GroupGeometry]  # of a policy; empty for peers
     _begun: bool = field(default=False, init=False)  # whether a micro-batch was trained
 
     @property
@@ -69,11 +64,7 @@ class Strategy:
         return self.model.parameters()
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The trial's optimizer over :meth:`parameters`.
-
-        Raises:
-            Refusal: if torch has none of that name, or its arguments do not fit.
-        """
+        """The trial's optimizer over :meth:`parameters`."""
         return built(setting, self.parameters())
 
     def begin(self, *, last: bool) -> None:
@@ -160,7 +151,6 @@ class Strategy:
 
     def weight_errors(self, step: int) -> communication_error.Found:
         """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
-        del step
         return {}
 
     @property
@@ -192,20 +182,14 @@ class Strategy:
 
     def copied(self) -> dict[CopyKey, int]:
         """Bytes this rank has copied between host and device so far, for what is offloaded."""
-        return {}
+        return {} if self.zero is None else self.zero.copied()
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
-        del events
-        return {}
-
-    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
-        """Geometry of the units; empty for peers."""
-        return ()
-
-    def describe(self) -> dict[str, Any]:
-        """Algorithms and transports in use, for the record."""
-        return self.algorithms
+        if (zero := self.zero) is None:
+            return {}
+        units = [unit.geometry for unit in zero.units]
+        return predict(zero.policy, zero.wire.mesh.topology, units, 0, events).copied
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -215,13 +199,9 @@ class Strategy:
 
 @dataclass(slots=True)
 class Hosted(Strategy):
-    """A policy inside FSDP2 or DDP: a peer that communicates through our collectives.
+    """A policy inside FSDP2 or DDP: a peer that communicates through our collectives."""
 
-    Attributes:
-        joined: the adapter.
-    """
-
-    joined: InFSDP2 | InDDP
+    joined: InFSDP2 | InDDP  # the adapter
 
     def weight_errors(self, step: int) -> communication_error.Found:
         """See :meth:`Strategy.weight_errors`; DDP gathers none."""
@@ -237,24 +217,12 @@ class Hosted(Strategy):
         """What ``impl.adapters.traffic`` says."""
         return self.joined.predict(events)
 
-    def units(self) -> Sequence[UnitGeometry | GroupGeometry]:
-        """FSDP2's parameter groups; the units of DDP's gradients."""
-        return self.joined.units
-
-    def describe(self) -> dict[str, Any]:
-        """See :meth:`Strategy.describe`."""
-        return self.joined.describe()
-
 
 @dataclass(slots=True)
 class ByDeepSpeed(Strategy):
-    """A model that DeepSpeed trains; ``model`` is its engine, which clips and accumulates by itself.
+    """A model that DeepSpeed trains; ``model`` is its engine, which clips and accumulates by itself."""
 
-    Attributes:
-        stepping: the trial's optimizer, whose parameters are now DeepSpeed's shards.
-    """
-
-    stepping: torch.optim.Optimizer
+    stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
     _last: bool = True  # micro-batch of its step
     _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
 
@@ -311,6 +279,7 @@ class ByDeepSpeed(Strategy):
 class Sharded(Strategy):
     """A policy run by our own engine, ``impl.zero``."""
 
+    units: Sequence[UnitGeometry]
     engine: Zero
     policy: Policy
     optimizer: Optimizer
@@ -390,17 +359,11 @@ class Sharded(Strategy):
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""
-        mesh = self.engine.wire.mesh
-        engine = self.engine
+        mesh, buffers = self.engine.wire.mesh, self.engine.buffers.nbytes
         return predict(
-            self.policy,
-            mesh.topology,
-            self.units(),
-            mesh.rank,
-            events,
-            buffer_bytes=engine.buffers.nbytes,
+            self.policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers,
             decisions=self.decisions,
-        ).sent
+        ).sent  # fmt: skip
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
@@ -416,44 +379,16 @@ class Sharded(Strategy):
         }
         return {**self.engine.memory(), **states}
 
-    def copied(self) -> dict[CopyKey, int]:
-        """What the engine counted."""
-        return self.engine.copied()
-
-    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
-        """What ``impl.plan.traffic`` says."""
-        return predict(self.policy, self.engine.wire.mesh.topology, self.units(), 0, events).copied
-
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`; a model that is frozen as a whole is not passed backwards."""
-        topology, units = self.engine.wire.mesh.topology, self.units()
+        topology, units = self.engine.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
         parts = memory(self.policy, topology, units, micro_batches=self.micro_batches, backward=trained)
         return with_state(parts, state_bytes_per_element(self.optimizer))
 
-    def units(self) -> Sequence[UnitGeometry]:
-        """The engine's."""
-        return [unit.geometry for unit in self.engine.units]
-
-    def describe(self) -> dict[str, Any]:
-        """See :meth:`Strategy.describe`."""
-        return describe(self.engine)
-
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Wrap ``model`` in the trial's strategy; all ranks must call it.
-
-    Args:
-        trial: names strategy and policy.
-        model: unsharded, on ``device``, the same on every rank; it is changed.
-        rank: of this process.
-        device: of the model.
-
-    Raises:
-        Refusal: for a combination that is not possible.
-        PolicyError, GeometryError: for a policy that does not fit model or topology, or that FSDP2 or DDP
-            cannot run.
-    """
+    """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it."""
     policy = trial.resolved_policy()
     if policy is None:
         if PEERS[trial.strategy].family == DEEPSPEED:
@@ -485,15 +420,16 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
         renew_secondary_late(zero)
     elif trial.control == "unordered":
         keep_rank_order(zero)
-    return Sharded(model, {}, wire, zero, policy, trial.optimizer, trial.accumulation)
+    units = [unit.geometry for unit in zero.units]
+    how = (trial.optimizer, trial.accumulation)
+    return Sharded(model, partial(describe, zero), wire, units, zero, policy, *how)
 
 
 def peer(name: str, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> Strategy:
     """Have ``model`` trained by a peer of torch; all ranks must call it."""
     one = PEERS[name]
-    return Strategy(
-        torch_peers.wrapped(one, model, device, compute), torch_peers.algorithms(one, compute), None
-    )
+    wrapped = torch_peers.wrapped(one, model, device, compute)
+    return Strategy(wrapped, partial(torch_peers.algorithms, one, compute), None, ())
 
 
 def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
@@ -501,7 +437,7 @@ def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDee
     config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
     engine = deepspeed.initialised(model, optimizer, config, device)
     told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
-    return ByDeepSpeed(engine, told, None, optimizer)
+    return ByDeepSpeed(engine, lambda: told, None, (), optimizer)
 
 
 def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
@@ -509,7 +445,8 @@ def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     check_host(host, policy)
     if host == "fsdp2":
         wrapped = torch_peers.wrapped(PEERS[host], model, wire.mesh.device)
-        return Hosted(wrapped, {}, wire, InFSDP2(wrapped, wire, policy))
-    # Buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire.
-    wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-    return Hosted(wrapped, {}, wire, InDDP(wrapped, wire, policy))
+        joined: InFSDP2 | InDDP = InFSDP2(wrapped, wire, policy)
+    else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
+        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        joined = InDDP(wrapped, wire, policy)
+    return Hosted(wrapped, joined.describe, wire, joined.units, joined)

@@ -23,17 +23,11 @@ from impl.plan.traffic import Event
 
 @dataclass(slots=True)
 class Passes:
-    """Forward and backward passes of one step, whose gradients are reduced.
+    """Forward and backward passes of one step, whose gradients are reduced."""
 
-    Attributes:
-        losses: () each, of this rank's batches.
-        batches: that the model read.
-        events: the passes as ``impl.plan.traffic`` has them.
-    """
-
-    losses: list[Tensor] = field(default_factory=list)
-    batches: list[tuple[Tensor, Any]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # () each, of this rank's batches
+    batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # that the model read
+    events: list[Event] = field(default_factory=list)  # the passes as ``impl.plan.traffic`` has them
 
     @property
     def mean(self) -> float:
@@ -44,15 +38,7 @@ class Passes:
 def run_passes(
     trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
-    """Run the passes of step ``index`` without taking it; all ranks must call it.
-
-    Args:
-        trial: says how many micro-batches a step has.
-        strategy: whose model computes.
-        data: of this rank.
-        index: of the step.
-        clock: that times the parts; None times nothing.
-    """
+    """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
     found = Passes()
     if clock is None:
         clock = unread_clock()
@@ -80,32 +66,22 @@ def unread_clock() -> StepClock:
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Training steps of a trial on one rank.
-
-    Attributes:
-        clock: with the times and the loss of each step so far.
-        events: of all passes and steps so far.
-        checks: of every step, if any.
-        collect: makes what a step trains on, as a part of it; None trains on the data as they are.
-    """
+    """Training steps of a trial on one rank."""
 
     trial: Trial
     strategy: Strategy
     data: Data
     optimizer: torch.optim.Optimizer
     schedule: Schedule | None
-    clock: StepClock
-    events: list[Event]
-    checks: TrainingChecks | None = None
+    clock: StepClock  # with the times and the loss of each step so far
+    events: list[Event]  # of all passes and steps so far
+    checks: TrainingChecks | None = None  # of every step, if any
+    # makes what a step trains on, as a part of it; None trains on the data as they are
     collect: Callable[[int, StepClock], Given] | None = None
 
     @classmethod
     def of(cls, trial: Trial, strategy: Strategy, data: Data, device: torch.device) -> TrainingLoop:
-        """The loop of a strategy that has not trained yet.
-
-        Raises:
-            Refusal: if torch has no such optimizer, or its arguments do not fit.
-        """
+        """The loop of a strategy that has not trained yet."""
         optimizer, schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
         clock = StepClock(strategy.exposed_seconds, device)
         return cls(trial, strategy, data, optimizer, schedule, clock, [])

@@ -15,21 +15,13 @@ from impl.plan.policy import Offload
 
 
 def check_recipe(trial: Trial) -> None:
-    """Refuse a DeepSpeed configuration that says other than the trial what is trained, or is not used.
-
-    Raises:
-        ValueError: naming the fields and their values.
-    """
+    """Refuse, by a ValueError, a DeepSpeed configuration that says other than the trial, or is not used."""
     if words := next(_beside_recipe(trial), None):
         raise ValueError(words)
 
 
 def check(trial: Trial) -> None:
-    """Refuse fields that are fine alone and impossible together.
-
-    Raises:
-        ValueError: naming the fields and their values.
-    """
+    """Refuse fields that are fine alone and impossible together, by a ValueError that names them."""
     if words := next(_contradictions(trial), None):
         raise ValueError(words)
 
@@ -85,8 +77,12 @@ def _contradictions(trial: Trial) -> Iterator[str]:
             "cluster.device = 'cuda': expected cluster.transport = 'nccl' or 'staged', not "
             f"{cluster.transport!r}"
         )
-    if cluster.transport == "staged":
-        yield from _beside_staged(trial)
+    if cluster.transport == "staged":  # only our wire stages what it sends
+        if trial.strategy in PEERS and trial.strategy != "single":
+            sends = f"strategy {trial.strategy!r} sends past our wire"
+            yield f"cluster.transport = 'staged': {sends}; expected 'nccl'"
+        if trial.measure_quantisation:
+            yield "cluster.transport = 'staged': errors of what is sent are not measured there"
     counted = cluster.link not in ("none", "paced")  # a backend of the user's may say more than the wire
     if "." in cluster.transport and (counted or cluster.device != "cpu"):
         yield (
@@ -108,16 +104,6 @@ def _contradictions(trial: Trial) -> Iterator[str]:
             f"cluster.device = {cluster.device!r}: strategy {trial.strategy!r} carries messages inside "
             f"{trial.host} on the CPU; expected 'cpu'"
         )
-
-
-def _beside_staged(trial: Trial) -> Iterator[str]:
-    """Only our wire stages what it sends."""
-    if trial.strategy in PEERS and trial.strategy != "single":
-        yield (
-            f"cluster.transport = 'staged': strategy {trial.strategy!r} sends past our wire; expected 'nccl'"
-        )
-    if trial.measure_quantisation:
-        yield "cluster.transport = 'staged': errors of what is sent are not measured there"
 
 
 def _beside_control(trial: Trial) -> Iterator[str]:

@@ -11,17 +11,11 @@ IMAGE_CLASSES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of a transformer.
+    """Sizes of a transformer."""
 
-    Attributes:
-        layers: blocks.
-        width: of the residual stream, h.
-        heads: of attention; they divide ``width``.
-    """
-
-    layers: int
-    width: int
-    heads: int
+    layers: int  # blocks
+    width: int  # of the residual stream, h
+    heads: int  # of attention; they divide ``width``
 
 
 @dataclass(frozen=True, slots=True)

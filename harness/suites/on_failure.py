@@ -17,23 +17,14 @@ _WORDS: Final = re.compile(r"skip|stop|retry ([1-9]\d?)(, then stop)?")
 
 
 class Answer(BaseModel, extra="forbid", frozen=True):
-    """To one kind of failure.
+    """To one kind of failure."""
 
-    Attributes:
-        retries: how often the trial runs again, at once.
-        stop: whether the sweep ends if it has failed still.
-    """
-
-    retries: int = 0
-    stop: bool = False
+    retries: int = 0  # how often the trial runs again, at once
+    stop: bool = False  # whether the sweep ends if it has failed still
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``.
-
-        Raises:
-            ValueError: for any other; one line.
-        """
+        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``."""
         found = _WORDS.fullmatch(value) if isinstance(value, str) else None
         if found is None or int(found[1] or 0) > _MOST:
             raise ValueError(f'expected "skip", "stop", "retry 2" (at most {_MOST}), or "retry 2, then stop"')
@@ -44,11 +35,7 @@ SKIP: Final = Answer()
 
 
 def answers(value: Any) -> dict[str, Answer]:
-    """Read the table ``on_failure``: answers by kind of failure.
-
-    Raises:
-        ValueError: for another kind, or another answer; one line.
-    """
+    """Read the table ``on_failure``: answers by kind of failure."""
     if not isinstance(value, Mapping):
         raise ValueError("expected a table")  # noqa: TRY004 - which pydantic turns into its own
     for kind in value:

@@ -18,25 +18,17 @@ AHEAD: Final = 2  # blocks whose all-gathers are begun ahead: FSDP2 overlaps mor
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How one peer is set up; what is not said is as the library ships it.
-
-    Attributes:
-        says: what it does, in a few words, for tables and documentation.
-        tuned: of DDP, gradients are views of its buckets, and the graph is static.
-        compressed: of DDP, buckets are reduced in bf16 (its ``bf16_compress_hook``).
-        prefetch: of FSDP2, all-gathers are asynchronous, and begun :data:`AHEAD` blocks ahead in forward and
-            backward.  As shipped it prefetches by streams, which CPUs have not: every gather is waited for.
-        kept: of FSDP2, all weights stay gathered until backward, not only the root's.
-        hpz: of DeepSpeed, each node keeps a second copy of the weights.
-    """
+    """How one peer is set up; what is not said is as the library ships it."""
 
     family: Family
-    says: str
-    tuned: bool = False
-    compressed: bool = False
+    says: str  # what it does, in a few words, for tables and documentation
+    tuned: bool = False  # of DDP, gradients are views of its buckets, and the graph is static
+    compressed: bool = False  # of DDP, buckets are reduced in bf16 (its ``bf16_compress_hook``)
+    # of FSDP2, all-gathers are asynchronous, and begun `AHEAD` blocks ahead in forward and backward
+    # As shipped it prefetches by streams, which CPUs have not: every gather is waited for
     prefetch: bool = False
-    kept: bool = False
-    hpz: bool = False
+    kept: bool = False  # of FSDP2, all weights stay gathered until backward, not only the root's
+    hpz: bool = False  # of DeepSpeed, each node keeps a second copy of the weights
 
     def wire(self, compute: Compute) -> Compute:
         """The type in which most of what it sends travels, where it computes in ``compute``.

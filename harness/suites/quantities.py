@@ -19,11 +19,7 @@ CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mb
 
 
 def parse_rate(value: object) -> float | None:
-    """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, no rate at all, or one that no link has.
-    """
+    """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None; a ValueError for a rate that no link has."""
     if value is None or value == "unshaped":
         return None
     mbit = _quantity(value, _MBIT)
@@ -35,11 +31,7 @@ def parse_rate(value: object) -> float | None:
 
 
 def parse_latency(value: object) -> float | None:
-    """``"2 ms"`` or ``"50 us"`` to milliseconds.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
-    """
+    """``"2 ms"`` or ``"50 us"`` to milliseconds, at most a second's."""
     if value is None:
         return None
     found = _quantity(value, _MILLISECONDS)
@@ -49,11 +41,7 @@ def parse_latency(value: object) -> float | None:
 
 
 def parse_size(value: object) -> int | None:
-    """``"48 MiB"`` to bytes.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, or more than can be counted.
-    """
+    """``"48 MiB"`` to bytes."""
     if value is None:
         return None
     size = _quantity(value, _BYTES)

@@ -16,16 +16,12 @@ SAID: Final[tuple[str, ...]] = tuple(word for word in get_args(Said) if word)
 
 
 def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:
-    """The quantity that answers a suite's question.
+    """The quantity that answers a suite's question: what it ``said``, else the first that applies.
 
-    The first that applies: ``tokens`` decoded per second; ``size`` of the largest model under a limit of
-    memory; ``loss``, where validation is repeated, or follows a long training; ``memory``, where shares of
-    offload differ; ``error`` of what is sent, where it is measured and one strategy alone runs; the ``rate``
-    of the link, or the number of ``nodes``, where they differ; else the seconds of a ``step``.
-
-    Args:
-        trials: of the suite, at least one.
-        said: the suite's key ``answer``.
+    ``tokens`` decoded per second; ``size`` of the largest model under a limit of memory; ``loss``, where
+    validation is repeated, or follows a long training; ``memory``, where shares of offload differ; ``error``
+    of what is sent, where it is measured and one strategy alone runs; the ``rate`` of the link, or the number
+    of ``nodes``, where they differ; else the seconds of a ``step``.
     """
     if said:
         return said
@@ -33,7 +29,8 @@ def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:
         return "tokens"
     if any(trial.memory_limit is not None for trial in trials):
         return "size"
-    if any(trial.validate_every or _long(trial) for trial in trials):
+    validated = [trial for trial in trials if trial.validate_every is not None]
+    if any(one.validate_every or one.warmup + one.steps >= LEAST_STEPS for one in validated):
         return "loss"
 
     def several(of: Callable[[Trial], Any]) -> bool:
@@ -46,8 +43,3 @@ def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:
     if several(lambda trial: trial.cluster.rate):
         return "rate"
     return "nodes" if several(lambda trial: trial.cluster.nodes) else "step"
-
-
-def _long(trial: Trial) -> bool:
-    """Whether it validates after so many steps that losses have a verdict."""
-    return trial.validate_every is not None and trial.warmup + trial.steps >= LEAST_STEPS

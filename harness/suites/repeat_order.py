@@ -25,26 +25,17 @@ _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Repeats:
-    """How often each trial is repeated in one sweep.
+    """How often each trial is repeated in one sweep."""
 
-    Attributes:
-        least: times that all are.
-        within: half the width that the interval of each ratio may have, as a share of the ratio; None if
-            nothing is repeated until then.
-        most: times that any is; the first repeat of sweep s has number ``s * most``.
-    """
-
-    least: int = 1
+    least: int = 1  # times that all are
+    # half the width that the interval of each ratio may have, as a share of the ratio; None if nothing is
+    # repeated until then
     within: float | None = None
-    most: int = 1
+    most: int = 1  # times that any is; the first repeat of sweep s has number ``s * most``
 
     @classmethod
     def of(cls, value: Any) -> Repeats:
-        """Read the value of the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``.
-
-        Raises:
-            ValueError: for any other; one line.
-        """
+        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``."""
         if isinstance(value, int) and not isinstance(value, bool):
             if value < 1:
                 raise ValueError("expected at least 1")
@@ -69,12 +60,7 @@ class Repeats:
 
 
 def compared(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Trials that differ in strategy and policy alone, together, in the order of the first of each.
-
-    Args:
-        trials: of any settings.
-        also: further fields in which those that stand together may differ.
-    """
+    """Trials that differ in strategy, policy and ``also`` alone, together, in the order of the first."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -85,6 +71,19 @@ def setting_of(trial: Trial, *also: str) -> str:
     """A key that is equal for trials that differ in who ran and, if said, in ``also``."""
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONTENDER, *also)}
     return json.dumps(data, sort_keys=True)
+
+
+def roles(trials: Sequence[Trial], base: Sequence[bool], against: Sequence[bool]) -> dict[str, str]:
+    """``baseline`` or ``contrast`` by id, of trials that are one or the other; not both, one base a cell."""
+    if both := sum(one and other for one, other in zip(base, against, strict=True)):
+        raise ValueError(f"{both} trials are baseline and contrast; expected two groups")
+    if not any(against):
+        raise ValueError("every trial is the baseline; expected two groups")
+    bases = {trial.id: trial for trial, hit in zip(trials, base, strict=True) if hit}
+    if len({setting_of(one) for one in bases.values()}) < len(bases):
+        raise ValueError("matches several contenders of one cell; expected one")
+    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
+    return others | dict.fromkeys(bases, "baseline")
 
 
 def contender_of(trial: Trial) -> str:

@@ -17,37 +17,28 @@ _MOST_NAMED: Final = 12  # trials in a message
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A question and the trials that answer it.
-
-    Attributes:
-        time: how long it takes, as its file states.
-        cells: each trial once.
-        repeats: how often each is run.
-        merged: cells dropped as duplicates, by what the axes say of each: those of a peer that differ in
-            policy alone, or two that resolve to one policy.
-        kept: fields that are left out of strategies, and why, one line each.
-        roles: ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them.
-        on_failure: what a run does after a failed trial, by kind; :data:`SKIP` for others.
-        file, text: its file's name, and what it holds; empty if it is of none.
-        configurations: DeepSpeed configurations in files, as JSON text, by the path that the suite has.
-        answer: the quantity that answers the question; empty leaves it to the axes.
-        margin: steps of training that losses may differ by; 0 leaves it to the report.
-    """
+    """A question and the trials that answer it."""
 
     name: str
     question: str = ""
-    time: str = "not stated"
-    cells: tuple[Trial, ...] = ()
-    repeats: Repeats = field(default_factory=Repeats)
+    time: str = "not stated"  # how long it takes, as its file states
+    cells: tuple[Trial, ...] = ()  # each trial once
+    repeats: Repeats = field(default_factory=Repeats)  # how often each is run
+    # cells dropped as duplicates, by what the axes say of each: those of a peer that differ in policy alone,
+    # or two that resolve to one policy
     merged: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
+    # ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them
     roles: Mapping[str, str] = field(default_factory=dict)
+    # what a run does after a failed trial, by kind; `SKIP` for others
     on_failure: Mapping[str, Answer] = field(default_factory=dict)
+    # file, text: its file's name, and what it holds; empty if it is of none
     file: str = ""
     text: str = ""
+    # DeepSpeed configurations in files, as JSON text, by the path that the suite has
     configurations: Mapping[str, str] = field(default_factory=dict)
-    answer: Said = ""
-    margin: int = 0
+    answer: Said = ""  # the quantity that answers the question; empty leaves it to the axes
+    margin: int = 0  # steps of training that losses may differ by; 0 leaves it to the report
 
     def role_of(self, trial: Trial) -> str:
         """What the suite's question compares: ``baseline``, ``contrast``, or empty."""
@@ -75,11 +66,7 @@ class Suite:
         return {trial.id: trial for trial in made}
 
     def beginning(self, identity: str, sweeps: int = 1) -> Trial:
-        """The trial of so many sweeps whose id begins so.
-
-        Raises:
-            Refusal: if none or several do.
-        """
+        """The one trial of so many sweeps whose id begins so; a Refusal if none or several do."""
         found = [one for name, one in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(found) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])

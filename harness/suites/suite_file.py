@@ -35,14 +35,13 @@ from harness.suites.contradictions import check, check_recipe
 from harness.suites.on_failure import Answer, answers
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
-from harness.suites.repeat_order import BASELINE, Repeats, compared
-from harness.suites.roles import roles
+from harness.suites.repeat_order import BASELINE, Repeats, compared, roles
 from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, CodecError, Raw, parse
-from impl.deepspeed.config_file import DeepSpeedError
-from impl.deepspeed.config_file import load as load_configuration
+from impl.deepspeed.keys import DeepSpeedError
+from impl.deepspeed.keys import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -94,11 +93,7 @@ _LeftOut = list[tuple[str, _Setting, str, str]]  # path, setting, why, strategy
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file and expand it.
-
-    Raises:
-        SuiteError: for the first error in it.
-    """
+    """Read a suite file and expand it."""
     text, tables = _parse(path)
     folder.find_from(path.parent)
     expansion = _Expansion(path, tables)
@@ -106,11 +101,7 @@ def load(path: Path) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """The name in a suite file, which is not expanded: nothing that it names is imported.
-
-    Raises:
-        SuiteError: if it cannot be read, or has no name that a folder can have.
-    """
+    """The name in a suite file, which is not expanded: nothing that it names is imported."""
     name = _parse(path)[1].get("name")
     if not isinstance(name, str) or len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
         raise SuiteError(

@@ -203,11 +203,7 @@ class PolicyChanges(_Frozen):
         return None if value == "frames" else value
 
     def applied(self, base: Policy) -> Policy:
-        """``base`` with these fields in place of its own.
-
-        Raises:
-            PolicyError: for a combination that no topology could run.
-        """
+        """``base`` with these fields in place of its own; a PolicyError if no topology could run it."""
         changes = {name: value for name, value in self if value is not None}
         limits = {field.name for field in dataclasses.fields(MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
@@ -255,15 +251,10 @@ class Generate(_Frozen):
 
 
 class Reinforcement(_Frozen):
-    """What workload ``rlhf`` learns by.
+    """What workload ``rlhf`` learns by."""
 
-    Attributes:
-        group: continuations of one prompt, whose rewards are compared with each other.
-        kl: weight of the divergence from the frozen reference.
-    """
-
-    group: int = Field(4, ge=2)
-    kl: float = Field(0.04, ge=0)
+    group: int = Field(4, ge=2)  # continuations of one prompt, whose rewards are compared with each other
+    kl: float = Field(0.04, ge=0)  # weight of the divergence from the frozen reference
 
 
 class PeerSettings(_Frozen):
@@ -352,11 +343,7 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial of which ``data`` is the canonical form, as a record holds it.
-
-        Raises:
-            pydantic.ValidationError: if it is not one.
-        """
+        """The trial of which ``data`` is the canonical form, as a record holds it."""
         return cls.model_validate(data, context=CANONICAL)
 
     @property
@@ -388,21 +375,13 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """What the DeepSpeed configuration of strategy ``recipe`` says on this topology.
-
-        Raises:
-            ValueError: without one, or for one that cannot be carried out; one line.
-        """
+        """What the DeepSpeed configuration of strategy ``recipe`` says here; a ValueError without one."""
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: expected deepspeed_config, a file or a table, with it")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)
 
     def schedule(self) -> Schedule | None:
-        """The schedule of the optimizer's rate; None for a constant one.
-
-        Raises:
-            ValueError: for a warm-up longer than the trial, or an impossible DeepSpeed configuration.
-        """
+        """The schedule of the optimizer's rate; None for a constant one, a ValueError if it is too long."""
         asked, total = self.optimizer.schedule, self.warmup + self.steps
         if asked != LearningRates():
             if asked.warmup > total:
@@ -413,11 +392,7 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
-
-        Raises:
-            ValueError: if it is no table.
-        """
+        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say."""
         table = None
         if self.deepspeed_config is not None:
             try:
@@ -436,11 +411,7 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """The strategy's preset with this trial's changes; None for a peer, which has no policy.
 
-        A single codec for ``gradients`` is meant for both hops.
-
-        Raises:
-            PolicyError: for a combination that no topology could run.
-            CodecError: for a codec's text that means nothing.
+        A single codec for ``gradients`` is meant for both hops. Raises as :meth:`PolicyChanges.applied`.
         """
         base = self.base_policy()
         return None if base is None else self.policy.applied(base)

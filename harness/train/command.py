@@ -22,8 +22,7 @@ from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
-from impl.deepspeed.config_file import DeepSpeedError, load
-from impl.deepspeed.keys import ZERO
+from impl.deepspeed.keys import ZERO, DeepSpeedError, load
 from impl.deepspeed.recipe import Recipe, laid_out, recipe
 from impl.plan.topology import Topology
 
@@ -98,11 +97,7 @@ class Settings:
         return "fp16" if self.fp16 else "bf16" if self.bf16 else None
 
     def check(self) -> None:
-        """Refuse flags that contradict each other, and files that cannot be read or written.
-
-        Raises:
-            Refusal, CheckpointError: naming the flag.
-        """
+        """Refuse flags that contradict each other, and files that cannot be read or written."""
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
@@ -153,11 +148,7 @@ train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore
 def _trial(
     settings: Settings, config: Mapping[str, Any], shape: GPTShape, topology: Topology, *, torchrun: bool
 ) -> tuple[Trial, Recipe]:
-    """The trial that flags and configuration ask for, and what the configuration becomes.
-
-    Raises:
-        Refusal, ValueError: if they contradict each other, or cannot be carried out.
-    """
+    """The trial that flags and configuration ask for, and what the configuration becomes."""
     changes, lr = PolicyChanges(max_padding=settings.max_padding), settings.lr
     table = _configured(settings, config)
     found = recipe(table, topology=topology, steps=settings.steps)

@@ -35,30 +35,19 @@ MB: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Argument of every rank of a training run.
+    """Argument of every rank of a training run."""
 
-    Attributes:
-        trial: model, data, optimizer and policy.
-        load: a checkpoint to go on from, or a folder of them, whose newest is taken; None for none.
-        save: folder to save checkpoints in; None saves none.
-        every: steps between checkpoints; None saves after the last step only.
-        keep: number of newest checkpoints to keep; None keeps all.
-    """
-
-    trial: Trial
+    trial: Trial  # model, data, optimizer and policy
     shape: GPTShape
+    # a checkpoint to go on from, or a folder of them, whose newest is taken; None for none
     load: Path | None
-    save: Path | None
-    every: int | None
-    keep: int | None
+    save: Path | None  # folder to save checkpoints in; None saves none
+    every: int | None  # steps between checkpoints; None saves after the last step only
+    keep: int | None  # number of newest checkpoints to keep; None keeps all
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports one line per step.
-
-    Raises:
-        Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
-    """
+    """Train on this rank; rank 0 reports one line per step."""
     return _Training(rank, job).run()
 
 

@@ -38,20 +38,13 @@ _COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.memory.memory`; t
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory need of one rank at one stage, in bytes.
-
-    Attributes:
-        device: states on the device, by the table's columns.
-        host: states offloaded to host memory, not in ``device``.
-        activations: an estimate; on the device.
-        between: that all ranks send to other nodes in a step.
-    """
+    """Memory need of one rank at one stage, in bytes."""
 
     stage: Stage
-    device: dict[str, int]
-    host: dict[str, int]
-    activations: int
-    between: int
+    device: dict[str, int]  # states on the device, by the table's columns
+    host: dict[str, int]  # states offloaded to host memory, not in ``device``
+    activations: int  # an estimate; on the device
+    between: int  # that all ranks send to other nodes in a step
 
     @property
     def adam(self) -> int:
@@ -65,16 +58,8 @@ class Need:
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -> list[Need]:
-    """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it.
-
-    Args:
-        model: on the meta device.
-        policy: at the stage that is asked for.
-        trial: has the topology, and what a step is.
-        activations: bytes, of :func:`activation_bytes`.
-
-    Raises:
-        PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
+    """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it; the
+    model is on the meta device, ``activations`` are of :func:`activation_bytes`.
     """
     found, topology = [], trial.topology()
     for stage in get_args(Stage):

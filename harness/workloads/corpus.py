@@ -38,32 +38,20 @@ _TOKEN_FILES: Final = ("train.npy", "validation.npy")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Tokens for training and for validation.
+    """Tokens for training and for validation."""
 
-    Attributes:
-        source: its name in the suite.
-        sha256: of all tokens, training first.
-        train: (tokens,), of any type of whole numbers.
-        validation: (tokens,), likewise.
-        largest: largest token.
-    """
-
-    source: str
-    sha256: str
-    train: NDArray[Any]
-    validation: NDArray[Any]
-    largest: int = BYTES - 1
+    source: str  # its name in the suite
+    sha256: str  # of all tokens, training first
+    train: NDArray[Any]  # (tokens,), of any type of whole numbers
+    validation: NDArray[Any]  # (tokens,), likewise
+    largest: int = BYTES - 1  # largest token
 
 
 class Text(Samples):
     """Windows of a corpus: (B, T) int64 tokens, and (B, T) int64 the token after each or, of masked text,
     what :func:`harness.workloads.masked_text.masked` makes of them.
 
-    Args:
-        vocab: tokens that the model knows; None where it does not say.
-
-    Raises:
-        CorpusError: if one of its parts does not hold one window, or a token is beyond the vocabulary.
+    Refuses a corpus that does not hold one window, or has a token beyond ``vocab``, if the model says one.
     """
 
     def __init__(
@@ -101,11 +89,7 @@ def _check_room(source: str, size: int, length: int) -> None:
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
-    """The files that make up ``source`` in the order in which they are joined, and the bytes of the whole.
-
-    Raises:
-        CorpusError: if there are none, or more bytes than :data:`LARGEST_BYTES`.
-    """
+    """The files that make up ``source`` in the order in which they are joined, and the bytes of the whole."""
     place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():
         files = [place]
@@ -131,22 +115,13 @@ def _files_of(source: str) -> tuple[list[Path], int]:
 
 
 def check(source: str, length: int) -> None:
-    """Refuse a text that is missing, or too small for sequences of ``length`` bytes, without reading it.
-
-    Raises:
-        CorpusError: naming it and the numbers.
-    """
+    """Refuse a text that is missing, or too small for sequences of ``length`` bytes, without reading it."""
     _, size = _files_of(source)
     _check_room(source, size - int(size * TRAINING_SHARE), length)
 
 
 def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
-    """Read a corpus, as this module's text says.
-
-    Raises:
-        CorpusError: naming it, if it is missing, unreadable, empty or too big, or if it, or what a function
-            returned, is neither an array of tokens nor a pair of arrays.
-    """
+    """Read a corpus, as this module's text says; a CorpusError names it, and why it cannot be."""
     if holds_arrays(source):
         if tokenizer is not None:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")

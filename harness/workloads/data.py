@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,29 +24,22 @@ class Batches(Protocol):
     def parts(self) -> int:
         """Number of ranks whose batches these are."""
 
-    def first(self) -> Iterator[tuple[Tensor, Any]]:
-        """Batches of the first step, of all micro-batches."""
-
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """For each micro-batch of a step, the batches of each part."""
 
 
+def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
+    """Batches of a step, of all micro-batches one after the other."""
+    return itertools.chain.from_iterable(data.step(step))
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One batch that was made of others, whatever the step.
+    """One batch that was made of others, whatever the step."""
 
-    Attributes:
-        batch: what the model reads, and what it is to answer.
-        drawn: the batches of which it was made.
-    """
-
-    batch: tuple[Tensor, Any]
-    drawn: list[Batch]
+    batch: tuple[Tensor, Any]  # what the model reads, and what it is to answer
+    drawn: list[Batch]  # the batches of which it was made
     parts: int = 1
-
-    def first(self) -> Iterator[tuple[Tensor, Any]]:
-        """See :class:`Batches`."""
-        yield self.batch
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """See :class:`Batches`."""
@@ -53,28 +47,18 @@ class Given:
 
 
 class Data:
-    """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
-
-    Attributes:
-        samples: the data set.
-        sha256: of all of it.
-        parts: number of ranks whose batches these are.
-        validation: batches of the fixed split.
-
-    Raises:
-        CorpusError: if the data cannot be read, or does not fit the model.
-    """
+    """Batches of one rank of a trial; of strategy ``single``, those of all ranks."""
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         samples.check(trial)
         self.samples, self._trial, self._device = samples.load(trial), trial, device
         world = trial.topology().world
         self._ranks = range(world) if trial.strategy == "single" else (rank,)
-        self.parts = len(self._ranks)
+        self.parts = len(self._ranks)  # number of ranks whose batches these are
         self.sha256 = self.samples.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
         self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
-        self.validation: list[Batch] = []
+        self.validation: list[Batch] = []  # of the fixed split
         if trial.validate_every is not None:
             self.validation = [
                 self._tensors(pair)
@@ -83,10 +67,6 @@ class Data:
                     batches=trial.validation_batches, rank=part, world=world, sequences=self._sequences
                 )
             ]
-
-    def first(self) -> Iterator[Batch]:
-        """Batches of the first step, of all micro-batches."""
-        return (batch for micro in self.step(0) for batch in micro)
 
     def step(self, index: int) -> Iterator[list[Batch]]:
         """For each micro-batch of a step, the batches of each part."""

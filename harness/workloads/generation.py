@@ -34,18 +34,12 @@ def decode(
     layers: int,
     choose: Callable[[Tensor], Tensor] = likeliest,
 ) -> Iterator[Tensor]:
-    """Decode after a prompt; the caller has set evaluation mode.
+    """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each; the caller has set evaluation
+    mode.
 
-    Args:
-        model: its ``forward(tokens, None, past)`` gives (B, vocab) logits, as
-            ``harness.workloads.models.GPT``'s.
-        prompt: (B, T) int64.
-        tokens: to decode for each sequence, one forward pass each.
-        layers: of the model; each has a cache of keys and values.
-        choose: makes (B,) int64 tokens of (B, vocab) logits.
-
-    Yields:
-        (B,) int64, ``tokens`` times.
+    The model's ``forward(tokens, None, past)`` gives (B, vocab) logits, as
+    ``harness.workloads.models.GPT``'s, of which ``choose`` makes tokens; each of its ``layers`` has a cache
+    of keys and values.
     """
     past = [KeysAndValues(prompt.shape[1] + tokens) for _ in range(layers)]
     given = prompt
@@ -66,16 +60,9 @@ class Counted:
 
 
 class Generator:
-    """Runs generations and times them token by token.
+    """Runs generations, each from the same prompt, and times them token by token.
 
-    Args:
-        prompt, tokens, layers: as of :func:`decode`; every generation starts from the prompt.
-        count: returns what this rank has waited and sent so far.
-        device: synchronised after every token, if it is a GPU.
-
-    Attributes:
-        measured: every token of every generation.
-        sha256: of the tokens of each generation.
+    ``count`` returns what this rank has waited and sent so far.
     """
 
     def __init__(
@@ -84,7 +71,7 @@ class Generator:
         self._prompt, self._tokens, self._layers = prompt, tokens, layers
         self._count, self._device = count, device
         self.measured: list[Token] = []
-        self.sha256: list[str] = []
+        self.sha256: list[str] = []  # of the tokens of each generation
 
     def run(self, model: nn.Module, *, index: int, warmup: bool) -> None:
         """Generate once; ``index`` counts from the first warm-up."""

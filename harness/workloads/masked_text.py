@@ -27,16 +27,10 @@ def targets_in(length: int) -> int:
 
 
 def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """Mask some tokens of each sequence.
+    """Mask some tokens of each sequence: (B, T) int64 masked tokens, and targets: the original, or
+    :data:`NO_TARGET`.
 
-    Args:
-        text: (B, T) int64 below ``vocab``.
-        keys: of the B sequences; the masked positions follow from them alone.
-        vocab: the mask token.
-
-    Returns:
-        (B, T) int64 masked tokens, and (B, T) int64 targets: the original, or
-        :data:`NO_TARGET`.
+    The masked positions follow from the B sequences' ``keys`` alone; the mask token is ``vocab``, above all.
     """
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)

@@ -166,8 +166,7 @@ class BERT(GPT):
 class ViT(nn.Module):
     """A vision transformer: an encoder of image patches with learned positions, mean pooling, a classifier.
 
-    Args:
-        patch: pixels of a patch in each direction.
+    A patch has ``patch`` pixels in each direction.
     """
 
     def __init__(self, shape: ViTShape, patch: int) -> None:
@@ -221,14 +220,8 @@ def _initialise(model: nn.Module, layers: int) -> None:
 def build(model: Model, sequence: int) -> nn.Module:
     """Build a model on the current default device; its weights follow from torch's seed.
 
-    Args:
-        model: a preset with changed sizes, or ``module:function``, which is called with
-            ``sequence`` and the arguments, all by name.
-        sequence: tokens of a sequence.
-
-    Raises:
-        Refusal: unknown argument, sizes that do not fit, or a function that
-            does not take what it is called with, or returns something else than a module.
+    A preset with changed sizes, or ``module:function``, which is called with ``sequence`` and the arguments,
+    all by name. A Refusal for what it does not take, for sizes that do not fit, and for what is no module.
     """
     if ":" in model.name:
         built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
@@ -280,13 +273,10 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have each block of ``model`` keep its inputs alone, and run again in the backward pass.
+    """Have each block of ``model``, which must have some, keep its inputs alone, and run again in backward.
 
-    Blocks are those of :func:`impl.zero.find_blocks`, gathered as a whole.  Their class is changed, not
-    an attribute, so that copies of the model run their own blocks.
-
-    Raises:
-        Refusal: for a model without blocks.
+    Blocks are those of :func:`impl.zero.find_blocks`, gathered as a whole. Their class is changed, not an
+    attribute, so that copies of the model run their own blocks.
     """
     check_blocks(model)
     for block in find_blocks(model):
@@ -294,11 +284,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Refuse a model whose activations cannot be checkpointed.
-
-    Raises:
-        Refusal: if it has no blocks.
-    """
+    """Refuse a model without blocks, whose activations cannot be checkpointed."""
     if not find_blocks(model):
         raise Refusal(
             "activation_checkpointing: the model has no blocks; expected some in a ModuleList or Sequential"

@@ -20,15 +20,8 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 class OwnPairs(Samples):
     """Examples of a function that returned ``(input, target)`` for training and for validation.
 
-    Every array has one entry an example in its first dimension.  Floating numbers reach the model as float32,
+    Every array has one entry an example in its first dimension. Floating numbers reach the model as float32,
     whole numbers and truth values as int64; they stay what they are until a batch is drawn.
-
-    Args:
-        source: the corpus in the suite, for messages.
-        parts: of training and of validation, two arrays each.
-
-    Raises:
-        CorpusError: naming the array, its shape and its type.
     """
 
     def __init__(self, source: str, parts: Any) -> None:

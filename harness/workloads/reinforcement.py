@@ -26,11 +26,8 @@ _LEAST_SPREAD = 1e-4  # of rewards: added to their deviation, so that equal ones
 class Experience:
     """What an actor learns from, beside the tokens: no dataclass, so that nobody casts it to 16 bits.
 
-    Attributes:
-        targets: (B, T) int64, the next tokens; ``NO_TARGET`` inside prompts.
-        advantages: (B,) fp32.
-        reference: (B, T) fp32, the reference's log probabilities of the targets.
-        kl: weight of the divergence from the reference.
+    Of (B, T) int64 targets, ``NO_TARGET`` inside prompts, ``reference`` has the log probabilities in fp32;
+    ``advantages`` are (B,) fp32, and ``kl`` weighs the divergence from the reference.
     """
 
     __slots__ = ("advantages", "kl", "reference", "targets")
@@ -83,12 +80,7 @@ def judges_of(trial: Trial, actor: nn.Module) -> Judges:
 
 
 def group_advantages(rewards: Tensor, group: int) -> Tensor:
-    """(B,) fp32: rewards less their group's mean, over its standard deviation; 0 where all are equal.
-
-    Args:
-        rewards: (B,); ``group`` continuations of one prompt follow each other.
-        group: divides B.
-    """
+    """(B,) fp32: rewards (B,) less their group's mean, over its standard deviation; 0 where all are equal."""
     grouped = rewards.double().view(-1, group)  # fp64, in which the mean of equal fp32 is that number
     centred = grouped - grouped.mean(1, keepdim=True)
     return (centred / (grouped.std(1, correction=0, keepdim=True) + _LEAST_SPREAD)).flatten().float()
@@ -96,13 +88,9 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
 
 def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
     """() mean over written tokens of ``-advantage * log p + kl * (r - log r - 1)``, ``r`` being the
-    reference's probability over ``p``.
+    reference's probability over ``p``, whose logarithms (B, T) are ``logs``.
 
     Of continuations that these weights wrote, the first term's gradient is that of GRPO's ratio, 1 there.
-
-    Args:
-        logs: (B, T) fp32, the actor's log probabilities of the targets.
-        experience: of the same tokens.
     """
     written = experience.targets != NO_TARGET  # (B, T)
     apart = (experience.reference - logs)[written]  # (n,), log r

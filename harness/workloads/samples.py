@@ -22,11 +22,7 @@ _IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to wh
 
 
 def load(trial: Trial) -> Samples:
-    """Load the data in the form that the trial's model reads.
-
-    Raises:
-        CorpusError: naming the corpus, if it cannot be read or is too small.
-    """
+    """Load the data in the form that the trial's model reads."""
     if trial.corpus == GLYPHS:
         return glyph_images.load()
     shape = PRESETS.get(trial.model.name)
@@ -45,11 +41,7 @@ def load(trial: Trial) -> Samples:
 
 
 def check(trial: Trial) -> None:
-    """Refuse data that is missing, too small, or does not fit the model.
-
-    Raises:
-        CorpusError: naming it and the numbers.
-    """
+    """Refuse data that is missing, too small, or does not fit the model, by a CorpusError."""
     shape, name = PRESETS.get(trial.model.name), trial.model.name
     if isinstance(shape, ViTShape) and trial.corpus != GLYPHS:
         raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads images; expected {GLYPHS!r}")

@@ -13,17 +13,11 @@ Pair = tuple[NDArray[Any], NDArray[np.int64]]  # what a model reads, and what it
 
 
 class Samples(ABC):
-    """A data set from which batches are drawn.
+    """A data set from which batches are drawn."""
 
-    Attributes:
-        sha256: of the whole data set.
-        train: what training samples are taken from.
-        validation: what validation samples are taken from.
-    """
-
-    sha256: str
-    train: Any
-    validation: Any
+    sha256: str  # of the whole data set
+    train: Any  # what training samples are taken from
+    validation: Any  # what validation samples are taken from
 
     def count(self, part: Any) -> int:
         """Number of samples in a part, ``train`` or ``validation``."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from docs.tables.published_steps import predict, read
 from harness import cli
 from harness.measure import machine_file
 from harness.plan_rows import ring_egress, rows
@@ -18,7 +19,6 @@ from harness.runs.feasibility import Forecast
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, PeerSettings, Trial
 from report.data import published
-from report.published_steps import predict, read
 
 SUITES = Path(__file__).parents[2] / "suites"
 

@@ -14,8 +14,7 @@ from harness.bench.calibration import Measured, fit, trials
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.runs.feasibility import any_host, forecast
-from impl.plan.machine import CodecCost, Machine
-from impl.plan.step_time import step_of
+from impl.plan.step_time import CodecCost, Machine, step_of
 
 TRUTH = Machine(
     name="truth", source="made up", fixed=3e-9, per_token=5e-11, launch=1e-3, efficiency=0.96, fewest=1,

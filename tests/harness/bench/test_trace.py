@@ -16,8 +16,8 @@ from harness.bench.trace import computing, refused
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
+from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
 from impl.comm.mesh import Mesh
-from impl.comm.timeline import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
 from tests.golden import record

@@ -332,16 +332,13 @@ def validation_on_training(_: Rank) -> Patch:
 @contextlib.contextmanager
 def little_waiting(_: Rank) -> Iterator[None]:
     """Of waits that take 20 ms longer a tenth goes on record."""
-    waiting = Watchdog.waiting
+    wait = Watchdog.wait
 
-    @contextlib.contextmanager
-    def waited(self: Watchdog, *said: Any, **more: Any) -> Iterator[None]:
-        with waiting(self, *said, **more):
-            time.sleep(0.02)
-            yield
+    def waited(self: Watchdog, for_what: Any, receive: Any, **more: Any) -> Any:
+        return wait(self, for_what, lambda: (time.sleep(0.02), receive())[1], **more)
 
     counted = property(lambda self: self._waited / 10)
-    with mock.patch.multiple(Watchdog, waiting=waited, exposed_seconds=counted):
+    with mock.patch.multiple(Watchdog, wait=waited, exposed_seconds=counted):
         yield
 
 

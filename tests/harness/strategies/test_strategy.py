@@ -139,8 +139,8 @@ def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str,
 def test_exposed_time_is_unknown_of_peers() -> None:
     """They send past our wire; what is unknown is not 0."""
     wire: Any = SimpleNamespace(exposed_seconds=1.5)
-    assert Strategy(torch.nn.Linear(1, 1), {}, wire).exposed_seconds() == 1.5
-    assert Strategy(torch.nn.Linear(1, 1), {}, None).exposed_seconds() is None
+    assert Strategy(torch.nn.Linear(1, 1), dict, wire, ()).exposed_seconds() == 1.5
+    assert Strategy(torch.nn.Linear(1, 1), dict, None, ()).exposed_seconds() is None
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.suites.roles import roles
+from harness.suites.repeat_order import roles
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load
 from harness.suites.trial import Trial

@@ -198,7 +198,7 @@ CELLS = {
     "convergence_long": 48, "equal_memory": 7,
     "scale_rate": 96, "scale_hpz": 6, "scale_trillion": 6, "scale_nodes": 14,
     "gpu_node": 12, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 15, "quickstart": 7, "smoke": 3,
-    "stages": 32, "frontier": 144, "successors": 30, "budget": 30, "rlhf": 5,
+    "stages": 32, "frontier": 120, "successors": 30, "budget": 30, "rlhf": 5, "largest": 3, "deviations": 42,
 }  # fmt: skip
 
 
