@@ -24,17 +24,18 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_STEPS`: the speed-up of every contender whose interval does not hold 1, and its share
     of the bytes between nodes, which is expected to be the same again.  ``zeropp plan`` has all bytes.
+    Nothing is claimed of seconds that are not to be relied on.
     """
+    if derived.mostly_disturbed:
+        return []
     pairs = derived.pairs
     compared = pairs[pairs["contender"] != pairs["baseline_contender"]]
     rows: list[tuple[str, ...]] = []
     for (where, contender, baseline), mine in groups(compared, ["where", "contender", "baseline_contender"]):
         fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
-        claimed = fast.known and not fast.contains(1)
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
-        if claimed:
-            speed = f"{fast.estimate:.2f}", _ends(fast, ".2f")
-            rows.append((where, baseline, contender, *speed, str(len(mine)), sent))
+        if fast.known and not fast.contains(1):
+            rows.append((where, baseline, contender, *_told(fast, ".2f"), str(len(mine)), sent))
     return rows
 
 
@@ -42,27 +43,19 @@ def losses(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_LOSSES`: of every contender with a verdict."""
     rows: list[dict[str, Any]] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
     return [
-        (
-            row["base"],
-            row["contender"],
-            row["verdict"],
-            f"{row['difference'].estimate:+.4f}",
-            _ends(row["difference"], "+.4f"),
-            str(row["seeds"]),
-        )
+        (row["base"], row["contender"], row["verdict"], *_told(row["difference"], "+.4f"), str(row["seeds"]))
         for row in rows
         if row["verdict"] and row["difference"].known and row["seeds"] >= FEWEST
     ]
 
 
-def table(derived: Derived, suite: str) -> str:
-    """The claims of a suite as tables in Markdown, under the command that tries them again."""
-    parts = [f"`zeropp run suites/{suite}.toml`, then `zeropp report {suite}`.\n"]
-    if fast := steps(derived):
-        parts.append(_table("Tables *Summary* and *Volume between nodes*", _STEPS, fast))
-    if learnt := losses(derived):
-        parts.append(_table(f"Table *Losses*, by {loss_verdicts.allowed(derived)}", _LOSSES, learnt))
-    return "\n".join(parts) if len(parts) > 1 else f"{parts[0]}Nothing is compared in it.\n"
+def table(derived: Derived) -> str:
+    """The claims of a suite as tables in Markdown."""
+    tables = (
+        ("Tables *Summary* and *Volume between nodes*", _STEPS, steps(derived)),
+        (f"Table *Losses*, by {loss_verdicts.allowed(derived)}", _LOSSES, losses(derived)),
+    )
+    return "\n".join(_table(*one) for one in tables if one[-1]) or "Nothing is compared in it.\n"
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -78,14 +71,13 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
     shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
     said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))
-    lines = [[name for name, _ in shown], ["---"] * len(shown)]
-    above = ""
-    for row in zip(*(cells for _, cells in shown), strict=True):
-        again = shown[0][0] == "where" and row[0] == above
-        lines.append([*([""] if again else [markdown(row[0])]), *map(markdown, row[1:])])
-        above = row[0]
+    lines, above = [[name for name, _ in shown], ["---"] * len(shown)], ""
+    for first, *others in zip(*(cells for _, cells in shown), strict=True):
+        again = shown[0][0] == "where" and first == above
+        lines.append(["" if again else markdown(first), *map(markdown, others)])
+        above = first
     return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _ends(found: Interval, form: str) -> str:
-    return f"{found.low:{form}} to {found.high:{form}}"
+def _told(found: Interval, form: str) -> tuple[str, str]:
+    return f"{found.estimate:{form}}", f"{found.low:{form}} to {found.high:{form}}"

@@ -32,32 +32,26 @@ def load(where: str | Path) -> pd.DataFrame:
         RecordError: for a file that is not a record of this schema.
     """
     path = Path(where)
-    if path.is_file():
-        return _of_archive(path)
-    if not path.is_dir():
+    if not path.exists():
         raise ReportError(f"{path}: no such folder or archive")
-    if any(path.glob("*.json")):
-        return _of_folder(path)
-    parts = [_of_archive(one) for one in sorted(path.glob(f"*{archive.SUFFIX}"))]
-    known = {one.name.removesuffix(archive.SUFFIX) for one in path.glob(f"*{archive.SUFFIX}")}
-    parts += [
-        _of_folder(one) for one in sorted(path.iterdir()) if one.name not in known and any(one.glob("*.json"))
-    ]
+    archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
+    folders = [one for one in (path, *sorted(path.glob("*"))) if any(one.glob("*.json"))]
+    if path in folders:
+        archives, folders = [], [path]
+    known = {one.name.removesuffix(archive.SUFFIX) for one in archives}
+    with tempfile.TemporaryDirectory() as there:
+        parts = [_of_folder(archive.unpack(one, Path(there))) for one in archives]
+    parts += [_of_folder(one) for one in folders if one.name not in known]
     if not parts:
         raise ReportError(f"{path}: no records and no archives; `zeropp run SUITE` writes them")
     return pd.concat(parts, ignore_index=True)
 
 
-def _of_archive(path: Path) -> pd.DataFrame:
-    with tempfile.TemporaryDirectory() as folder:
-        return _of_folder(archive.unpack(path, Path(folder)))
-
-
 def _of_folder(path: Path) -> pd.DataFrame:
     found = frames.load(path)
     table = metrics.trials(found)
-    curves = {str(identity): mine for identity, mine in found.validations.groupby("id")}
-    points = {name: mine.drop(columns="id").to_dict("records") for name, mine in curves.items()}
+    curves = found.validations.groupby("id")
+    points = {str(name): mine.drop(columns="id").to_dict("records") for name, mine in curves}
     return table.assign(
         trial=table["id"].map(lambda identity: found.ran[identity].canonical()),
         losses=table["id"].map(lambda identity: points.get(identity, [])),

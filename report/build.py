@@ -7,6 +7,7 @@ by rename: a full disk or an interruption leaves the previous report as it was.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,26 +22,19 @@ from report.draw import files, theme
 from report.figures import registry
 from report.tables import latex
 from report.tables import registry as tables
-from report.tables.table import Column, Table
+from report.tables.table import Table
 
 PAGE: Final = "report.html"
-Folders = Mapping[str, tuple[Sequence[str], Sequence[str]]]
-_NUMBERS: Final = "numbers"  # of all tables, as macros for LaTeX
-_FOLDERS: Final[Folders] = {  # what a build may leave in each: names and forms
-    "figures": (tuple(plot.name for plot in registry.FIGURES), ("svg", "pdf", "png", "csv")),
-    "tables": ((*tables.MAKERS, _NUMBERS), ("csv", "md", "tex")),
-}
+_FOLDERS: Final = ("figures", "tables")
+_LINK: Final = re.compile(rf'href="((?:{"|".join(_FOLDERS)})/[\w-]+\.[a-z]+)"')
 
 
 def build(
-    results: Path,
-    *,
-    columns: Mapping[str, Sequence[str]] | None = None,
-    width: float = theme.WIDTH,
+    results: Path, *, columns: Mapping[str, Sequence[str]] | None = None, width: float = theme.WIDTH
 ) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
-    Arguments and errors are those of :func:`report.data.frames.load`, the result that of :func:`publish`.
+    Errors are also those of :func:`report.data.frames.load`, the result that of :func:`publish`.
 
     Args:
         results: the folder.
@@ -52,7 +46,7 @@ def build(
     """
     derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
-    return publish(results, _FOLDERS, lambda folder: _write(folder, derived, shown, width))
+    return publish(results, lambda folder: _write(folder, derived, shown, width))
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
@@ -61,35 +55,25 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     Raises:
         Refusal: for a table or a column that is not there.
     """
-    if unknown := [name for name in columns if name not in {table.name for table in shown}]:
-        raise Refusal(
-            f"--columns {unknown[0]}: no such table; expected one of {', '.join(one.name for one in shown)}"
-        )
-    return [
-        replace(table, columns=_asked(table, columns[table.name])) if table.name in columns else table
-        for table in shown
-    ]
+    names = [table.name for table in shown]
+    if unknown := [name for name in columns if name not in names]:
+        raise Refusal(f"--columns {unknown[0]}: no such table; expected one of {', '.join(names)}")
+    return [_with(table, columns[table.name]) if table.name in columns else table for table in shown]
 
 
-def _asked(table: Table, asked: Sequence[str]) -> tuple[Column, ...]:
+def _with(table: Table, asked: Sequence[str]) -> Table:
     there = {name: one for one in table.columns for name in (one.title, one.key, one.name)}
     if unknown := [name for name in asked if name not in there]:
         titles = "; ".join(one.title for one in table.columns if one.title)
         raise Refusal(f"--columns {table.name}: no column {unknown[0]!r}; expected some of {titles}")
     kept = [one for one in table.columns if one.place or one.key == "contender"]
-    return tuple(dict.fromkeys([*kept, *(there[name] for name in asked)]))
+    return replace(table, columns=tuple(dict.fromkeys([*kept, *(there[name] for name in asked)])))
 
 
-def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> Path:
-    """Write a page and its files into ``results`` atomically.
+def publish(results: Path, write: Callable[[Path], None]) -> Path:
+    """Write a page and its files into ``results`` atomically, and return where the page is.
 
-    Args:
-        results: the folder.
-        folders: what a build may leave in each folder beside the page: names and forms.
-        write: writes the page and those folders, which exist, into an empty folder.
-
-    Returns:
-        The page.
+    First ``write`` writes it and files in the folders beside it, which exist, into an empty folder.
 
     Raises:
         ReportError: if the folder cannot be written; what was there before is then still there.
@@ -97,13 +81,13 @@ def publish(results: Path, folders: Folders, write: Callable[[Path], None]) -> P
     try:
         with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:
             staging = Path(name)
-            for folder in folders:
+            for folder in _FOLDERS:
                 (staging / folder).mkdir()
             write(staging)
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 with path.open("rb") as file:  # stored before it is renamed
                     os.fsync(file.fileno())
-            _swap_in(staging, results, folders)
+            _swap_in(staging, results)
     except OSError as error:
         raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
     return results / PAGE
@@ -117,23 +101,21 @@ def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float)
     for table in shown:
         latex.write(table, folder / "tables")
     macros = latex.numbers(shown, lambda row: records_of(derived, row))
-    (folder / "tables" / f"{_NUMBERS}.tex").write_text(macros, encoding="utf-8", newline="\n")
+    (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
     (folder / PAGE).write_text(page.render(derived, drawn, shown), encoding="utf-8", newline="\n")
 
 
-def _swap_in(staging: Path, results: Path, folders: Folders) -> None:
+def _swap_in(staging: Path, results: Path) -> None:
     """Rename the new files over the old: first what the page links to, then the page; then remove files
     that only the old page linked to.  Files that no build made stay.
     """
-    fresh: set[Path] = set()
-    for folder in folders:
+    page, fresh = results / PAGE, set[str]()
+    linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.exists() else set()
+    for folder in _FOLDERS:
         (results / folder).mkdir(exist_ok=True)
         for path in sorted((staging / folder).iterdir()):
-            fresh.add(path.replace(results / folder / path.name))
-    (staging / PAGE).replace(results / PAGE)
-    for folder, (names, forms) in folders.items():
-        for name in names:
-            for form in forms:
-                path = results / folder / f"{name}.{form}"
-                if path not in fresh:
-                    path.unlink(missing_ok=True)
+            path.replace(results / folder / path.name)
+            fresh.add(f"{folder}/{path.name}")
+    (staging / PAGE).replace(page)
+    for stale in linked - fresh:
+        (results / stale).unlink(missing_ok=True)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive, run_record
-from harness.records.record import Record, RecordError, read_all
-from harness.records.run_record import Run
+from harness.records.record import RecordError, read_all
 from report import artifact_claims, page
 from report.answer.lead import answer
 from report.data.frames import frames_of
@@ -59,7 +58,9 @@ def bundle(folder: Path, into: Path) -> Path:
     records = read_all(folder)
     if not records:
         raise RecordError(f"{folder}: no records in it")
-    suite, run = records[0].suite, _run(folder, records)
+    if not (named := [record.run for record in records if record.run is not None]):
+        raise RecordError(f"{folder}: no record names its run; records of before they did")
+    suite, run = records[0].suite, run_record.read(folder, named[-1])
     if run.suite is None:
         raise RecordError(f"{folder}: its runs do not say which suite they ran; records of before they did")
     derived = derive(frames_of(records))
@@ -76,7 +77,8 @@ def bundle(folder: Path, into: Path) -> Path:
             headline="\n".join(answer(derived).sentences),
             facts=facts,
         ),
-        "CLAIMS.md": f"# Claims of {suite}\n\n{artifact_claims.table(derived, suite)}",
+        "CLAIMS.md": f"# Claims of {suite}\n\n`zeropp run suites/{suite}.toml`, then `zeropp report {suite}`."
+        f"\n\n{artifact_claims.table(derived)}",
         f"{suite}.toml": run.suite.text,
         "packages.txt": "".join(f"{one}\n" for one in packages),
         "run.sh": _SCRIPT.format(
@@ -93,14 +95,6 @@ def bundle(folder: Path, into: Path) -> Path:
         packed = archive.pack(folder, Path(name)).read_bytes()
     files = {name: text.encode() for name, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
     return _written(into, f"{suite}-artifact", files)
-
-
-def _run(folder: Path, records: list[Record]) -> Run:
-    """What the latest run had."""
-    for record in reversed(records):
-        if record.run is not None:
-            return run_record.read(folder, record.run)
-    raise RecordError(f"{folder}: no record names its run; records of before they did")
 
 
 def _written(into: Path, name: str, files: dict[str, bytes]) -> Path:

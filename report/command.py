@@ -26,39 +26,30 @@ _WIDTH: Final = 178.0  # mm, of figures
 RESULTS: Final = Path("results")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Only say what in README and docs differs from the committed records.")
+]
+Explain = Annotated[
+    tuple[str, str, str] | None,
+    typer.Option("--explain", help="Only say what is behind one number.", metavar="TABLE ROW COLUMN"),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(help="Print only these columns of a table; repeatable.", metavar="TABLE=COLUMN;COLUMN"),
+]
+Width = Annotated[
+    float, typer.Option(min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM")
+]
 
 
 def report(
-    what: Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")] = "",
+    what: Answer = "",
     results: ResultsFolder = RESULTS,
     *,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Only say what in README and docs differs from the committed records."),
-    ] = False,
-    explain: Annotated[
-        tuple[str, str, str] | None,
-        typer.Option(
-            "--explain",
-            help="Only say what is behind one number.",
-            metavar="TABLE ROW COLUMN",
-            show_default=False,
-        ),
-    ] = None,
-    columns: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--columns",
-            help="Print only these columns of a table; repeatable.",
-            metavar="TABLE=COLUMN;COLUMN",
-        ),
-    ] = None,
-    width: Annotated[
-        float,
-        typer.Option(
-            "--width", min=60, max=400, help="Of figures, in mm; 84 is a column of a paper.", metavar="MM"
-        ),
-    ] = _WIDTH,
+    check: Check = False,
+    explain: Explain = None,
+    columns: Columns = None,
+    width: Width = _WIDTH,
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
@@ -73,14 +64,12 @@ def report(
     asked = _columns(columns or [])
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
         if asked or explain:
-            raise Refusal(
-                f"{folder} holds {len(archives)} archives: --columns and --explain are of one suite"
-            )
-        processes = min(len(archives), machine.cores())
+            many = f"{folder} holds {len(archives)} archives"
+            raise Refusal(f"{many}: --columns and --explain are of one suite")
         largest_first = sorted(archives, key=lambda path: path.stat().st_size, reverse=True)
-        built = partial(_built, width=width)
+        built, processes = partial(_built, width=width), min(len(archives), machine.cores())
         if processes == 1:
-            pages = [built(path) for path in largest_first]
+            pages = list(map(built, largest_first))
         else:
             with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
                 pages = list(pool.map(built, largest_first))
@@ -100,8 +89,7 @@ def archive_records(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    folder = _known(what, results)
-    print(archive.pack(folder, into))
+    print(archive.pack(_known(what, results), into))
 
 
 def bundle(
@@ -118,16 +106,10 @@ def bundle(
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Results folder from before a change.", metavar="BEFORE")],
-    second: Annotated[
-        Path, typer.Argument(help="Results folder of the same suite, after it.", metavar="AFTER")
-    ],
+    second: Annotated[Path, typer.Argument(help="That of the same suite, after it.", metavar="AFTER")],
     *,
-    margin: Annotated[
-        str, typer.Option("--margin", help="Within which two step times are the same, as 2%.")
-    ] = "2%",
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Also write the comparison as a page.", metavar="FILE")
-    ] = None,
+    margin: Annotated[str, typer.Option(help="Within which two step times are the same, as 2%.")] = "2%",
+    html: Annotated[Path | None, typer.Option(help="Also write a page.", metavar="FILE")] = None,
 ) -> None:
     """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
@@ -139,8 +121,7 @@ def compare(
 
     result, out = compared(first, second, float(found[1]) / 100), console()
     terminal.show(result.table, out)
-    for note in result.notes:
-        out.print(note, markup=False, highlight=False, soft_wrap=True)
+    out.print("\n".join(result.notes), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page(result), encoding="utf-8")
     if result.worse:
@@ -165,20 +146,19 @@ def build_report(
 ) -> None:
     """Build a folder's page, and print its path; with ``lead`` also the answer to the suite's question."""
     interrupts.take_over()
-    if not bench_record.holds(folder):
-        from report.build import build
+    if bench_record.holds(folder):
+        from report.bench.page import build as build_bench
 
-        print(build(folder, columns=columns, width=width))
-        if lead:
-            from report.answer.lead import of_folder
-
-            print("\n".join(of_folder(folder).sentences), file=sys.stderr)
+        if columns or width != _WIDTH:
+            raise Refusal(f"{folder} holds a benchmark's records: --columns and --width are of suites")
+        print(build_bench(folder))
         return
-    from report.bench.page import build as build_bench
+    from report.answer.lead import of_folder
+    from report.build import build
 
-    if columns or width != _WIDTH:
-        raise Refusal(f"{folder} holds a benchmark's records: --columns and --width are of suites")
-    print(build_bench(folder))
+    print(build(folder, columns=columns, width=width))
+    if lead:
+        print("\n".join(of_folder(folder).sentences), file=sys.stderr)
 
 
 def _columns(asked: Sequence[str]) -> dict[str, list[str]]:
@@ -210,10 +190,8 @@ def _known(what: str, results: Path) -> Path:
         Refusal: if there is none, naming those there are.
     """
     if (folder := folder_of(what, results)) is None:
-        raise Refusal(
-            f"unknown suite {what!r}: {results} holds {suites_in(results)}; a report is of a suite, "
-            "`zeropp show` also prints single trials"
-        )
+        there = f"unknown suite {what!r}: {results} holds {suites_in(results)}"
+        raise Refusal(f"{there}; a report is of a suite, `zeropp show` also prints single trials")
     return folder
 
 

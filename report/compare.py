@@ -7,23 +7,20 @@ is in the ratios, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from harness.measure.machine import MUST_AGREE
-from harness.records.confidence_intervals import Interval, mean_interval, paired_ratio_interval
-from harness.records.record import Record, read_all
-from report.data.frames import ReportError, frames_of, groups
-from report.data.metrics import trials
+from harness.records.confidence_intervals import Interval, mean_interval
+from report.data.frames import ReportError, groups, load
+from report.data.metrics import speedup, trials
+from report.page import rendered
 from report.tables.table import Column, Table
 
 Verdict = Literal["better", "worse", "same", "cannot tell"]
-_HERE: Final = Path(__file__).parent
 _OUTCOMES: Final[tuple[Verdict, ...]] = ("worse", "cannot tell", "same", "better")
 _COLUMNS: Final = (
     Column("where", "where"),
@@ -80,53 +77,41 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
         ReportError: without records, or without a trial that finished in both.
         RecordError: for a file that is no record.
     """
-    records = [_records(folder) for folder in (first, second)]
-    before, after = (trials(frames_of(found, across_pools=True)) for found in records)
+    loaded = [load(folder, across_pools=True) for folder in (first, second)]
+    before, after = map(trials, loaded)
     columns = ["id", "step_seconds", "sent_bytes", "validation_loss"]
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
         raise ReportError(f"{first} and {second}: no trial finished in both; expected two runs of one suite")
-    keys = ["where", "contender"]
-    rows = pd.DataFrame(
-        [dict(zip(keys, key, strict=True)) | _row(mine, margin) for key, mine in groups(both, keys)]
-    )
-    counts = {name: int(rows["verdict"].eq(name).sum()) for name in _OUTCOMES}
-    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    of = groups(both, ["where", "contender"])
+    rows = pd.DataFrame([{"where": key[0], "contender": key[1]} | _row(mine, margin) for key, mine in of])
+    counts = rows["verdict"].value_counts()
+    told = ", ".join(f"{counts[name]} {name}" for name in _OUTCOMES if name in counts)
     notes = [f"Of {len(rows)} comparisons: {told} (same: within {margin:.3g} of 1)."]
     if any(not step.known for step in rows["step"]):
         notes.append("Rows of too few pairs cannot be told: more repeats, or --sweeps 3, in both folders.")
     notes.append("The two folders ran at different times: what else differed between them is in the ratios.")
-    notes += _differs(*([record.machine for record in found] for found in records))
+    for fact in (*MUST_AGREE, "packages.torch"):
+        values = [one.facts[one.facts["fact"] == f"machine.{fact}"]["value"].unique() for one in loaded]
+        one, other = (" and ".join(sorted(found)) or "not on record" for found in values)
+        if one != other:
+            name = fact.rpartition(".")[2]
+            notes.append(f"Machines differ: {name} is {one} in the first and {other} in the second.")
     for folder, found in ((first, before), (second, after)):
         if ids := sorted(set(found["id"]) - set(both["id"])):
-            notes.append(
-                f"Only in {folder}: {', '.join(ids[:5])}{', ...' if len(ids) > 5 else ''} ({len(ids)})."
-            )
+            some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
+            notes.append(f"Only in {folder}: {some} ({len(ids)}).")
     table = Table("compare", "Comparison", "", rows, _COLUMNS)
     return Comparison((str(first), str(second)), table, tuple(notes))
 
 
 def page(found: Comparison) -> str:
     """The comparison as a page of HTML."""
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
-    style = (_HERE / "page.css").read_text(encoding="utf-8")
-    text: str = environment.get_template("compare.html").render(style=style, found=found)
-    return text
-
-
-def _records(folder: Path) -> list[Record]:
-    if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder")
-    if not (found := read_all(folder)):
-        raise ReportError(f"{folder}: no records; `zeropp run SUITE` writes them")
-    return found
+    return rendered("compare.html", {"found": found})
 
 
 def _row(group: pd.DataFrame, margin: float) -> dict[str, Any]:
-    pairs = group.set_index(["seed", "repeat"])
-    step = paired_ratio_interval(
-        *(pairs[name].to_dict() for name in ("step_seconds_after", "step_seconds", "sweep"))
-    )
+    step = speedup(group, "step_seconds_after", "step_seconds")
     losses = (group["validation_loss_after"] - group["validation_loss"]).dropna()
     sweeps = list(group["sweep"][losses.index])
     return {
@@ -136,18 +121,3 @@ def _row(group: pd.DataFrame, margin: float) -> dict[str, Any]:
         "bytes": (group["sent_bytes_after"] / group["sent_bytes"]).median(),
         "loss": mean_interval(list(losses), sweeps) if len(losses) else math.nan,
     }
-
-
-def _differs(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences on the facts of machines that must agree, where they do not."""
-
-    def told(facts: Sequence[Mapping[str, Any]], name: str) -> str:
-        values = [one.get("packages", {}).get(name) if name == "torch" else one.get(name) for one in facts]
-        return " and ".join(sorted({str(value) for value in values}))
-
-    named = ((name, told(first, name), told(second, name)) for name in (*MUST_AGREE, "torch"))
-    return [
-        f"Machines differ: {name} is {one} in the first and {other} in the second."
-        for name, one, other in named
-        if one != other
-    ]

@@ -31,13 +31,13 @@ from report.draw import files
 from report.draw.figure import Figure
 from report.figures.registry import FIGURES as DRAWINGS
 from report.tables import registry as tables
-from report.tables.table import Table, markdown
+from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 REFERENCE: Final = Path("results/reference")
 DOCS: Final = Path("docs")
 FIGURES: Final = DOCS / "figures"  # one of each suite
-_README: Final = Path("README.md")
+_MARKED: Final = (Path("README.md"), DOCS / "questions.md", DOCS / "paper.md")
 _SUITE: Final = "quickstart"  # whose numbers README has
 _LOSSES: Final = "convergence_long"  # whose answer README has
 _BLOCK: Final = re.compile(r"<!-- of the records -->\n.*?<!-- end -->", re.DOTALL)
@@ -46,35 +46,31 @@ _NUMBER: Final = re.compile(r"<!-- by (\w+) -->.*?<!-- end -->")
 _MOST_ROWS: Final = 7  # of a suite's table; of a longer one only _FIRST
 _FIRST: Final = 2
 _WIDE: Final = 120  # characters of a line
-_TABLES: Final[dict[Quantity, str]] = {
-    "loss": "losses", "memory": "memory", "tokens": "generation"
-}  # fmt: skip
+_TABLES: Final[dict[Quantity, str]] = {"memory": "memory", "tokens": "generation"}
 _HEAD: Final = """\
 # Results
 
 What the committed records say of each suite: the question, the answer, one figure and one table.
-`zeropp report results/reference` draws the page of each suite from them, with all figures and tables.
+`zeropp report results/reference` draws the page of each suite from them, with all figures and tables;
+`zeropp run suites/NAME.toml` runs one again.
 Columns and marks are explained in [metrics.md](reference/metrics.md).
 All ranks of a suite share one machine's processors: bytes cost processor time beside the link's, and a hop
 inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best group and chunks may be
 others where a node has an adapter and processors of its own; bytes, errors and losses are the same.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
 """
-_FACTS: Final = (
-    "trials", "processor", "cores", "commit", "checkout",
-)  # fmt: skip
-"""Those that stand below a suite's table; the others are on its page."""
-_ON_THE_PAGE: Final = (
+_FACTS: Final = ("trials", "processor", "commit", "checkout")  # below a suite's table, of all
+_ON_THE_PAGE: Final = (  # alone: titles of columns
     "n", "Tokens/s", "over the paper's baseline", "Pairs", "Power", "Exposed share", "Process peak",
     "in 16 bits", "Allowed step/step", "To the target, s",
 )  # fmt: skip
-"""Titles of columns that are left to the page."""
 _SAID_ELSEWHERE: Final = ("bytes_ratio", "_gain")  # keys likewise: docs/claims.md has shares of bytes
 _CLAIMS_HEAD: Final = """\
 # Claims
 
-What the committed records claim, with the command that tries it again and the interval in which it is
-expected on a machine like theirs (docs/results.md says which); bytes are the same anywhere.
+What the committed records claim, with the interval in which it is expected again on a machine like theirs
+(docs/results.md says which); bytes are the same anywhere.  `zeropp run suites/NAME.toml`, then `zeropp report
+NAME`, tries it again.
 All ranks share one machine's processors (see [results.md](results.md)): seconds hold for such a machine.
 An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
@@ -87,15 +83,14 @@ def wrong(root: Path = ROOT) -> list[str]:
     Raises:
         RecordError: for a record that was edited, or an archive that is none.
     """
-    found = []
-    for path, content in wanted(root, derived(root)).items():
-        there = (root / path).read_bytes() if (root / path).exists() else b""
-        if there != content:
-            found.append(f"{path}: {_first_difference(there, content)}")
-    return found
+    return [
+        f"{path}: {_first_difference(there, content)}"
+        for path, content in wanted(root, derived(root)).items()
+        if (there := (root / path).read_bytes() if (root / path).exists() else b"") != content
+    ]
 
 
-def derived(root: Path = ROOT) -> dict[str, Derived]:
+def derived(root: Path = ROOT, where: Path = REFERENCE) -> dict[str, Derived]:
     """What the committed records of each suite say, by its name.
 
     Raises:
@@ -104,26 +99,19 @@ def derived(root: Path = ROOT) -> dict[str, Derived]:
     with tempfile.TemporaryDirectory() as name:
         return {
             one.name.removesuffix(archive.SUFFIX): derive(load(archive.unpack(one, Path(name))))
-            for one in sorted((root / REFERENCE).glob(f"*{archive.SUFFIX}"))
+            for one in sorted((root / where).glob(f"*{archive.SUFFIX}"))
         }
 
 
 def wanted(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
-    """The files that follow from the records, as they must be, by their paths below ``root``.
-
-    Args:
-        root: whose texts have marks between which numbers stand.
-        found: what :func:`derived` gives.
-    """
+    """The files that follow from the records, as they must be, by their paths below ``root``."""
     with tempfile.TemporaryDirectory() as name:
         figures = {FIGURES / f"{suite}.svg": _figure(one, Path(name)) for suite, one in found.items()}
-    texts = {path: (root / path).read_text(encoding="utf-8") for path in (_README, *_MARKED)}
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in _MARKED}
     files = {path: _with_numbers(text, found) for path, text in texts.items()}
-    files |= {DOCS / "results.md": _results(found), DOCS / "claims.md": _claims(found)}
+    claims = [f"\n## {suite}\n\n{artifact_claims.table(derived)}" for suite, derived in found.items()]
+    files |= {DOCS / "results.md": _results(found), DOCS / "claims.md": "".join([_CLAIMS_HEAD, *claims])}
     return {path: text.encode() for path, text in files.items()} | figures
-
-
-_MARKED: Final = (DOCS / "questions.md", DOCS / "paper.md")
 
 
 def _figure(derived: Derived, folder: Path) -> bytes:
@@ -135,8 +123,7 @@ def _figure(derived: Derived, folder: Path) -> bytes:
 
 def _shows(derived: Derived) -> Figure:
     """That figure; where records have nothing for it, the first of the page."""
-    name = answer(derived).figure
-    ordered = sorted(DRAWINGS, key=lambda one: one.name != name)
+    ordered = sorted(DRAWINGS, key=lambda one: one.name != answer(derived).figure)
     return next(one for one in ordered if not one.table(derived).empty)
 
 
@@ -169,10 +156,8 @@ def _paragraph(found: Mapping[str, Derived]) -> str:
         sent([main]),
         f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",
     ]
-    if _LOSSES in found:
-        told.append(
-            f"Losses ([suite {_LOSSES}](docs/results.md#{_LOSSES})): {answer(found[_LOSSES]).sentences[0]}"
-        )
+    if lost := found.get(_LOSSES):
+        told += [f"Losses ([suite {_LOSSES}](docs/results.md#{_LOSSES})): {answer(lost).sentences[0]}"]
     return "".join(map(_wrapped, told))
 
 
@@ -186,36 +171,29 @@ def _results(found: Mapping[str, Derived]) -> str:
     for suite, derived in found.items():
         facts = "; ".join(f"{name}: {value}" for name, value in page.facts(derived) if name in _FACTS)
         first, *others = answer(derived).sentences
-        shown, left = _table(derived)
-        rest = f"\n{counted(left, 'more row')} on the page.\n" if left else ""
         parts.append(
             f"\n## {suite}\n\n{markdown(' '.join(derived.frames.questions))}\n\n**{markdown(first)}**\n"
             + "".join(f"{markdown(sentence)}\n" for sentence in others)
             + f"\n![{_shows(derived).title}](figures/{suite}.svg)\n"
-            f"\n**{shown.title}.**\n\n{shown.markdown_rows()}{rest}\n"
-            f"`zeropp run suites/{suite}.toml`; {markdown(facts)}\n"
+            f"\n{_numbers(derived, suite)}\n{markdown(facts)}\n"
         )
     return "".join(parts)
 
 
-def _table(derived: Derived) -> tuple[Table, int]:
-    """The table of a suite's answer, else its Summary, without what is left to the page, and how many rows
-    that is.
+def _numbers(derived: Derived, suite: str) -> str:
+    """The table of a suite's answer, else its Summary, without what is left to the page; of losses, where
+    docs/claims.md has them.
     """
     asked = answer(derived).quantity
-    name = _TABLES.get(asked, "summary")
-    if asked == "step" and tables.all_tables(derived, ("peers",)):
-        name = "peers"
+    if asked == "loss":
+        return f"Losses: [claims.md](claims.md#{suite}).\n"
+    name = "peers" if asked == "step" else _TABLES.get(asked, "summary")
     (shown,) = tables.all_tables(derived, (name,)) or tables.all_tables(derived, ("summary",))
     kept = [one for one in shown.columns if one.title not in _ON_THE_PAGE and one.key not in _SAID_ELSEWHERE]
     left = len(shown.data) - _FIRST if len(shown.data) > _MOST_ROWS else 0
-    return replace(shown, columns=tuple(kept), data=shown.data[: len(shown.data) - left]), left
-
-
-def _claims(found: Mapping[str, Derived]) -> str:
-    return _CLAIMS_HEAD + "".join(
-        f"\n## {suite}\n\n{artifact_claims.table(derived, suite)}" for suite, derived in found.items()
-    )
+    shown = replace(shown, columns=tuple(kept), data=shown.data[: len(shown.data) - left])
+    rest = f"\n{counted(left, 'more row')} on the page.\n" if left else ""
+    return f"**{shown.title}.**\n\n{shown.markdown_rows()}{rest}"
 
 
 def _first_difference(there: bytes, wanted_content: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
@@ -31,33 +31,27 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
         Refusal: if there is no such cell, naming those there are.
     """
     derived = derive(load(folder))
-    shown = _one("table", table, {one.name: one for one in registry.all_tables(derived)})
-    number = _row(shown, [part.strip() for part in row.split(",")])
+    there = {one.name: one for one in registry.all_tables(derived)}
+    if (shown := there.get(table)) is None:
+        raise Refusal(f"no table {table!r}: expected one of {', '.join(there)}{suggestion(table, there)}")
+    named = sum(one.place for one in shown.columns) + 1
+    number = _row(shown, [part.strip() for part in row.split(",")], named)
     raw, cells = shown.data.iloc[number], shown.rows()[number]
-    name, told = _column(shown, column, raw, cells)
+    name, key, told = _column(shown, column, raw, cells)
     ids = records_of(derived, raw)
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
     beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    where = " | ".join(cells[: sum(one.place for one in shown.columns) + 1])
-    lines = [f"{shown.title}, {where}, {name}: {told}"]
+    lines = [f"{shown.title}, {' | '.join(cells[:named])}, {name}: {told}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
-    lines += [f"  {key} = {value}" for key, value in raw_values.items() if _belongs(str(key), name, shown)]
+    lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(key)]
     files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
     lines.append(f"records ({len(ids)}): {files}")
     if beside:
         lines.append(f"compared with ({len(beside)}): " + " ".join(f"{one}.json" for one in beside))
-    lines.append(f"how: {shown.caption}")
-    lines.append("quantities: docs/reference/metrics.md")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])
 
 
-def _one(kind: str, name: str, there: dict[str, Any]) -> Any:
-    if name not in there:
-        raise Refusal(f"no {kind} {name!r}: expected one of {', '.join(there)}{suggestion(name, there)}")
-    return there[name]
-
-
-def _row(table: Table, parts: Sequence[str]) -> int:
+def _row(table: Table, parts: Sequence[str], named: int) -> int:
     """Number of the one row with all parts: as cells of their own or, if there is none, inside of cells."""
     rows = table.rows()
     whole = [number for number, cells in enumerate(rows) if set(parts) <= set(cells)]
@@ -65,7 +59,6 @@ def _row(table: Table, parts: Sequence[str]) -> int:
     found = whole or inside
     if len(found) == 1:
         return found[0]
-    named = sum(column.place for column in table.columns) + 1
     names = list(dict.fromkeys(", ".join(cells[:named]) for cells in rows))
     more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     raise Refusal(
@@ -74,18 +67,12 @@ def _row(table: Table, parts: Sequence[str]) -> int:
     )
 
 
-def _column(table: Table, asked: str, raw: pd.Series, cells: Sequence[str]) -> tuple[str, str]:
-    """(name, printed value) of a column."""
+def _column(table: Table, asked: str, raw: pd.Series, cells: Sequence[str]) -> tuple[str, str, str]:
+    """(title, name in the CSV, printed value) of a column."""
     for column, cell in zip(table.columns, cells, strict=True):
         if asked in (column.title, column.key, column.name):
-            return column.title, cell
+            return column.title, column.name, cell
     if asked in raw.index:
-        return asked, str(raw[asked])
+        return asked, asked, str(raw[asked])
     there = [column.title for column in table.columns if column.title]
     raise Refusal(f"no column {asked!r} in {table.name}: expected one of {'; '.join(there)}, or of its CSV")
-
-
-def _belongs(key: str, name: str, table: Table) -> bool:
-    """Whether a raw value belongs to a printed column: its own, or an end of its interval."""
-    stems = [column.name for column in table.columns if column.title == name] or [name]
-    return key.startswith(stems[0])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report.answer.lead import answer
 from report.data import emulation, footnotes, warnings
 from report.data.contender import NAMES
-from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
@@ -21,8 +19,6 @@ from report.tables.settings import essentials
 from report.tables.table import Table
 
 _HERE: Final = Path(__file__).parent
-_TEMPLATE: Final = "page.html"
-_STYLE: Final = "page.css"
 _COMMIT: Final = 12  # characters of a commit's hash
 _FACTS: Final = {  # in the page's head, by their names on record
     "machine.cpu": "processor", "machine.cores": "cores", "machine.gpus": "GPUs", "machine.kernel": "kernel",
@@ -36,24 +32,18 @@ _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
 def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) -> str:
-    """Render the page as HTML.
-
-    Args:
-        derived: the records.
-        drawn: figures that had data.
-        tables: that have rows.
-    """
+    """Render the page as HTML, with the figures that had data and the tables that have rows."""
     frames = derived.frames
     by_name = {table.name: table for table in tables}
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
     apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
     subject, found = heading(derived), answer(derived)
     shows = next((figure for figure in drawn if figure.figure.name == found.figure), next(iter(drawn), None))
+    modelled = ", on a modelled link" if derived.finished["modelled"].any() else ""
+    suite = "" if derived.finished.empty else f": {frames.suite}"
     return fill(
-        title=" ".join(part for part in subject if part)
-        + ("" if derived.finished.empty else f": {frames.suite}")
-        + _modelled(derived),
-        kicker=f"Results of suite {frames.suite}{_modelled(derived)}",
+        title=f"{' '.join(filter(None, subject))}{suite}{modelled}",
+        kicker=f"Results of suite {frames.suite}{modelled}",
         heading=subject,
         questions=frames.questions,
         answer=found.sentences,
@@ -74,13 +64,17 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 def fill(**parts: Any) -> str:
     """Fill the template, without the parts that are not given and that a page may lack."""
+    return rendered("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, "") | parts)
+
+
+def rendered(template: str, parts: Mapping[str, Any]) -> str:
+    """A page by one of the templates here, in the style of all."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    style = (_HERE / _STYLE).read_text(encoding="utf-8")
-    parts = {"style": style, "full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, "") | parts
-    page: str = environment.get_template(_TEMPLATE).render(parts)
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    page: str = environment.get_template(template).render(parts, style=style)
     return page
 
 
@@ -100,28 +94,21 @@ def heading(derived: Derived) -> tuple[str, str]:
     return f"{counted(len(asked.contrast), 'contender')} against", asked.baseline
 
 
-def _modelled(derived: Derived) -> str:
-    """What follows the suite's name where links were modelled."""
-    return ", on a modelled link" if derived.finished["modelled"].any() else ""
-
-
 def facts(derived: Derived) -> list[tuple[str, str]]:
     """Facts for the page's head: where and when the trials ran."""
-    frames = derived.frames
+    frames, ran = derived.frames, derived.finished
     known = {
-        fact: listed(
-            sorted({value[:_COMMIT] if fact == "code.commit" else value for value in of_fact["value"]})
-        )
-        for (fact,), of_fact in groups(frames.facts, ["fact"])
+        str(fact): listed(sorted({value[:_COMMIT] if fact == "code.commit" else value for value in values}))
+        for fact, values in frames.facts.groupby("fact")["value"]
     }
-    ran = derived.finished
     interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
+    started = sorted(str(when)[:16].replace("T", " ") for when in ran["started"])
     found = [
         ("suite", frames.suite),
         ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
-        ("ran", _when(ran)),
+        ("ran", " to ".join(dict.fromkeys([*started[:1], *started[-1:]])) or NOTHING),
+        *essentials(frames, ran),
     ]
-    found += essentials(frames, ran)
     if frames.shared:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
     shown = [(told, known.get(fact)) for fact, told in _FACTS.items()]
@@ -131,10 +118,3 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     if "true" in str(known.get("code.dirty")):
         found.append(("checkout", "changed since its commit"))
     return found
-
-
-def _when(ran: pd.DataFrame) -> str:
-    if ran.empty:
-        return NOTHING
-    first, last = (str(when)[:16].replace("T", " ") for when in (ran["started"].min(), ran["started"].max()))
-    return first if first == last else f"{first} to {last}"

@@ -8,8 +8,7 @@ from typing import Final
 
 from docs.tables.markdown import table
 from impl.codecs.codec import FORMATS
-from impl.cuda.kernels import VARIANTS
-from tests.support.cubin import DEVICES, FORMAT, Cubin, Prediction, predictions, works
+from tests.support.cubin import DEVICES, FORMAT, VARIANTS, Cubin, Prediction, predictions, works
 
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ import matplotlib.figure
 import pandas as pd
 import seaborn as sns
 
+from docs.tables import markdown
 from harness.measure import machine_file
 from harness.plan_rows import rows
 from harness.runs.feasibility import any_host, forecast
@@ -29,34 +30,11 @@ ROOT: Final = Path(__file__).parents[2]
 SUITES: Final = ROOT / "suites"
 DOCS: Final = ROOT / "docs"
 PAYS: Final = 1.05  # a speed-up from which on we say that it pays
-BITS: Final = (8, 4, 2)
 GIB: Final = 80  # of a GPU
 _CAVEAT: Final = (
     "Modelled, not measured: compute at a fixed share of the peak, links without contention between nodes, "
     "no stragglers, and activations not counted in memory."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``, a line for each ``line``."""
-
-    suite: str
-    x: str
-    y: str
-    line: tuple[str, ...]
-    x_label: str
-    y_label: str
-
-
-PLOTS: Final = (
-    Plot("scale_rate", "gbit", "modelled_speed_up", ("model", "tokens_per_rank", "nodes"),
-         "Gbit/s of a node", "speed-up of ZeRO++ over ZeRO-3"),
-    Plot("scale_hpz", "memory_gib", "modelled_seconds", ("policy.secondary",),
-         "GiB a rank, without activations", "seconds a step"),
-    Plot("scale_trillion", "gpus", "modelled_tflops", ("strategy",), "GPUs", "TFLOPS/GPU"),
-    Plot("scale_nodes", "nodes", "modelled_tokens_per_second", ("strategy", "batch"), "nodes", "tokens/s"),
-)  # fmt: skip
 
 
 def planned(suite: str) -> pd.DataFrame:
@@ -74,6 +52,82 @@ def planned(suite: str) -> pd.DataFrame:
     return pd.concat(
         [table[weak].assign(batch="2,048 tokens a rank"), table[strong].assign(batch="1 Mi tokens in all")]
     )
+
+
+def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
+    """Where ZeRO++ pays no more, and its speed-ups by setting and rate."""
+    ours = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
+    wide = ours.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
+    lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{one:.2f}" for one in row)]
+             for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
+    least = float(wide.to_numpy().min())
+    told = f"The least is {least:.2f}." if least >= PAYS else f"It pays ({PAYS} or more) not everywhere."
+    return told, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
+
+
+def hpz_in_words(table: pd.DataFrame) -> tuple[str, str]:
+    """What each group takes and holds."""
+    lines = [
+        (row["policy.secondary"], f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}")
+        for row in table.sort_values("policy.secondary").to_dict("records")
+    ]
+    told = (
+        "A group of one node or less spares the backward gathers between nodes, a larger one a part of them."
+    )
+    return told, markdown.table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
+
+
+def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
+    """What a step takes, sends and holds."""
+    lines = [
+        (
+            f"{row['gpus']:,}", row["strategy"], f"{row['modelled_seconds']:.0f}",
+            f"{row['egress_bytes'] / 1e12:.2f}", f"{row['memory_gib']:.0f}",
+            "yes" if row["memory_gib"] < GIB else "no",
+        )
+        for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
+    ]  # fmt: skip
+    told = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
+    head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
+    return told, markdown.table(head, lines)
+
+
+def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
+    """Efficiency at the largest number of nodes; no table."""
+    told = []
+    for (batch, strategy), group in table.groupby(["batch", "strategy"]):
+        ends = group.sort_values("nodes").iloc[[0, -1]]
+        first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
+        told.append(f"{strategy} keeps {last / first:.0%} with {batch}")
+    few, many = table["nodes"].min(), table["nodes"].max()
+    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(told)}.", ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One figure of a suite's forecast: ``y`` over a logarithmic ``x``, a line for each ``line``.
+
+    ``words`` gives the sentence and the table that stand above it.
+    """
+
+    suite: str
+    x: str
+    y: str
+    line: Sequence[str]
+    x_label: str
+    y_label: str
+    words: Callable[[pd.DataFrame], tuple[str, str]]
+
+
+PLOTS: Final = (
+    Plot("scale_rate", "gbit", "modelled_speed_up", ("model", "tokens_per_rank", "nodes"),
+         "Gbit/s of a node", "speed-up of ZeRO++ over ZeRO-3", rate_in_words),
+    Plot("scale_hpz", "memory_gib", "modelled_seconds", ("policy.secondary",),
+         "GiB a rank, without activations", "seconds a step", hpz_in_words),
+    Plot("scale_trillion", "gpus", "modelled_tflops", ("strategy",), "GPUs", "TFLOPS/GPU", trillion_in_words),
+    Plot("scale_nodes", "nodes", "modelled_tokens_per_second", ("strategy", "batch"), "nodes", "tokens/s",
+         nodes_in_words),
+)  # fmt: skip
 
 
 def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
@@ -95,59 +149,6 @@ def draw(plot: Plot, table: pd.DataFrame, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def rate_in_words(table: pd.DataFrame) -> str:
-    """Speed-ups of ZeRO++ by setting and rate, and where it pays no more."""
-    ours = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
-    wide = ours.pivot_table("modelled_speed_up", ["model", "tokens_per_rank", "nodes"], "gbit")
-    lines = [[f"{model}, {tokens:,}, {nodes}", *(f"{one:.2f}" for one in row)]
-             for (model, tokens, nodes), row in zip(wide.index, wide.to_numpy(), strict=True)]  # fmt: skip
-    least = float(wide.to_numpy().min())
-    told = f"The least is {least:.2f}" if least >= PAYS else f"It pays ({PAYS} or more) not everywhere"
-    return f"{told}.\n\n" + _table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in wide)], lines)
-
-
-def hpz_in_words(table: pd.DataFrame) -> str:
-    """What each group takes and holds."""
-    lines = [
-        [str(row["policy.secondary"]), f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}"]
-        for row in table.sort_values("policy.secondary").to_dict("records")
-    ]
-    told = (
-        "A group of one node or less spares the backward gathers between nodes, a larger one a part of them."
-    )
-    return f"{told}\n\n" + _table(["ranks that share a copy", "s a step", "GiB a rank"], lines)
-
-
-def trillion_in_words(table: pd.DataFrame) -> str:
-    """What a step takes, sends and holds."""
-    lines = [
-        [
-            f"{row['gpus']:,}", row["strategy"], f"{row['modelled_seconds']:.0f}",
-            f"{row['egress_bytes'] / 1e12:.2f}", f"{row['memory_gib']:.0f}",
-            "yes" if row["memory_gib"] < GIB else "no",
-        ]
-        for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
-    ]  # fmt: skip
-    told = "One rank's schedule knows no congestion: beyond some hundred nodes these are bounds from below."
-    head = ["GPUs", "strategy", "s a step", "TB out of a node", "GiB a rank", f"fits {GIB}"]
-    return f"{told}\n\n" + _table(head, lines)
-
-
-def nodes_in_words(table: pd.DataFrame) -> str:
-    """Efficiency at the largest number of nodes."""
-    told = []
-    for (batch, strategy), group in table.groupby(["batch", "strategy"]):
-        ends = group.sort_values("nodes").iloc[[0, -1]]
-        first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
-        told.append(f"{strategy} keeps {last / first:.0%} with {batch}")
-    few, many = table["nodes"].min(), table["nodes"].max()
-    return f"Of the tokens/s a GPU that {few} nodes have, on {many:,} {listed(told)}."
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
-
-
 def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: int = 8) -> float:
     """GB/s of fp32 elements that a codec must encode, and decode, to pay in a two-hop reduction at ``rate``.
 
@@ -158,43 +159,27 @@ def needed_gbps(bits: float, rate: float, *, nodes: int = 64, ranks_per_node: in
     return 4 * 2 * (1 + 1 / ranks_per_node) / saved / 1e9
 
 
-WORDS: Final = {
-    "scale_rate": rate_in_words,
-    "scale_hpz": hpz_in_words,
-    "scale_trillion": trillion_in_words,
-    "scale_nodes": nodes_in_words,
-}
-
-
 def page(tables: Mapping[str, pd.DataFrame]) -> str:
     """The page as Markdown."""
     machine = machine_file.read(SUITES / "machines" / "h100-dgx.toml")
-
-    def wrapped(text: str) -> str:
-        return textwrap.fill(" ".join(text.split()), 120)
-
-    parts = [
-        "# Modelled at scale",
-        wrapped(
-            f"""`python -m docs.tables.scale` forecasts these suites on
-            [{machine.name}](../suites/machines/h100-dgx.toml) and writes this page. {_CAVEAT}"""
-        ),
-    ]
+    about = (
+        f"`python -m docs.tables.scale` forecasts these suites on "
+        f"[{machine.name}](../suites/machines/h100-dgx.toml) and writes this page. {_CAVEAT}"
+    )
+    parts = ["# Modelled at scale", textwrap.fill(about, 120)]
     for plot in PLOTS:
-        told, *table = WORDS[plot.suite](tables[plot.suite]).split("\n\n")
-        parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", wrapped(told), *table]
+        told, table = plot.words(tables[plot.suite])
+        parts += [f"## {load(SUITES / f'{plot.suite}.toml').question}", textwrap.fill(told, 120)]
+        parts += [table.rstrip()] if table else []
         parts += [f"![{plot.y_label} over {plot.x_label}](figures/{plot.suite}.svg)"]
     rates = (100, 400, 800)
-    lines = [[str(bits), *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)] for bits in BITS]
-    parts += [
-        "## How fast must a codec be to pay?",
-        wrapped(
-            """GB/s of fp32 elements, encoded and decoded, at which a two-hop reduction on 64 nodes of 8 takes
-            as long as in 16 bits, if nothing hides the codec."""
-        ),
-        _table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines),
-    ]
-    return "\n\n".join(parts) + "\n"
+    lines = [(bits, *(f"{needed_gbps(bits, rate * 1e9 / 8):,.0f}" for rate in rates)) for bits in (8, 4, 2)]
+    about = (
+        "GB/s of fp32 elements, encoded and decoded, at which a two-hop reduction on 64 nodes of 8 takes as "
+        "long as in 16 bits, if nothing hides the codec."
+    )
+    parts += ["## How fast must a codec be to pay?", textwrap.fill(about, 120)]
+    return "\n\n".join([*parts, markdown.table(["bits", *(f"{rate} Gbit/s" for rate in rates)], lines)])
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from report.data import communication, metrics
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
+from report.data.text import counted
 
 MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
 
@@ -46,6 +47,22 @@ class Effect:
         return "faster" if self.ratio.estimate > 1 else "slower"
 
     @property
+    def cell(self) -> str:
+        """The cell's hash."""
+        return str(self.pairs["cell"].iloc[0])
+
+    @property
+    def count(self) -> str:
+        """``6 pairs``, and in how many sweeps."""
+        of = f" in {self.ratio.sweeps} sweeps" if self.ratio.sweeps > 1 else ""
+        return f"{counted(self.ratio.n, 'pair')}{of}"
+
+    @property
+    def intervals(self) -> str:
+        """Which intervals stand beside ratios like this one's."""
+        return f"95 % intervals of {self.count}" if self.ratio.known else f"{self.count}, no interval"
+
+    @property
     def bytes_ratio(self) -> float:
         """Bytes between nodes over the baseline's, by the ledger, else by the interfaces; NaN of neither."""
         ledger = float(self.pairs["bytes_ratio"].median())
@@ -54,10 +71,8 @@ class Effect:
 
 def effects(derived: Derived) -> list[Effect]:
     """Every contrast of every cell, in page order."""
-    compared = derived.compared
     rows = derived.pairs[derived.pairs["contender"] != derived.pairs["baseline_contender"]]
-    rows = rows[rows["contender"].isin(compared.contrast)]
-    return [_effect(mine) for _, mine in groups(rows, ["cell", "contender"])]
+    return _effects(rows, derived.compared.contrast)
 
 
 def variants(derived: Derived) -> list[list[str]]:
@@ -66,8 +81,7 @@ def variants(derived: Derived) -> list[list[str]]:
     First the one with the least changes: the preset, where it is among them.
     """
     found = derived.trials.drop_duplicates("contender")
-    controls = [identity for identity in found["id"] if derived.frames.ran[identity].control is not None]
-    found = found[~found["id"].isin(controls)]
+    found = found[~found["id"].isin([one for one, trial in derived.frames.ran.items() if trial.control])]
     lists = [
         sorted(mine.sort_values("first")["contender"], key=lambda name: name != NAMES.get(strategy))
         for (strategy,), mine in groups(found.sort_values("place", kind="stable"), ["strategy"])
@@ -77,17 +91,16 @@ def variants(derived: Derived) -> list[list[str]]:
 
 def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
     """The same for contenders beside one that is not the table's baseline."""
-    table = derived.trials
-    rows = metrics.pairs(table, table["contender"].eq(base))
+    return _effects(metrics.pairs(derived.trials, derived.trials["contender"].eq(base)), others)
+
+
+def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
+    rows = rows[rows["contender"].isin(list(contenders))]
+    named = ["cell", "contender", "baseline_contender", "where"]
     return [
-        _effect(mine) for _, mine in groups(rows[rows["contender"].isin(list(others))], ["cell", "contender"])
+        Effect(contender, base, where, mine, metrics.speedup(mine))
+        for (_, contender, base, where), mine in groups(rows, named)
     ]
-
-
-def _effect(mine: pd.DataFrame) -> Effect:
-    first = mine.iloc[0]
-    name, base, where = (str(first[key]) for key in ("contender", "baseline_contender", "where"))
-    return Effect(name, base, where, mine, metrics.speedup(mine))
 
 
 def pairs_needed(effect: Effect) -> int:
@@ -99,12 +112,10 @@ def pairs_needed(effect: Effect) -> int:
     found = effect.ratio
     if not found.known:
         return FEWEST
-    count = found.n if found.sweeps == 1 else found.sweeps
-    far = abs(math.log(found.estimate))
+    count, far = found.n if found.sweeps == 1 else found.sweeps, abs(math.log(found.estimate))
     spread = math.log(found.high / found.estimate) / quantile(count - 1) * math.sqrt(count)
-    return next(
-        (n for n in range(FEWEST, MOST_PAIRS) if quantile(n - 1) * spread / math.sqrt(n) < far), MOST_PAIRS
-    )
+    enough = (n for n in range(FEWEST, MOST_PAIRS) if quantile(n - 1) * spread / math.sqrt(n) < far)
+    return next(enough, MOST_PAIRS)
 
 
 def errors(derived: Derived, purpose: str = "gradients") -> pd.Series[float]:

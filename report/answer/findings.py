@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import pandas as pd
 
@@ -19,10 +20,10 @@ from report.answer.parts import g2, g3, ratio, spelled
 from report.data import bytes_and_memory, loss_verdicts, metrics
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
-from report.data.text import counted, listed
+from report.data.text import counted, listed, with_interval
+from report.tables import phases
 
 Finding = Callable[[Derived], str]
-_INT4: Final = "qgZ (g int4:128)"
 
 
 def lead(derived: Derived) -> str:
@@ -33,11 +34,6 @@ def lead(derived: Derived) -> str:
 def verdicts(derived: Derived) -> str:
     """The first two sentences: the verdict on the main contender's loss, and on the others'."""
     return " ".join(answer(derived).sentences[:2])
-
-
-def _effect(derived: Derived, strategy: str) -> Effect:
-    """The preset of a strategy beside the baseline, in the first cell."""
-    return next(one for one in effects.effects(derived) if one.contender == NAMES[strategy])
 
 
 def as_predicted(derived: Derived) -> str:
@@ -76,48 +72,77 @@ def chunks(derived: Derived) -> str:
     return speed.faster(derived, effects.between(derived, whole, [cut])).first
 
 
+def _ours(derived: Derived) -> list[dict[str, Any]]:
+    """What losses say of ZeRO++ and its changes, without controls."""
+    rows = loss.rows_of(derived)
+    return [row for row in rows if "ZeRO++" in row["contender"] and "control" not in row["contender"]]
+
+
 def blocks(derived: Derived) -> str:
     """The verdicts on losses of one scale a shard, beside blocks."""
-    rows = [
-        row
-        for row in loss.rows_of(derived)
-        if "control" not in row["contender"] and "ZeRO++" in row["contender"]
-    ]
+    rows = _ours(derived)
     seeds = counted(rows[0]["seeds"], "seed")
     return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
 
 
-def differing_by(*parts: str, base: str = "") -> Finding:
+def differing_by(derived: Derived, *, parts: tuple[str, ...], base: str = "") -> str:
     """Losses of contenders whose names hold one of ``parts``, less those of ``base`` or of the baseline."""
-
-    def told(derived: Derived) -> str:
-        ends = derived.trials.dropna(subset=["validation_loss"])
-        of = {str(name): loss_verdicts.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
-        beside = base or derived.compared.baseline
-        shown = []
-        for name in (name for name in of if name != beside and any(part in name for part in parts)):
-            found = mean_interval(list((of[name] - of[beside]).dropna()))
-            shown.append(f"{spelled(name)} {found.estimate:+.4f} ({found.low:+.4f} to {found.high:+.4f})")
-        seeds = counted(len(of[beside]), "seed")
-        said = f"By validation loss minus {spelled(beside)}'s, in nats, {listed(shown)}"
-        return f"{said} (95 % intervals of {seeds})."
-
-    return told
+    of, beside = _losses(derived), base or derived.compared.baseline
+    names = [name for name in of if name != beside and any(part in name for part in parts)]
+    shown = listed([f"{spelled(name)} {_minus(of, name, beside)}" for name in names])
+    seeds = counted(len(of[beside]), "seed")
+    return f"By validation loss minus {spelled(beside)}'s, in nats, {shown} (95 % intervals of {seeds})."
 
 
-def beside_zeropp(strategy: str) -> Finding:
+def budgeted(derived: Derived) -> str:
+    """Losses of codecs chosen by unit, less those of the one codec whose bytes they may send."""
+    of, shown = _losses(derived), []
+    for name in of:
+        one, by_unit, _ = name.partition(", budget")
+        if by_unit:
+            shown.append(f"{_minus(of, name, f'{one})')} within the bytes of {one.rpartition(' ')[2]}")
+    seeds = counted(len(of[derived.compared.baseline]), "seed")
+    said = f"By validation loss minus that of one codec for all units, in nats, {listed(shown)}"
+    return f"{said} (95 % intervals of {seeds})."
+
+
+def _losses(derived: Derived) -> dict[str, pd.Series[float]]:
+    """Validation losses by seed of each contender."""
+    ends = derived.trials.dropna(subset=["validation_loss"])
+    return {str(name): loss_verdicts.by_seed(mine) for name, mine in ends.groupby("contender", sort=False)}
+
+
+def _minus(of: Mapping[str, pd.Series[float]], name: str, base: str) -> str:
+    return with_interval(mean_interval(list((of[name] - of[base]).dropna())), "{:+.4f}".format)
+
+
+def by_phase(derived: Derived) -> str:
+    """How many times as fast ZeRO++ is in each phase of RLHF, and what it sends."""
+    table, faster, sent = phases.by_phase(derived), [], []
+    for phase, verb in zip(phases.PHASES, ("generates", "scores", "trains"), strict=True):
+        mine = table[table["phase"].eq(phase) & table["contender"].eq(NAMES["zeropp"])]
+        faster.append(f"{verb} {ratio(metrics.speedup(mine, below='seconds'))}")
+        sent.append(g3(float((mine["inter_bytes"] / mine["baseline_bytes"]).median())))
+    return (
+        f"ZeRO++ {listed(faster)} times as fast as ZeRO-3 (95 % intervals); "
+        f"between nodes it sends {listed(sent)} of its bytes."
+    )
+
+
+def _by_rate(derived: Derived, strategy: str) -> list[Effect]:
+    """The preset of a strategy beside the baseline in each cell, in ascending order of rates."""
+    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
+    return sorted(found, key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
+
+
+def beside_zeropp(derived: Derived, *, strategy: str) -> str:
     """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
-
-    def told(derived: Derived) -> str:
-        found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
-        found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
-        steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
-        return (
-            f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
-            f"{found[0].bytes_ratio:.3f} of its bytes between nodes."
-        )
-
-    return told
+    found = _by_rate(derived, strategy)
+    steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
+    return (
+        f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
+        f"{found[0].bytes_ratio:.3f} of its bytes between nodes."
+    )
 
 
 def _shares(derived: Derived) -> str:
@@ -129,62 +154,52 @@ def _shares(derived: Derived) -> str:
 
 
 def _volume(derived: Derived) -> str:
-    pairs = _effect(derived, "zeropp").pairs
+    pairs = _by_rate(derived, "zeropp")[0].pairs
     ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
     return f"{ours:.3f} M against {base:.3f} M"
 
 
-def _speedup(strategy: str) -> Finding:
-    return lambda derived: ratio(_effect(derived, strategy).ratio)
+def _over(pairs: pd.DataFrame, strategy: str) -> str:
+    """The speed-up of a preset."""
+    return ratio(metrics.speedup(pairs[pairs["contender"] == NAMES[strategy]]))
 
 
 def _over_papers(derived: Derived) -> str:
-    pairs = derived.over_papers
-    mine = pairs[pairs["contender"] == NAMES["zeropp"]]
-    best = _speedup("zeropp")(derived)
-    return f"{ratio(metrics.speedup(mine))} over flat ZeRO-3, {best} over the best ({FLAT_FACTOR})"
+    flat, best = (_over(pairs, "zeropp") for pairs in (derived.over_papers, derived.pairs))
+    return f"{flat} over flat ZeRO-3, {best} over the best ({FLAT_FACTOR})"
 
 
 def _fastest(derived: Derived) -> str:
     size = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    found = [one for one in effects.effects(derived) if one.contender == NAMES["zeropp"]]
-    first = found[0].pairs[size].iloc[0]
-    alike = [one for one in found if one.pairs[size].iloc[0].equals(first)]
-    alike.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
+    nodes, ranks, tokens = first = derived.pairs[size].iloc[0].tolist()
+    alike = [one for one in _by_rate(derived, "zeropp") if one.pairs[size].iloc[0].tolist() == first]
     told = " and ".join(f"{ratio(one.ratio)} at {speed.rate_of(one)}" for one in (alike[0], alike[-1]))
-    return (
-        f"{told} ({first['nodes']}x{first['ranks_per_node']} ranks, {first['tokens_per_rank']} tokens a rank)"
-    )
+    return f"{told} ({nodes}x{ranks} ranks, {tokens} tokens a rank)"
 
 
 def _backward(derived: Derived) -> str:
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
-    mine = parts[parts["id"].isin(derived.trials[derived.trials["contender"] == NAMES["zeropp"]]["id"])]
-    gathered = mine[mine["part"] == "gather in backward"]["m"]
+    mine = derived.trials[derived.trials["contender"] == NAMES["zeropp"]]["id"]
+    gathered = parts[parts["id"].isin(mine) & parts["part"].eq("gather in backward")]["m"]
     return f"{gathered.median() if len(gathered) else 0.0:.3g} M"
 
 
-def _errors(*names: str) -> Finding:
-    def told(derived: Derived) -> str:
-        found = effects.errors(derived).groupby(level="contender", sort=False).first()
-        shown = {
-            label: next(name for name in found.index if all(part in name for part in label.split()))
-            for label in names
-        }
-        return "vNMSE " + listed([f"{g2(float(found[name]))} ({label})" for label, name in shown.items()])
+def _error(derived: Derived, *parts: str) -> float:
+    """The error of the first contender whose name holds all ``parts``."""
+    found = effects.errors(derived).groupby(level="contender", sort=False).first()
+    return float(next(one for name, one in found.items() if all(part in str(name) for part in parts)))
 
-    return told
+
+def _errors(derived: Derived, *, of: tuple[str, ...]) -> str:
+    return "vNMSE " + listed([f"{g2(_error(derived, *label.split()))} ({label})" for label in of])
 
 
 def _accuracy(derived: Derived) -> str:
-    found = effects.errors(derived).groupby(level="contender").first()
-    values = {name: math.sqrt(float(one)) for name, one in found.items()}
-    shard = next(one for name, one in values.items() if "shard" in str(name))
-    told = {
-        size: next(one for name, one in values.items() if f"int4:{size})" in str(name))
+    shard = _error(derived, "shard")
+    less = " and ".join(
+        f"{math.sqrt(shard / _error(derived, f'int4:{size})')):.1f} times with blocks of {size}"
         for size in (256, 2048)
-    }
-    less = " and ".join(f"{shard / one:.1f} times with blocks of {size}" for size, one in told.items())
+    )
     return f"the error is smaller than with one scale a shard {less} (root of vNMSE, int4)"
 
 
@@ -202,46 +217,35 @@ def _parity(derived: Derived) -> str:
 
 
 def _alone_and_together(derived: Derived) -> str:
-    def told(pairs: pd.DataFrame) -> str:
-        found = {
-            name: ratio(metrics.speedup(pairs[pairs["contender"] == NAMES[name]]))
-            for name in ("qwz", "hpz", "qgz", "zeropp")
-        }
-        alone = ", ".join(f"{NAMES[name]} {value}" for name, value in found.items() if name != "zeropp")
-        return f"{alone}, together {found['zeropp']}"
-
-    return (
-        f"over flat ZeRO-3 {told(derived.over_papers)}; over the best {told(derived.pairs)} ({FLAT_FACTOR})"
+    flat, best = (
+        ", ".join(f"{NAMES[name]} {_over(pairs, name)}" for name in ("qwz", "hpz", "qgz"))
+        + f", together {_over(pairs, 'zeropp')}"
+        for pairs in (derived.over_papers, derived.pairs)
     )
+    return f"over flat ZeRO-3 {flat}; over the best {best}; the first holds the same factor"
 
 
 def _converges(derived: Derived) -> str:
-    rows = [
-        row
-        for row in loss.rows_of(derived)
-        if "ZeRO++" in row["contender"] and "control" not in row["contender"]
-    ]
-    return "; ".join(
-        f"{spelled(row['contender'])} {loss.nats(row)} nats, {row['verdict']}" for row in rows[:2]
-    )
+    rows = _ours(derived)[:2]
+    return "; ".join(f"{spelled(row['contender'])} {loss.nats(row)} nats, {row['verdict']}" for row in rows)
 
 
 def _decodes(derived: Derived) -> str:
-    return (
-        speed.tokens(derived).first.split(" times", maxsplit=1)[0].rpartition("decoded ")[2]
-        + " times the tokens/s"
-    )
+    return speed.tokens(derived).first.partition(" times")[0] + " times the tokens/s"
 
 
 QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     1: ("block_size", lead), 2: ("hpz_group", lead), 3: ("reordering", lead), 4: ("quickstart", as_predicted),
     5: ("ablation", hidden), 6: ("algorithms", chunks), 8: ("signs", lead), 9: ("bandwidth", lead),
-    10: ("convergence", blocks), 11: ("successors", beside_zeropp("sdp4bit")),
-    12: ("frontier", differing_by("SDP4Bit")), 13: ("feedback", differing_by("int4:128", base=_INT4)),
-    14: ("frontier", differing_by("ZeRO++ (g", base=NAMES["zeropp"])),
-    15: ("frontier", differing_by("DeepSpeed's", "LoCo", "(sums", "(blocks", base=NAMES["zeropp"])),
+    10: ("convergence", blocks), 11: ("successors", partial(beside_zeropp, strategy="sdp4bit")),
+    12: ("frontier", partial(differing_by, parts=("SDP4Bit",))),
+    13: ("feedback", partial(differing_by, parts=("int4:128",), base="qgZ (g int4:128)")),
+    14: ("frontier", partial(differing_by, parts=("ZeRO++ (g",), base=NAMES["zeropp"])),
+    15: ("deviations", partial(
+        differing_by, parts=("DeepSpeed's", "(sums", "(blocks", "MXFP8"), base=NAMES["zeropp"])),
     16: ("convergence_long", verdicts), 17: ("equal_memory", sizes.within_memory),
-    18: ("inner_rate", lead), 19: ("slow_node", lead),
+    18: ("inner_rate", lead), 19: ("slow_node", lead), 20: ("budget", budgeted), 21: ("rlhf", by_phase),
+    22: ("frontier", partial(differing_by, parts=("LoCo",), base=NAMES["zeropp"])),
 }  # fmt: skip
 """The suite and the finding of each question that records answer."""
 
@@ -252,9 +256,9 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "volume": ("quickstart", _volume),
     "throughput": ("quickstart", _over_papers),
     "bandwidth": ("bandwidth", _fastest),
-    "blocks": ("block_size", _errors("int4:256", "int4:shard")),
+    "blocks": ("block_size", partial(_errors, of=("int4:256", "int4:shard"))),
     "backward": ("quickstart", _backward),
-    "rings": ("algorithms", _errors("int4:128 one_hop", "int4:128 ring")),
+    "rings": ("algorithms", partial(_errors, of=("int4:128 one_hop", "int4:128 ring"))),
     "reordering": ("reordering", _unordered),
     "chunks": ("algorithms", chunks),
     "overlap": ("ablation", hidden),
@@ -265,6 +269,7 @@ PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
     "steps": ("convergence_long", lambda derived: lead(derived).rstrip(".")),
     "generation": ("generation", _decodes),
     "nodes": ("nodes", lead),
+    "rlhf": ("rlhf", lambda derived: by_phase(derived).rstrip(".")),
     "stages": ("stages", lead),
     "successors": ("successors", _shares),
 }

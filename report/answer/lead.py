@@ -14,26 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from harness.suites.question import Quantity, quantity
-from report.answer import effects, loss, sizes, speed
+from report.answer import effects, loss, parts, sizes, speed
 from report.answer.effects import Effect
-from report.answer.parts import (
-    OPEN,
-    Found,
-    apart,
-    cell_of,
-    count,
-    g2,
-    is_named,
-    listed_most,
-    named_first,
-    ratio,
-    sent,
-    spelled,
-)  # fmt: skip
+from report.answer.parts import OPEN, Found, apart, is_named, ratio, spelled
 from report.data import metrics
 from report.data.frames import load
 from report.data.metrics import Derived, derive
-from report.data.text import counted
+from report.data.text import counted, sentence
 
 PART: Final = "in part"
 _MOST: Final = 5  # sentences
@@ -80,27 +67,22 @@ def answer(derived: Derived) -> Answer:
     asked = quantity([frames.ran[identity] for identity in sorted(frames.ran)], frames.answer)
     if derived.finished.empty:
         failed = counted(len(frames.failures), "trial")
-        return Answer(
-            (f"Cannot be told: no trial has finished, and {failed} failed.",), OPEN, asked, _FIGURES[asked]
-        )
+        text = f"Cannot be told: no trial has finished, and {failed} failed."
+        return Answer((text,), OPEN, asked, _FIGURES[asked])
     found = _BY_QUANTITY[asked](derived)
     caveat = _caveat(derived, found.effects)
     rest = [text for text in (*found.more, *_others(derived, asked, found.effects)) if text]
-    verdict, first = _joint(found.verdicts), found.first
-    if any("in the memory" in question for question in frames.questions) and (
-        best := sizes.within_memory(derived)
-    ):
+    kinds, first = set(found.verdicts), found.first
+    verdict = kinds.pop() if len(kinds) == 1 else PART if kinds else ""
+    within = any("in the memory" in question for question in frames.questions)
+    if within and (best := sizes.within_memory(derived)):
         first, rest = best, [first, *(text for text in rest if text != best)]
     if verdict and _polar(derived) and not first.startswith("Cannot"):
-        first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {_after_comma(first)}"
-    return Answer(
-        (first, *rest[: _MOST - 1 - len(caveat)], *caveat), verdict, asked, found.figure or _FIGURES[asked]
-    )
-
-
-def _after_comma(sentence: str) -> str:
-    """The sentence without the capital with which it begins, if that is no name's."""
-    return sentence[0].lower() + sentence[1:] if sentence.split(maxsplit=1)[0] in _WORDS else sentence
+        if first.split(maxsplit=1)[0] in _WORDS:  # a capital that is no name's
+            first = first[0].lower() + first[1:]
+        first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {first}"
+    sentences = (first, *rest[: _MOST - 1 - len(caveat)], *caveat)
+    return Answer(sentences, verdict, asked, found.figure or _FIGURES[asked])
 
 
 def _polar(derived: Derived) -> bool:
@@ -109,15 +91,9 @@ def _polar(derived: Derived) -> bool:
     if not words or not all(one and one[0] in _POLAR for one in words):
         return False
     compared = derived.compared
-    first = named_first(derived, [compared.baseline, *compared.contrast])[0]
+    first = parts.named_first(derived, [compared.baseline, *compared.contrast])[0]
     turned = first == compared.baseline and is_named(derived, first)
     return not turned and not any(_WORSE & {*one} for one in words)
-
-
-def _joint(verdicts: Sequence[str]) -> str:
-    """One verdict for several: the same, if all are; ``in part`` for others."""
-    kinds = set(verdicts)
-    return kinds.pop() if len(kinds) == 1 else PART if kinds else ""
 
 
 def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[str]:
@@ -126,13 +102,13 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
         return []
     names = list(dict.fromkeys(effect.contender for effect in found))
     called = apart(derived, names)
-    told = [] if asked == "bytes" else [sent(found)]
+    told = [] if asked == "bytes" else [parts.sent(found)]
     if asked in ("loss", "memory", "trials"):
         main = found[0]
         word = "it cannot be told who is faster" if main.verdict == OPEN else f"it is {main.verdict}"
         told.append(
             f"By seconds {word}: a step of {spelled(main.contender)} is {ratio(main.ratio)} times as fast as "
-            f"{spelled(main.base)}'s ({count(main)})."
+            f"{spelled(main.base)}'s ({main.count})."
         )
     if asked != "loss":
         told.append(loss.in_short(derived, names))
@@ -140,31 +116,27 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
         told.append(sizes.within_memory(derived))
     if asked != "error":
         errors = effects.errors(derived).groupby(level="contender").median()
-        mine = [f"{g2(float(errors[name]))} with {called[name]}" for name in names if name in errors.index]
-        told += [f"The error of the gradients end to end (vNMSE) is {listed_most(mine)}."] if mine else []
+        known = [name for name in names if name in errors.index]
+        mine = parts.listed_most([f"{parts.g2(float(errors[name]))} with {called[name]}" for name in known])
+        told += [f"The error of the gradients end to end (vNMSE) is {mine}."] if known else []
     return told
 
 
 def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
     """What limits the comparison: trials that others disturbed, and links of different rates."""
-    ran, why = len(derived.finished), []
-    if taken := len(derived.disturbed):
-        why.append(
-            f"others took more than {metrics.OTHERS_WITHIN:.0%} of the processors' time in {taken} of "
-            f"{counted(ran, 'trial')}"
-        )
-    if differing := {cell_of(effect) for effect in found} & derived.differing.keys():
+    ran, taken = len(derived.finished), len(derived.disturbed)
+    differing = {effect.cell for effect in found} & derived.differing.keys()
+    trials, most = counted(ran, "trial"), f"{metrics.OTHERS_WITHIN:.0%}"
+    why = [f"others took more than {most} of the processors' time in {taken} of {trials}"] if taken else []
+    if differing:
         why.append(
             f"in {counted(len(differing), 'setting')} the links of what is compared achieved rates more than "
             f"{metrics.RATES_AGREE_WITHIN:.0%} apart"
         )
-    if not why:
-        return []
     text = "; ".join(why)
-    unreliable = 2 * taken > ran or bool(differing)
-    return [
-        f"The seconds are not to be relied on: {text}." if unreliable else f"{text[0].upper()}{text[1:]}."
-    ]
+    if derived.mostly_disturbed or differing:
+        return [f"The seconds are not to be relied on: {text}."]
+    return [sentence(text)] if text else []
 
 
 _BY_QUANTITY: Final[dict[Quantity, Callable[[Derived], Found]]] = {

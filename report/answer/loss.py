@@ -10,19 +10,8 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.question import LEAST_STEPS
-from report.answer import effects, speed
-from report.answer.parts import (
-    MOST_NAMED,
-    NO,
-    OPEN,
-    YES,
-    Found,
-    apart,
-    g3,
-    is_named,
-    named_first,
-    spelled,
-)  # fmt: skip
+from report.answer import effects, parts, speed
+from report.answer.parts import OPEN, Found, apart, g3, spelled
 from report.data import loss_verdicts
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
@@ -30,7 +19,7 @@ from report.draw.contenders import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
 Row = dict[str, Any]
-_VERDICTS = {"not inferior": YES, "inferior": NO}
+_VERDICTS = {"not inferior": parts.YES, "inferior": parts.NO}
 _WORDS = {
     "not inferior": "not inferior: ",
     "inferior": "inferior: ",
@@ -43,7 +32,7 @@ _WORDS = {
 def rows_of(derived: Derived) -> list[Row]:
     """Rows of :func:`loss_verdicts.losses` of what the suite compares, those that it names first."""
     found: list[Row] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
-    names = named_first(derived, list(derived.compared.contrast))
+    names = parts.named_first(derived, list(derived.compared.contrast))
     mine = [row for row in found if row["verdict"] and row["contender"] in names]
     return sorted(mine, key=lambda row: names.index(row["contender"]))
 
@@ -53,8 +42,14 @@ def loss(derived: Derived) -> Found:
     rows = rows_of(derived)
     if not rows:
         return speed.step(derived)
-    if (lost := _lost(derived, rows[0])) is not None:
-        return lost
+    main, failed = rows[0], derived.frames.failures
+    failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
+    if gone := failed["seed"].nunique():
+        name, seeds = spelled(main["contender"]), gone + main["seeds"]
+        text = (
+            f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one; of the others it"
+        )
+        return Found(f"{text} differs by {nats(main)} nats.", [OPEN], effects.effects(derived)[:1])
     if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
     front = loss_verdicts.front(derived)
@@ -63,22 +58,9 @@ def loss(derived: Derived) -> Found:
         return _of_front(derived, rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
     several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
-    if len(rows) > 1 and (several or not is_named(derived, rows[0]["contender"])):
+    if len(rows) > 1 and (several or not parts.is_named(derived, rows[0]["contender"])):
         return _of_all(derived, rows)
     return _of_one(derived, rows)
-
-
-def _lost(derived: Derived, row: Row) -> Found | None:
-    """Seeds of the main contender that ended without a loss: the others say nothing of it; None for none."""
-    failed = derived.frames.failures
-    failed = failed[(failed["contender"] == row["contender"]) & (failed["cell"] == row["cell"])]
-    if not (gone := failed["seed"].nunique()):
-        return None
-    name = spelled(row["contender"])
-    text = f"Cannot be told by loss: {gone} of {gone + row['seeds']} seeds of {name} ended without one"
-    return Found(
-        f"{text}; of the others it differs by {nats(row)} nats.", [OPEN], effects.effects(derived)[:1]
-    )
 
 
 def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
@@ -104,71 +86,57 @@ def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
     good = {row["contender"] for row in rows if row["verdict"] == "not inferior"}
     known = [one for one in found if one.contender in good and not math.isnan(one.bytes_ratio)]
     least = min(known, key=lambda one: one.bytes_ratio, default=None)
-    more = []
-    if least is not None and len(good) > 1:
+    kept, more = [least] if least else found[:1], list[str]()
+    if least and len(good) > 1:
         more = [f"Of those not inferior, {spelled(least.contender)} sends least."]
-    base = spelled(rows[0]["base"])
-    first = (
-        f"By validation loss minus {base}'s in nats ({_test(derived, rows[0])}), {by_verdict(derived, rows)}."
-    )
-    kept = [least] if least is not None else found[:1]
-    return Found(first, [_VERDICTS.get(row["verdict"], OPEN) for row in rows], kept, more)
+    first = f"By validation loss minus {spelled(rows[0]['base'])}'s in nats ({_test(derived, rows[0])})"
+    verdicts = [_VERDICTS.get(row["verdict"], OPEN) for row in rows]
+    return Found(f"{first}, {by_verdict(derived, rows)}.", verdicts, kept, more)
 
 
 def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Found:
     """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
     size, unit = byte_unit(float(front["sent"].max()))
-    of: dict[str, list[Row]] = {
-        kind: front[front["front"].eq(kind)].to_dict("records")  # type: ignore[misc]
-        for kind in ("yes", loss_verdicts.OPEN, "no")
-    }
+    sent = front.set_index("contender")["sent"] / size
+    of = {str(kind): mine.set_index("contender") for kind, mine in front.groupby("front")}
     best = [
-        f"{spelled(one['contender'])} ({g3(one['sent'] / size)} {unit}, loss {one['loss']:.3f})"
-        for one in of["yes"]
+        f"{spelled(str(name))} ({g3(one['sent'] / size)} {unit}, loss {one['loss']:.3f})"
+        for name, one in of.get("yes", front[:0]).iterrows()
     ]
-    unsure = listed([spelled(one["contender"]) for one in of[loss_verdicts.OPEN]])
-    of_all = f"Nobody who sends as few bytes between nodes has a lower loss than {listed(best)}"
-    of_all = of_all if best else "Who has the lowest loss for its bytes between nodes cannot be told"
-    of_all = f"{of_all}{f'; of {unsure} it cannot be told' if unsure and best else ''}."
-    beaten = [
-        f"{spelled(one['contender'])} (by {spelled(one['beaten'])})"
-        for one in sorted(of["no"], key=lambda one: "(" in one["contender"])  # presets first
-    ]
-    rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
-    shown = listed(beaten[:_BEATEN]) + rest
-    more = [of_all, f"Beaten in loss by one that sends no more are {shown}."] if beaten else [of_all]
-    sent = front.set_index("contender")["sent"]
+    more = ["Who has the lowest loss for its bytes between nodes cannot be told."]
+    if best:
+        unsure = listed([spelled(name) for name in of.get(loss_verdicts.OPEN, front[:0]).index])
+        more = [f"Nobody who sends as few bytes between nodes has a lower loss than {listed(best)}"]
+        more[0] += f"; of {unsure} it cannot be told." if unsure else "."
+    if "no" in of:
+        named = sorted(of["no"]["beaten"].items(), key=lambda one: "(" in str(one[0]))  # presets first
+        beaten = [f"{spelled(str(name))} (by {spelled(by)})" for name, by in named]
+        rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
+        more.append(f"Beaten in loss by one that sends no more are {listed(beaten[:_BEATEN])}{rest}.")
     good = [row for row in rows if row["verdict"] == "not inferior"]
-    saving = [row for row in good if sent[row["contender"]] < sent[str(row["base"])]]
+    saving = [row for row in good if sent[row["contender"]] < sent[row["base"]]]
     if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
-        base = str(least["base"])
-        ours, theirs = (sent[name] / size for name in (least["contender"], base))
+        name, base = least["contender"], least["base"]
         text = (
-            f"{spelled(least['contender'])} trains as well as {spelled(base)} and sends least of those: "
-            f"{g3(ours)} of {g3(theirs)} {unit} between nodes in a step, at a loss that differs by "
-            f"{nats(least)} nats ({_test(derived, least)})."
+            f"{spelled(name)} trains as well as {spelled(base)} and sends least of those: {g3(sent[name])} "
+            f"of {g3(sent[base])} {unit} between nodes in a step, at a loss that differs by {nats(least)} "
+            f"nats ({_test(derived, least)})."
         )
         return Found(text, [], [], more, "frontier")
     return Found(more[0], [], [], more[1:], "frontier")
 
 
 def _test(derived: Derived, row: Row) -> str:
-    seeds, allowed = counted(row["difference"].n, "seed"), loss_verdicts.allowed(derived)
-    of = "its loss"
+    seeds, of = counted(row["difference"].n, "seed"), "its loss"
     if derived.frames.margin:
         steps = derived.frames.margin * row["difference"].estimate / row["margin"]
         of = f"its training, and the difference {steps:.0f}"
-    return f"margin {g3(row['margin'])} nats, {allowed} of {of}; {seeds}"
+    return f"margin {g3(row['margin'])} nats, {loss_verdicts.allowed(derived)} of {of}; {seeds}"
 
 
 def nats(row: Row) -> str:
     """``+0.0113 (+0.0053 to +0.0174)``."""
     return with_interval(row["difference"], "{:+.4f}".format)
-
-
-def _kind(row: Row) -> str:
-    """The verdict, of which there is one for all that there is too little of."""
-    return "too" if row["verdict"].startswith("too") else str(row["verdict"])
 
 
 def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
@@ -178,11 +146,11 @@ def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
     cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
     places = titles_of(cells) if len(cells) > 1 else {}
     for verdict, word in _WORDS.items():
-        mine = [row for row in rows if _kind(row) == verdict]
         said = [
             f"{names[row['contender']]}{' on ' + places[row['cell']] if places else ''} "
             f"{row['difference'].estimate:+.4f}"
-            for row in mine
+            for row in rows
+            if row["verdict"].startswith(verdict)
         ]
         told += [f"{word}{listed(said)}"] if said else []
     return "; ".join(told)
@@ -197,7 +165,7 @@ def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
     names = apart(derived, [row["contender"] for row in rows])
     ranked = sorted(rows, key=lambda row: row["difference"].estimate)
     told, most = [f"{names[row['contender']]} {nats(row)}" for row in ranked], ""
-    if len(told) > MOST_NAMED:
+    if len(told) > parts.MOST_NAMED:
         told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
     first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
@@ -215,7 +183,5 @@ def in_short(derived: Derived, names: Sequence[str]) -> str:
         seeds = counted(row["difference"].n, "seed")
         few = f"{row['steps']} steps and {seeds}, where a verdict takes {LEAST_STEPS} and {FEWEST}"
         return f"Validation losses are not compared: {few}."
-    return (
-        f"In loss {spelled(row['contender'])} differs from {spelled(row['base'])} by {nats(row)} nats: "
-        f"{row['verdict']} ({_test(derived, row)})."
-    )
+    names_ = f"{spelled(row['contender'])} differs from {spelled(row['base'])}"
+    return f"In loss {names_} by {nats(row)} nats: {row['verdict']} ({_test(derived, row)})."

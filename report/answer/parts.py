@@ -21,12 +21,8 @@ from report.data.text import counted, listed, number, with_interval
 from report.draw.contenders import titles_of
 
 _FEW: Final = 2  # contenders that are told apart with the names of their fields
-_USUAL: Final = {
-    "chunks": "1",
-    "optimizer on the host": "0",
-    "weights on the host": "0",
-    "hpZ copy": "frames",
-}
+_HOST: Final = "on the host"  # ends the names of fields
+_USUAL: Final = {"chunks": "1", f"optimizer {_HOST}": "0", f"weights {_HOST}": "0", "hpZ copy": "frames"}
 MOST_NAMED: Final = 9  # contenders in a sentence
 YES, NO, OPEN = "yes", "no", "cannot be told"
 g3: Final = number(3)
@@ -63,22 +59,14 @@ def ratio(found: Interval) -> str:
     return with_interval(found, "{:.2f}".format)
 
 
-def count(effect: Effect) -> str:
-    """``6 pairs``, and in how many sweeps."""
-    of = f" in {effect.ratio.sweeps} sweeps" if effect.ratio.sweeps > 1 else ""
-    return f"{counted(effect.ratio.n, 'pair')}{of}"
-
-
-def intervals(effect: Effect) -> str:
-    """Which intervals stand beside ratios like this one's."""
-    return f"95 % intervals of {count(effect)}" if effect.ratio.known else f"{count(effect)}, no interval"
-
-
 def would_tell(found: Sequence[Effect]) -> str:
-    """How many pairs, or sweeps, would tell."""
+    """How many pairs, or sweeps, would tell; of those without an interval, why there is none."""
+    first = found[0].ratio
+    if not first.known:
+        return too_few(first)
     needed = max(effects.pairs_needed(effect) for effect in found)
     more = "more than " if needed == effects.MOST_PAIRS else ""
-    return f"{more}{needed} {'sweeps' if found[0].ratio.sweeps > 1 else 'pairs'} would tell"
+    return f"{more}{needed} {'sweeps' if first.sweeps > 1 else 'pairs'} would tell"
 
 
 def too_few(found: Interval) -> str:
@@ -120,7 +108,7 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     if len(set(names)) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
         return own
     fields = {name: fields_of(trial) for name, trial in trials.items()}
-    keys = _differing(fields)
+    keys = [key for key in fields[names[0]] if len({one.get(key) for one in fields.values()}) > 1]
     blocks = {name: _block([one[key] for key in keys]) for name, one in fields.items()}
     shapes = {str([one[key].split(":")[0] for key in keys]) for one in fields.values()}
     if all(blocks.values()) and len(shapes) == 1 and len({*blocks.values()}) == len(blocks):
@@ -128,16 +116,11 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     codecs = [key for key in keys if key in ("weights", "gradients")]
     bare = codecs[0] if len(codecs) == 1 and len(names) > _FEW else ""
     found = {name: _words(keys, one, bare, _USUAL) for name, one in fields.items()}
-    if all(key.endswith("on the host") for key in keys):
-        found = {name: said or "nothing on the host" for name, said in found.items()}
+    if all(key.endswith(_HOST) for key in keys):
+        found = {name: said or f"nothing {_HOST}" for name, said in found.items()}
     elif not all(found.values()):
         found = {name: _words(keys, one, bare, {}) for name, one in fields.items()}
     return found if len(set(found.values())) == len(found) and all(found.values()) else own
-
-
-def _differing(fields: Mapping[str, Mapping[str, str]]) -> list[str]:
-    first = next(iter(fields.values()))
-    return [key for key in first if len({one.get(key) for one in fields.values()}) > 1]
 
 
 def _words(keys: Sequence[str], fields: Mapping[str, str], bare: str, usual: Mapping[str, str]) -> str:
@@ -152,7 +135,7 @@ def _word(key: str, value: str, bare: str) -> str:
         return f"no {key}" if not bare else ""
     if key == "reduce":
         return {"one_hop": "one hop", "two_hop": "two hops"}.get(value, value)
-    if key.endswith("on the host"):
+    if key.endswith(_HOST):
         share = "" if value == "1" else "half the " if value == "0.5" else f"{value} of the "
         return f"{share}{key}"
     return value if key == bare else spelled(f"({told(key, value)})")[1:-1]
@@ -161,12 +144,11 @@ def _word(key: str, value: str, bare: str) -> str:
 def _block(codecs: Sequence[str]) -> str:
     """``blocks of 64`` if all are codecs with blocks of 64; else nothing."""
     try:
-        blocks = {str(getattr(parse(text), "block", "")) for text in codecs}
+        block, *others = {str(getattr(parse(text), "block", "")) for text in codecs}
     except CodecError:
         return ""
-    if len(blocks) != 1 or "" in blocks:
+    if others or not block:
         return ""
-    (block,) = blocks
     return "one scale a shard" if block == "shard" else f"blocks of {block}"
 
 
@@ -174,18 +156,8 @@ def titles(found: Sequence[Effect]) -> dict[str, str]:
     """Short titles of the effects' cells: one field, where that tells them apart."""
     long = titles_of(pd.concat([effect.pairs[["cell", "where"]] for effect in found]))
     parts = {cell: title.split(", ") for cell, title in long.items()}
-    for number_ in range(max(len(one) for one in parts.values())):
-        short = {cell: one[number_] for cell, one in parts.items() if number_ < len(one)}
-        if len(set(short.values())) == len(parts) and (len(parts) > 1):
-            heads = {text.split(" ")[0] for text in short.values()}
-            if heads == {"model"} or all(len(one) == 1 for one in parts.values()):
-                return short
-    return long
-
-
-def cell_of(effect: Effect) -> str:
-    """The cell of an effect."""
-    return str(effect.pairs["cell"].iloc[0])
+    models = {cell: part for cell, of in parts.items() for part in of if part.startswith("model ")}
+    return models if len(parts) > 1 and len({*models.values()}) == len(parts) else long
 
 
 def seconds(effect: Effect) -> str:
@@ -199,21 +171,17 @@ def seconds(effect: Effect) -> str:
     )
 
 
-def sent(found: Sequence[Effect], names: dict[str, str] | None = None) -> str:
+def sent(found: Sequence[Effect]) -> str:
     """What contenders send between nodes beside their baseline; empty where it is not known."""
-    known: dict[str, Effect] = {}
+    once: dict[str, Effect] = {}
     for one in found:
         if not math.isnan(one.bytes_ratio) and one.base == found[0].base:
-            known.setdefault(one.contender, one)
-    once = list(known.values())
+            once.setdefault(one.contender, one)
     if not once:
         return ""
-    called = names or {effect.contender: spelled(effect.contender) for effect in once}
-    main = once[0]
-    pairs = main.pairs
-    ours, base = (pairs[name].median() / 1e6 for name in ("sent_bytes", "baseline_sent_bytes"))
-    in_mb = f" ({g3(ours)} MB a step against {g3(base)} MB)"
-    of = f"{called[main.contender]} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes"
-    told_ = [of + ("" if math.isnan(ours) or math.isnan(base) else in_mb)]
-    told_ += [f"{called[effect.contender]} {effect.bytes_ratio:.3f}" for effect in once[1:]]
-    return f"Between nodes {listed_most(told_)}."
+    main, *others = once.values()
+    ours, base = (main.pairs[name].median() / 1e6 for name in ("sent_bytes", "baseline_sent_bytes"))
+    in_mb = "" if math.isnan(ours + base) else f" ({g3(ours)} MB a step against {g3(base)} MB)"
+    first = f"{spelled(main.contender)} sends {main.bytes_ratio:.3f} of {spelled(main.base)}'s bytes{in_mb}"
+    rest = [f"{spelled(one.contender)} {one.bytes_ratio:.3f}" for one in others]
+    return f"Between nodes {listed_most([first, *rest])}."

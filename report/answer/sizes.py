@@ -5,26 +5,12 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import FEWEST
-from report.answer import effects, speed
-from report.answer.parts import (
-    MOST_NAMED,
-    NO,
-    OPEN,
-    YES,
-    Found,
-    apart,
-    cell_of,
-    g2,
-    g3,
-    listed_most,
-    seconds,
-    sent,
-    spelled,
-)  # fmt: skip
+from report.answer import effects, parts, speed
+from report.answer.parts import OPEN, Found, apart, g2, g3, listed_most, spelled
 from report.data import metrics, scaling
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import counted, listed
+from report.data.text import counted, listed, sentence
 
 _FEWEST = 3  # contenders, of which the fastest for a memory is of interest
 _EQUAL = 1.005  # padding differs
@@ -33,7 +19,7 @@ _EQUAL = 1.005  # padding differs
 def within_memory(derived: Derived) -> str:
     """Who is fastest in the memory that the baseline's engine holds, and in twice that; of one setting."""
     found = effects.effects(derived)
-    if len(found) < _FEWEST or len({(effect.base, cell_of(effect)) for effect in found}) > 1:
+    if len(found) < _FEWEST or len({(effect.base, effect.cell) for effect in found}) > 1:
         return ""
     base = found[0].base
     speed_of = {base: 1.0, **{one.contender: one.ratio.estimate for one in found}}
@@ -62,31 +48,24 @@ def error(derived: Derived) -> Found:
         return speed.step(derived)
     table = table[table["cell"].isin(found.index.get_level_values("cell"))]
     cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
-    here = table[table["cell"] == cell]
-    here = here[here["contender"].isin(found.xs(cell, level="cell").index)]
-    if here.empty:
-        return speed.step(derived)
+    errors = found.xs(cell, level="cell")
+    here = table[(table["cell"] == cell) & table["contender"].isin(errors.index)]
     names = apart(derived, list(here["contender"].unique()))
-    errors = {str(name): float(one) for name, one in found.xs(cell, level="cell").items()}
     rows = sorted(
-        (
-            errors[str(name)],
-            metrics.step_interval(mine).estimate,
-            mine["sent_bytes"].median() / 1e6,
-            names[name],
-        )
+        (float(errors[name]), metrics.step_interval(mine).estimate, mine["sent_bytes"].median(), names[name])
         for (name,), mine in groups(here, ["contender"])
     )
-    told = [f"{g2(one)} with {name} ({g3(step)} s, {g3(size)} MB a step)" for one, step, size, name in rows]
-    left_out = f" ({len(told) - 3} between them)" if len(told) > MOST_NAMED else ""
+    told = [
+        f"{g2(one)} with {name} ({g3(step)} s, {g3(size / 1e6)} MB a step)" for one, step, size, name in rows
+    ]
+    left_out = f" ({len(told) - 3} between them)" if len(told) > parts.MOST_NAMED else ""
     shown = [told[0], told[len(told) // 2], told[-1]] if left_out else told
-    fastest = min(rows, key=lambda row: row[1])
-    place = here["where"].iloc[0]
+    place, least = here["where"].iloc[0], int(here.groupby("contender").size().min())
     first = f"The error of the gradients end to end (vNMSE) on {place} is {listed(shown)}{left_out}."
-    least, trials_ = g3(fastest[1]), int(here.groupby("contender").size().min())
-    which = f"The fastest step is that with {fastest[3]}, {least} s, at an error of {g2(fastest[0])}."
-    if trials_ < FEWEST:
-        few = counted(trials_, "trial")
+    at, step, _, name = min(rows, key=lambda row: row[1])
+    which = f"The fastest step is that with {name}, {g3(step)} s, at an error of {g2(at)}."
+    if least < FEWEST:
+        few = counted(least, "trial")
         which = f"Which step is the fastest cannot be told from {few} each; an interval takes {FEWEST}."
     return Found(first, [], [], [which])
 
@@ -101,16 +80,11 @@ def memory(derived: Derived) -> Found:
         return Found("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
     told, copied = [], []
     for names in lists:
-        called = apart(derived, names)
-        held = {name: effects.device_mib(derived, name) for name in names}
-        base = held[names[0]]
-        parts = [
-            f"{held[name]:.1f} ({held[name] / base:.2f} of it) with {called[name]}" for name in names[1:]
-        ]
-        strategy = spelled(names[0]).split(" (")[0] if len(lists) > 1 or len(names) > 1 else ""
-        told.append(
-            f"{base:.1f} MiB on its device with {strategy or spelled(names[0])}, {listed_most(parts)}"
-        )
+        called, strategy = apart(derived, names), spelled(names[0]).split(" (")[0]
+        base, *others = (effects.device_mib(derived, name) for name in names)
+        held = zip(names[1:], others, strict=True)
+        rest = [f"{size:.1f} ({size / base:.2f} of it) with {called[name]}" for name, size in held]
+        told.append(f"{base:.1f} MiB on its device with {strategy}, {listed_most(rest)}")
         copies = {name: effects.device_mib(derived, name, "copied") for name in names}
         said = [f"{size:.1f} MiB with {called[name]}" for name, size in copies.items() if size > 0]
         copied += [f"With {strategy}, a step copies {listed(said)} between host and device."] if said else []
@@ -125,31 +99,27 @@ def size(derived: Derived) -> Found:
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
-    parts = []
-    for (limit,), within in groups(
-        rows.sort_values(["limit_bytes", "place"], kind="stable"), ["limit_bytes"]
-    ):
+    rows, limits = rows.sort_values(["limit_bytes", "place"], kind="stable"), []
+    for (limit,), within in groups(rows, ["limit_bytes"]):
         told: list[str] = []
         for (name,), mine in groups(within, ["contender"]):
             largest, smallest = scaling.largest(mine)
             beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
             verb, unit = ("", "") if told else (" trains at most", " parameters")
             told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")
-        parts.append(f"in {limit / 2**20:g} MiB a rank, {listed(told)}")
-    text = "; ".join(parts)
-    return Found(f"{text[0].upper()}{text[1:]}.")
+        limits.append(f"in {limit / 2**20:g} MiB a rank, {listed(told)}")
+    return Found(sentence("; ".join(limits)))
 
 
 def trials(derived: Derived) -> Found:
     """By the trials that finished."""
     ran, failed = len(derived.finished), len(derived.frames.failures)
     if stopped := derived.frames.interrupted:
-        return Found(
-            f"Cannot be told: {stopped} of {counted(ran + stopped, 'trial')} were interrupted.", [OPEN]
-        )
+        of = counted(ran + stopped, "trial")
+        return Found(f"Cannot be told: {stopped} of {of} were interrupted.", [OPEN])
     if failed:
-        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
-    return Found(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))
+        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [parts.NO])
+    return Found(f"All {counted(ran, 'trial')} finished.", [parts.YES], effects.effects(derived))
 
 
 def bytes_(derived: Derived) -> Found:
@@ -158,5 +128,5 @@ def bytes_(derived: Derived) -> Found:
     known = [effect for effect in found if not math.isnan(effect.bytes_ratio)]
     if not known:
         return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
-    verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
-    return Found(sent(known), verdicts, known, [seconds(known[0])])
+    verdicts = [parts.YES if effect.bytes_ratio < 1 else parts.NO for effect in known]
+    return Found(parts.sent(known), verdicts, known, [parts.seconds(known[0])])

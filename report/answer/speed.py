@@ -7,36 +7,17 @@ from collections.abc import Sequence
 
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
-from report.answer import effects
+from report.answer import effects, parts
 from report.answer.effects import Effect
-from report.answer.parts import (
-    MOST_NAMED,
-    NO,
-    OPEN,
-    YES,
-    Found,
-    apart,
-    cell_of,
-    g3,
-    intervals,
-    is_named,
-    listed_most,
-    named_first,
-    ratio,
-    seconds,
-    spelled,
-    titles,
-    too_few,
-    would_tell,
-)  # fmt: skip
+from report.answer.parts import OPEN, Found, apart, g3, listed_most, ratio, seconds, spelled, too_few
 from report.data import decoding, metrics, scaling
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import counted, listed
+from report.data.text import counted, listed, sentence, with_interval
 from report.tables import peers
 
-_VERDICTS = {"faster": YES, "slower": NO, "cannot be told": OPEN}
+_VERDICTS = {"faster": parts.YES, "slower": parts.NO, "cannot be told": OPEN}
 
 
 def step(derived: Derived) -> Found:
@@ -54,7 +35,7 @@ def step(derived: Derived) -> Found:
 
 def ordered(derived: Derived, found: Sequence[Effect]) -> list[Effect]:
     """Effects of the contenders that the question names first."""
-    names = named_first(derived, list(dict.fromkeys(effect.contender for effect in found)))
+    names = parts.named_first(derived, list(dict.fromkeys(effect.contender for effect in found)))
     return sorted(found, key=lambda effect: names.index(effect.contender))
 
 
@@ -67,73 +48,68 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         return alone(derived)
     every: Sequence[Effect] = ()
     settings = ""
-    others = len({effect.contender for effect in found})
-    if len(found) > MOST_NAMED and others > 1 and not is_named(derived, found[0].contender):
-        cells: dict[str, list[Effect]] = {}
-        for one in found:
-            cells.setdefault(cell_of(one), []).append(one)
-        every, found = found, [max(mine, key=lambda one: one.ratio.estimate) for mine in cells.values()]
+    others = len({one.contender for one in found})
+    if len(found) > parts.MOST_NAMED and others > 1 and not parts.is_named(derived, found[0].contender):
+        every, by_ratio = found, sorted(found, key=lambda one: one.ratio.estimate)
+        fastest = {one.cell: one for one in by_ratio}  # the last of a cell
+        found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
         settings = f"; the fastest of {others} in each setting"
-    elif len(found) > MOST_NAMED:  # in many settings: the first contender, where it gains least and most
-        mine = sorted(
-            (one for one in found if one.contender == found[0].contender), key=lambda one: one.ratio.estimate
-        )
+    elif len(found) > parts.MOST_NAMED:  # the first contender, where it gains least and most
+        mine = [one for one in found if one.contender == found[0].contender]
+        mine.sort(key=lambda one: one.ratio.estimate)
         settings = f"; the least and the most of {len(mine)} settings" if len(mine) > 2 else ""
         found = [mine[0], mine[-1]] if len(mine) > 1 else found
     main = found[0]
-    base, several = spelled(main.base), len({effect.contender for effect in found}) > 1
-    where = titles(found)
-    names = apart(derived, list(dict.fromkeys(effect.contender for effect in found))) if several else {}
-    subject, over = f"a step of {spelled(main.contender)}", f" as {base}'s"
+    names = list(dict.fromkeys(one.contender for one in found))
+    called = apart(derived, names) if len(names) > 1 else {}
+    subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
     pair = apart(derived, [main.contender, main.base])
-    if not several and pair[main.base] != base:
-        strategy = spelled(main.contender).split(" (")[0]
-        subject = f"a step of {strategy} with {pair[main.contender]}"
+    if not called and pair[main.base] != spelled(main.base):
+        subject = f"a step of {_strategy(main.contender)} with {pair[main.contender]}"
         over = f" as with {pair[main.base]}"
+    places = {cell: f" on {title}" if title else "" for cell, title in parts.titles(found).items()}
 
     def claim(mine: Sequence[Effect]) -> str:
         """Who is how fast: of the first in words, of others the number alone."""
-        parts: list[str] = []
-        for effect in mine:
-            title = where[cell_of(effect)]
-            place = f" on {title}" if title else ""
-            name = names.get(effect.contender, "")
-            own = name == spelled(effect.contender)  # a strategy's name, where others have what differs
-            if not parts:
-                other = f"a step {'of' if own else 'with'} {name}"
-                who = subject if effect.contender == main.contender else other
-                parts.append(f"{who} is {ratio(effect.ratio)} times as fast{over}{place}")
-            elif effect.contender == main.contender:
-                parts.append(f"{ratio(effect.ratio)}{place}")
-            elif own:
-                parts.append(f"that of {name} {ratio(effect.ratio)}{place}")
+        claims: list[str] = []
+        for one in mine:
+            name, place, is_main = called.get(one.contender, ""), places[one.cell], one.contender == names[0]
+            own = name == spelled(one.contender)  # a strategy's name, where others have what differs
+            if not claims:
+                who = subject if is_main else f"a step {'of' if own else 'with'} {name}"
+                claims.append(f"{who} is {ratio(one.ratio)} times as fast{over}{place}")
+            elif own and not is_main:
+                claims.append(f"that of {name} {ratio(one.ratio)}{place}")
             else:
-                parts.append(f"{ratio(effect.ratio)} with {name}{place}")
-        return listed(parts)
+                claims.append(f"{ratio(one.ratio)}{'' if is_main else f' with {name}'}{place}")
+        return listed(claims)
 
-    told = [effect for effect in found if effect.verdict != OPEN]
-    unclear = [effect for effect in found if effect.verdict == OPEN]
-    named = [effect for effect in found if is_named(derived, effect.contender)] or found
-    verdicts = [_VERDICTS[effect.verdict] for effect in named]
+    told = [one for one in found if one.verdict != OPEN]
+    unclear = [one for one in found if one.verdict == OPEN]
+    named = [one for one in found if parts.is_named(derived, one.contender)] or found
+    verdicts = [_VERDICTS[one.verdict] for one in named]
     if not told:
-        why = would_tell(found) if main.ratio.known else too_few(main.ratio)
-        return Found(f"Cannot be told ({why}): {claim(found)}.", verdicts, found, [seconds(main)])
-    text = f"{claim(told)} ({intervals(told[0])}{settings})"
+        text = f"Cannot be told ({parts.would_tell(found)}): {claim(found)}."
+        return Found(text, verdicts, found, [seconds(main)])
+    text = f"{claim(told)} ({told[0].intervals}{settings})"
     if unclear:
         said = [
-            f"{ratio(one.ratio)} with {names.get(one.contender, spelled(one.contender))}" for one in unclear
+            f"{ratio(one.ratio)} with {called.get(one.contender, spelled(one.contender))}{places[one.cell]}"
+            for one in unclear
         ]
-        places = [f" on {where[cell_of(one)]}" if where[cell_of(one)] else "" for one in unclear]
-        both = listed([f"{one}{place}" for one, place in zip(said, places, strict=True)])
         # The fastest of a setting that is not told from the baseline: no other one is faster there.
         word = "nobody is told to be faster, and nearest is" if every else "no difference can be told:"
-        text += f"; {word} {both} ({would_tell(unclear)})"
-        there = {cell_of(one) for one in unclear}
-        mine = [one for one in every if one.contender == main.contender and cell_of(one) in there]
-        text += "".join(
-            f", {spelled(one.contender)} {ratio(one.ratio)}" for one in mine if one not in unclear
-        )
-    return Found(f"{text[0].upper()}{text[1:]}.", verdicts, found, [seconds(main)])
+        text += f"; {word} {listed(said)} ({parts.would_tell(unclear)})"
+        there = {one.cell for one in unclear}
+        mine = [one for one in every if one.contender == names[0] and one.cell in there]
+        rest = [one for one in mine if one not in unclear]
+        text += "".join(f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest)
+    return Found(sentence(text), verdicts, found, [seconds(main)])
+
+
+def _strategy(name: str) -> str:
+    """A contender's name without its changes."""
+    return spelled(name).split(" (")[0]
 
 
 def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
@@ -149,7 +125,7 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
         steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(metrics.geometric)
         best = min(map(str, steps.index), key=lambda name: float(steps[name]))
         others = effects.between(derived, best, [name for name in names if name != best])
-        mine = [effect for effect in others if cell_of(effect) == cell]
+        mine = [effect for effect in others if effect.cell == cell]
         found += [_fastest(derived, mine, names)] if mine else []
     if not found:
         return alone(derived)
@@ -159,40 +135,37 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
 
 def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Found:
     """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
-    called = apart(derived, names)
-    strategy = spelled(found[0].base).split(" (")[0]
-    base = called[found[0].base]
+    called, first = apart(derived, names), found[0]
+    strategy, base = _strategy(first.base), called[first.base]
 
-    def times(effect: Effect) -> str:
-        one = effect.ratio
-        between = f" ({1 / one.high:.2f} to {1 / one.low:.2f})" if one.known else ""
-        return f"{1 / one.estimate:.2f}{between} with {called[effect.contender]}"
+    def times(verdict: str) -> str:
+        """By which factors those with a verdict take longer."""
+        turned = {
+            one.contender: Interval(1 / one.ratio.estimate, 1 / one.ratio.high, 1 / one.ratio.low, 0)
+            for one in found
+            if one.verdict == verdict
+        }
+        return listed([f"{ratio(one)} with {called[name]}" for name, one in turned.items()])
 
-    slower = [times(effect) for effect in found if effect.verdict == "slower"]
-    same = [times(effect) for effect in found if effect.verdict == OPEN]
-    took = g3(metrics.middle(found[0].pairs, "baseline_seconds"))
-    place = f" on {found[0].where}" if derived.trials["cell"].nunique() > 1 else ""
-    if not slower:
-        why = would_tell(found) if found[0].ratio.known else too_few(found[0].ratio)
+    took = g3(metrics.middle(first.pairs, "baseline_seconds"))
+    place = f" on {first.where}" if derived.trials["cell"].nunique() > 1 else ""
+    if not times("slower"):
         shortest = f"the shortest step of {strategy}{place}, {took} s, is that with {base}"
-        text = f"Cannot be told ({why}): {shortest}; others take longer by a factor of {listed(same)}."
-        return Found(text, [OPEN], found)
-    text = f"{strategy} is fastest with {base}, at {took} s a step{place}"
-    text += f"; it takes longer by a factor of {listed(slower)}" if slower else ""
-    text += f"; it cannot be told from {listed(same)}" if same else ""
+        others = f"others take longer by a factor of {times(OPEN)}"
+        return Found(f"Cannot be told ({parts.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
+    text = f"{strategy} is fastest with {base}, at {took} s a step{place}; it takes longer by a factor of "
+    text += times("slower") + (f"; it cannot be told from {times(OPEN)}" if times(OPEN) else "")
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
     more = [f"The engine holds {listed(held)} on the fullest rank."]
-    return Found(f"{text} ({intervals(found[0])}).", [], found, more)
+    return Found(f"{text} ({first.intervals}).", [], found, more)
 
 
 def alone(derived: Derived) -> Found:
     """Without a pair: the steps of those that ran."""
     table = derived.trials
     if table.empty:
-        return Found(
-            f"Cannot be told: {counted(len(derived.finished), 'trial')} finished, and no two are compared.",
-            [OPEN],
-        )
+        ran = counted(len(derived.finished), "trial")
+        return Found(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
     cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
     here = table[table["cell"] == cell]
     steps = [
@@ -200,39 +173,32 @@ def alone(derived: Derived) -> Found:
         for (name,), mine in groups(here, ["contender"])
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
-    took = listed_most(steps)
-    return Found(f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {took}.", [OPEN])
+    text = f"Cannot be told, for {why}: on {here['where'].iloc[0]} a step takes {listed_most(steps)}."
+    return Found(text, [OPEN])
 
 
 def _beside_peers(derived: Derived) -> Found | None:
     """Ours beside the fastest setting of each family of peers, where several families ran."""
-    families = [
-        name for name in peers.FAMILIES if name in {family_of(one) for one in derived.trials["strategy"]}
-    ]
-    data = peers.peers(derived).data if len(families) > 1 else None
-    if data is None or data.empty:
-        return None
+    ran = {family_of(one) for one in derived.trials["strategy"]}
+    families = [name for name in peers.FAMILIES if name in ran]
+    rows = peers.peers(derived).data.to_dict("records") if len(families) > 1 else []
     told = {}
-    for row in data.to_dict("records"):
+    for row in rows:
         over = [
             f"{ratio(row[f'over_{name}'])} times as fast as {_setting(row[f'best_{name}'])}"
             for name in families
             if isinstance(row.get(f"over_{name}"), Interval)
         ]
         if over:
-            told[row["contender"], row["carried"]] = listed(over)
-    main = next((key for key in told if key[0] == NAMES[PROPOSED]), next(iter(told), None))
-    if main is None:
+            name, carried = key = row["contender"], row["carried"]
+            told[key] = f"{name}, carried by {carried}, is {listed(over)}"
+    if not told:
         return None
+    main = next((key for key in told if key[0] == NAMES[PROPOSED]), next(iter(told)))
     pairs = int(derived.trials.groupby("contender").size().min())
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
-    first = f"{main[0]}, carried by {main[1]}, is {told[main]}, the fastest setting of each library{few}."
-    more = [
-        f"{name}, carried by {carried}, is {text}."
-        for (name, carried), text in told.items()
-        if name != main[0]
-    ]
-    return Found(first, [], [], more[:2])
+    more = [f"{text}." for (name, _), text in told.items() if name != main[0]]
+    return Found(f"{told[main]}, the fastest setting of each library{few}.", [], [], more[:2])
 
 
 def _setting(name: str) -> str:
@@ -250,38 +216,31 @@ def rate(derived: Derived) -> Found:
     called = spelled(name)
     sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rows = metrics.break_even(derived.pairs)
-    crossed: list[str] = []
-    kept: list[str] = []
+    mine = sorted(
+        (one for one in found if one.contender == name), key=lambda one: one.pairs["achieved_mbit"].median()
+    )
+    crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
-    slow: list[str] = []
-    verdicts: list[str] = []
     for row in rows[rows["contender"] == name].to_dict("records"):
-        here = [
-            one
-            for one in found
-            if one.contender == name
-            and [one.pairs[key].iloc[0] for key in sizes] == [row[key] for key in sizes]
-        ]
-        here.sort(key=lambda one: one.pairs["achieved_mbit"].median())
+        here = [one for one in mine if all(one.pairs[key].iloc[0] == row[key] for key in sizes)]
         size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         verdicts += [_VERDICTS[one.verdict] for one in here]
         if not math.isnan(row["break_even_mbit"]):
-            low, high = row["break_even_low_mbit"], row["break_even_high_mbit"]
-            between = "" if math.isnan(low) else f" ({_mbit(low)} to {_mbit(high)})"
-            crossed.append(f"{g3(row['break_even_mbit'])}{between} Mbit/s {size}")
+            at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))
+            crossed.append(f"{with_interval(Interval(at, low, high, 0), _mbit)} Mbit/s {size}")
         else:
             times = "" if kept else f" times as fast as {base}'s"
             kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
-            unsure += [size] if _VERDICTS[here[-1].verdict] == OPEN else []
+            unsure += [size] if here[-1].verdict == OPEN else []
         slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
     if not slow:
         return faster(derived, found)
     text = f"{called} is as fast as {base} at {listed(crossed)}" if crossed else ""
     if kept:
-        least = f"no break-even was found up to the highest rate, where a step of {called} is {listed(kept)}"
-        text += f"; else {least}" if text else f"{least[0].upper()}{least[1:]}"
+        least = f"o break-even was found up to the highest rate, where a step of {called} is {listed(kept)}"
+        text = f"{text}; else n{least}" if text else f"N{least}"
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
-    more = [f"At the lowest rates it is {listed(slow)} ({intervals(found[0])})."]
+    more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
     return Found(f"{text}.", verdicts, found[:1], more)
 
 
@@ -302,7 +261,7 @@ def nodes(derived: Derived) -> Found:
     rows = scaling.by_nodes(derived)
     if rows.empty:
         return step(derived)
-    parts = []
+    changes = []
     for (kind, _), all_of_kind in groups(rows, ["kind", "title"]):
         told = []
         common = set.intersection(*(set(mine["nodes"]) for _, mine in groups(all_of_kind, ["contender"])))
@@ -311,15 +270,11 @@ def nodes(derived: Derived) -> Found:
             middle = mine.groupby("nodes")["tokens_per_second"].agg(metrics.geometric)
             told.append(f"{middle.iloc[-1] / middle.iloc[0]:.2f} with {spelled(name)}")
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
-        low, high = of_kind["nodes"].min(), of_kind["nodes"].max()
-        parts.append(f"{listed(told)} from {low} to {high} nodes at {batch}")
+        changes.append(f"{listed(told)} from {min(common)} to {max(common)} nodes at {batch}")
     least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
-    few = (
-        f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
-        if least < FEWEST
-        else ""
-    )
-    first = f"Tokens per second of all ranks change by a factor of {'; of '.join(parts)}{few}."
+    few = f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
+    first = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
+    first += f"{few if least < FEWEST else ''}."
     return Found(first, [], ordered(derived, effects.effects(derived))[:1])
 
 
@@ -330,27 +285,23 @@ def tokens(derived: Derived) -> Found:
     if rows.empty:
         ran = counted(table["id"].nunique(), "trial")
         return Found(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
-    base = spelled(derived.compared.baseline)
-    cell = rows.groupby("cell", sort=False)["contender"].nunique().idxmax()
-    place = f" on {rows[rows['cell'] == cell]['where'].iloc[0]}" if rows["cell"].nunique() > 1 else ""
-    rows = rows[rows["cell"] == cell]
+    base, several = spelled(derived.compared.baseline), rows["cell"].nunique() > 1
+    rows = rows[rows["cell"] == rows.groupby("cell", sort=False)["contender"].nunique().idxmax()]
+    place = f" on {rows['where'].iloc[0]}" if several else ""
     mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
-    names = named_first(derived, list(mine))
-    speeds = {name: decoding.speedup(mine[name]) for name in names}
-    told = [f"{ratio(speeds[name])} with {spelled(name)}" for name in names]
-    first, best = names[0], speeds[names[0]]
-    told[0] = f"{ratio(speeds[names[0]])} times as fast as {base}"
+    speeds = {name: decoding.speedup(mine[name]) for name in parts.named_first(derived, list(mine))}
+    (first, best), *others = speeds.items()
+    told = [f"{ratio(best)} times as fast as {base}"]
+    told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
     ours, theirs = (metrics.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
     verdicts = [
-        OPEN if not one.known or one.contains(1) else YES if one.estimate > 1 else NO
+        OPEN if not one.known or one.contains(1) else parts.YES if one.estimate > 1 else parts.NO
         for name, one in speeds.items()
-        if is_named(derived, name) or not any(is_named(derived, other) for other in speeds)
+        if parts.is_named(derived, name) or not any(parts.is_named(derived, other) for other in speeds)
     ]
-    speed = (
-        f"{spelled(first)} decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)} "
-        f"(geometric means of {counted(best.n, 'pair')})."
-    )
+    pace = f"decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)}"
+    more = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]
     later = mine[first]["later_bytes"].max()
-    more = [speed, f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
+    more += [f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
     few = "" if best.known else f" ({too_few(best)})"
     return Found(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, Final
 
 from harness.records.bench_record import Kind, Sample
@@ -42,11 +41,8 @@ class Board:
     split: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns with a figure for each value
     colours: tuple[str, Mapping[str, str]] | None = None  # a column, and the colour of each of its values
     log: bool = True  # the plot's axis
-    labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}
-    """Further labels of a row, beside the sample's names."""
-
-    rounds: Callable[[Sample], dict[str, list[float]]] = lambda _: {}
-    """Further seconds of a sample by round."""
+    labels: Callable[[Sample], dict[str, Any]] = lambda sample: {"place": _place(sample)}  # beside its names
+    rounds: Callable[[Sample], dict[str, list[float]]] = lambda _: {}  # further seconds of a sample by round
 
     @property
     def caption(self) -> str:
@@ -63,11 +59,6 @@ class Board:
     def plotted(self) -> Shown:
         """The plot's measure."""
         return next(column for column in self.columns if column.measure and column.ends)
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """File names of all figures that there may be."""
-        return tuple("-".join((self.name, *values)) for values in product(*self.split.values()))
 
 
 def _measured(name: str, title: str, measure: str, says: str = "", *, wide: bool = False) -> Shown:
@@ -110,10 +101,8 @@ _CARRIED: Final = ("carried", {"shm": "#0072b2", "gloo": "#e69f00"})
 
 def _of_codec(sample: Sample) -> dict[str, Any]:
     names = sample.names
-    return {
-        "operation": OPERATIONS[str(names["operation"])],
-        "where": f"{names['type']} on {names['device']}, threads: {names['threads']}",
-    }
+    where = f"{names['type']} on {names['device']}, threads: {names['threads']}"
+    return {"operation": OPERATIONS[str(names["operation"])], "where": where}
 
 
 def _of_collective(sample: Sample) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from harness.records.bench_record import Bench, read_all
 from harness.records.confidence_intervals import Interval, median_interval
 from report import page
 from report.bench.boards import BOARDS, Board
-from report.build import PAGE, Folders, publish
+from report.build import PAGE, publish
 from report.data import emulation
 from report.data.frames import ReportError, groups
 from report.data.text import NOTHING, listed, number
@@ -35,13 +35,6 @@ from report.draw.theme import Style
 from report.tables import latex, terminal
 from report.tables.table import Table
 
-_FOLDERS: Final[Folders] = {
-    "figures": (
-        [name for board in BOARDS.values() for name in board.figures],
-        ("svg", "pdf", "png", "csv"),
-    ),
-    "tables": ([board.name for board in BOARDS.values()], ("csv", "md", "tex")),
-}
 _MOST_FINDINGS: Final = 3  # in the lead
 _MOST_SCATTERED: Final = 3  # that a line names
 SCATTER: Final = 0.2  # of the median: beyond, a page says so
@@ -60,11 +53,9 @@ def build(results: Path) -> Path:
     benches = read_all(results)
     for of, name in (("pool", "machines or codes"), ("subject", "subjects")):
         if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:
-            raise ReportError(
-                f"{results}: holds records of {len(found)} {name} ({', '.join(found)}), which are not put "
-                "together; move some aside"
-            )
-    return publish(results, _FOLDERS, lambda folder: _write(folder, benches))
+            kinds = f"{len(found)} {name} ({', '.join(found)}), which are not put together"
+            raise ReportError(f"{results}: holds records of {kinds}; move some aside")
+    return publish(results, lambda folder: _write(folder, benches))
 
 
 def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
@@ -88,11 +79,15 @@ def boards_of(benches: Sequence[Bench]) -> Iterator[tuple[Board, pd.DataFrame]]:
 def derived(board: Board, data: pd.DataFrame) -> pd.DataFrame:
     """One row per contender over all its runs: medians over rounds, with their intervals."""
     fixed = list(data.columns[1 : list(data.columns).index("round")])
-    rows = []
-    for _, group in groups(data, [name for name in fixed if name != "last_loss"]):  # two runs end with two
-        row = group[fixed].iloc[-1].to_dict() | {"id": " ".join(sorted(set(group["id"])))}
-        row |= {name: _median(tuple(group[name])) for name in board.measures}
-        rows.append(row | {"rounds": len(group)})
+    rows = [
+        {
+            **group[fixed].iloc[-1].to_dict(),
+            "id": " ".join(sorted(set(group["id"]))),
+            **{name: _median(tuple(group[name])) for name in board.measures},
+            "rounds": len(group),
+        }
+        for _, group in groups(data, fixed)
+    ]
     return pd.DataFrame(rows)
 
 
@@ -126,7 +121,7 @@ def scattering(board: Board, data: pd.DataFrame) -> str | None:
             found.append((spread, " / ".join(map(str, names))))
     if not found:
         return None
-    worst = [f"{name} by {spread:.0%}" for spread, name in sorted(found, reverse=True)[:_MOST_SCATTERED]]
+    worst = [f"{name} by {of:.0%}" for of, name in sorted(found, reverse=True)[:_MOST_SCATTERED]]
     rest = f" and {len(found) - len(worst)} more" if len(found) > len(worst) else ""
     return (
         f"Rounds scatter by more than {SCATTER:.0%} (the middle half of their seconds, over the median): "
@@ -136,38 +131,34 @@ def scattering(board: Board, data: pd.DataFrame) -> str | None:
 
 def _telling(board: Board, rows: pd.DataFrame) -> list[str]:
     """Columns that tell the dots of the plot apart."""
-    colour = None if board.colours is None else board.colours[0]
-    keys = [key for key in (board.panel, board.below, colour) if key and len(rows[key].unique()) > 1]
-    return list(dict.fromkeys([board.row, *keys]))
+    keys = [board.panel, board.below, board.colours[0] if board.colours else ""]
+    return list(dict.fromkeys([board.row, *(key for key in keys if key and len(rows[key].unique()) > 1)]))
 
 
 def _finding(board: Board, rows: pd.DataFrame) -> str:
     """One sentence: the highest and the lowest of the plotted ratio, and whose they are."""
-    plotted = board.plotted
+    plotted, keys = board.plotted, _telling(board, rows)
     rows = rows.assign(middle=[one.estimate for one in rows[plotted.key]]).dropna(subset=["middle"])
     others = rows[rows["middle"] != 1.0]  # the reference itself is no finding
-    ordered = (rows if others.empty else others).sort_values("middle", ascending=False).to_dict("records")
-    told = [
-        f"{number(3)(row['middle'])} ({' / '.join(str(row[key]) for key in _telling(board, rows))})"
-        for row in (ordered[0], ordered[-1])
-    ]
-    if len(set(told)) == 1:
-        return f"{plotted.title.capitalize()}: {told[0]}."
-    return f"{plotted.title.capitalize()}: highest {told[0]}, lowest {told[1]}."
+    ordered = (rows if others.empty else others).sort_values("middle", ascending=False)
+    ends = ordered.iloc[[0, -1]].to_dict("records")
+    names = [" / ".join(str(row[key]) for key in keys) for row in ends]
+    most, least = (f"{number(3)(row['middle'])} ({name})" for row, name in zip(ends, names, strict=True))
+    told = most if most == least else f"highest {most}, lowest {least}"
+    return f"{plotted.title.capitalize()}: {told}."
 
 
 def _write(folder: Path, benches: Sequence[Bench]) -> None:
-    headline, drawn, tables = [], [], []
-    scattered: list[str] = []
+    headline, drawn = [], []
     boards = list(boards_of(benches))
     for board, data in boards:
         for figure, rows in _drawings(board, data):
             headline.append(_finding(board, rows))
             drawn.append(files.write(figure, rows, folder / "figures", Style()))
-        scattered += [said] if (said := scattering(board, data)) else []
-        found = table_of(board, data, wide=True)
-        latex.write(found, folder / "tables")
-        tables.append(found)
+    tables = [table_of(board, data, wide=True) for board, data in boards]
+    for table in tables:
+        latex.write(table, folder / "tables")
+    scattered = filter(None, (scattering(board, data) for board, data in boards))
     missing = [f"Not in the last run: {name}: {why}." for name, why in benches[-1].missing.items()]
     text = page.fill(
         title=f"zeropp bench {benches[0].subject}",
@@ -202,14 +193,12 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
 
 def _drawings(board: Board, data: pd.DataFrame) -> Iterator[tuple[Figure, pd.DataFrame]]:
     """One figure per value of ``board.split``, with its rows."""
-    for name, values in zip(board.figures, product(*board.split.values()), strict=True):
-        mine = data
-        for column, value in zip(board.split, values, strict=True):
-            mine = mine[mine[column] == value]
+    for values in product(*board.split.values()):
+        mine = data[(data[list(board.split)] == list(values)).all(axis=1)]
         if len(mine):
             title = ", ".join((board.title, *(value.replace("_", "-") for value in values)))
-            drawn = Figure(name=name, title=title, question=board.plotted.says, mark=Dots(board))
-            yield drawn, derived(board, mine)
+            name, says = "-".join((board.name, *values)), board.plotted.says
+            yield Figure(name=name, title=title, question=says, mark=Dots(board)), derived(board, mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +213,13 @@ class Dots:
         ends = pd.DataFrame([(one.estimate, one.low, one.high) for one in data[plotted.key]]).to_numpy()
         least, most = min(1.0, float(np.nanmin(ends))), max(1.0, float(np.nanmax(ends)))
         limits = (least / 1.4, most * 1.4) if board.log else (least - 0.1, most + 0.1)
-        below = [("", data)]
-        if board.below is not None:
-            below = [(str(place), mine) for (place,), mine in groups(data, [board.below])]
-        titles = list(dict.fromkeys(data[board.panel]))
+        below = groups(data, [board.below]) if board.below else [(("",), data)]
+        titles = list(data[board.panel].unique())
         heights = [axes.rows_inches(here[board.row].nunique()) for _, here in below]
         figure, panels = axes.grid(style, len(below), len(titles), heights)
         column, colours = board.colours or (board.row, dict.fromkeys(data[board.row], _ONE_COLOUR))
-        for row, (place, here) in zip(panels, below, strict=True):
-            names = list(dict.fromkeys(here[board.row]))
+        for row, ((place,), here) in zip(panels, below, strict=True):
+            names = list(here[board.row].unique())
             for ax, title in zip(row, titles, strict=True):
                 mine = here[here[board.panel] == title]
                 places = [names.index(name) for name in mine[board.row]]

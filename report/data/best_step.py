@@ -11,9 +11,8 @@ what ranks did in their steps while they did not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 import pandas as pd
@@ -37,16 +36,11 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
     With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
     nor backward (the optimizer) comes on top as it was measured.
-
-    Args:
-        frames: with the trials' raw values.
-        steps: timed steps of each trial.
     """
-    computed = computations(frames)
-    by_id = {row["id"]: row for row in frames.trials.to_dict("records")}
+    achieved = frames.trials.set_index("id")["achieved_mbit"]
     found = {}
-    for identity, mine in computed.groupby("id"):
-        bound = _bound_of(frames, by_id[identity], int(steps.loc[identity]))
+    for identity, mine in computations(frames).groupby("id"):
+        bound = _bound_of(frames, str(identity), achieved[identity], int(steps.loc[identity]))
         parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
         if bound is not None and not np.isnan(parts).any():
             seconds = pd.Series(bound(*parts.T), index=mine["index"])
@@ -62,31 +56,22 @@ def computations(frames: Frames) -> pd.DataFrame:
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
-    by_itself = pd.DataFrame(
-        {
-            "id": alone["id"],
-            "index": alone["sample"],
-            "forward": alone["forward"] * passes,
-            "backward": alone["backward"] * passes,
-            "rest": alone["optimizer"],
-            "cpu_seconds": alone["cpu_seconds"] * passes + alone["optimizer_cpu_seconds"],
-            "alone": True,
-        }
+    by_itself = alone[["id"]].assign(
+        index=alone["sample"],
+        forward=alone["forward"] * passes,
+        backward=alone["backward"] * passes,
+        rest=alone["optimizer"],
+        cpu_seconds=alone["cpu_seconds"] * passes + alone["optimizer_cpu_seconds"],
+        alone=True,
     )
     timed = frames.steps[~frames.steps["warmup"].astype(bool) & ~frames.steps["id"].isin(alone["id"])]
-    in_steps = pd.DataFrame(
-        {
-            "id": timed["id"],
-            "index": timed["index"],
-            "forward": timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
-            "backward": timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
-            "rest": timed["total"]
-            - timed["forward"]
-            - timed["backward"]
-            - before_training(timed, "exposed_generate", "exposed_score"),
-            "cpu_seconds": pd.to_numeric(timed["cpu_seconds"]).astype(float),
-            "alone": False,
-        }
+    rest = timed["total"] - timed["forward"] - timed["backward"]
+    in_steps = timed[["id", "index"]].assign(
+        forward=timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
+        backward=timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
+        rest=rest - before_training(timed, "exposed_generate", "exposed_score"),
+        cpu_seconds=pd.to_numeric(timed["cpu_seconds"]).astype(float),
+        alone=False,
     )
     found = [part for part in (by_itself, in_steps) if len(part)]
     return pd.concat(found, ignore_index=True) if found else in_steps
@@ -105,19 +90,15 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
     a CPU for every rank it is at most what the slowest of them computes.
 
     NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
-
-    Args:
-        frames: with the trials' raw values.
     """
-    computed = computations(frames)
-    by_step = computed["cpu_seconds"].astype(float).groupby([computed["id"], computed["index"]])
-    of_steps = by_step.agg(lambda ranks: ranks.sum(skipna=False))
+    computed = computations(frames).astype({"cpu_seconds": float})
+    of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))
     of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
     return of_trials / frames.trials.set_index("id")["processors"].reindex(of_trials.index)
 
 
 def _bound_of(
-    frames: Frames, row: Mapping[Hashable, Any], steps: int
+    frames: Frames, identity: str, mbit: float, steps: int
 ) -> Callable[[_Seconds, _Seconds, _Seconds], _Seconds] | None:
     """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step,
     all (n,) for n samples.
@@ -125,10 +106,8 @@ def _bound_of(
     None for strategies without a policy, for steps that do more than train, and where bytes were sent at a
     rate that is not known.
     """
-    trial, units = frames.ran[row["id"]], frames.units[row["id"]]
-    sent = frames.unit_bytes[row["id"]]
-    policy = trial.resolved_policy()
-    rate = row["achieved_mbit"] * BITS_PER_MBIT
+    trial, units, sent = frames.ran[identity], frames.units[identity], frames.unit_bytes[identity]
+    policy, rate = trial.resolved_policy(), mbit * BITS_PER_MBIT
     if policy is None or trial.workload != "train" or not units or (sent and math.isnan(rate)):
         return None
     passes, topology = trial.accumulation, trial.topology()
@@ -141,17 +120,6 @@ def _bound_of(
         return Collective(hops=(Hop(adapter=0.0), hop) if later else (hop,))
 
     elements = sum(size for _, size, _ in units)
-    shares = [size / elements / passes for _, size, _ in units]
-    sending = [
-        Load(
-            forward=0.0,
-            backward=0.0,
-            gather=link(unit, "forward", "weights", "persistent"),
-            regather=link(unit, "backward", "weights", "persistent"),
-            reduce=link(unit, "backward", "gradients"),
-        )
-        for unit, _, _ in units
-    ]
     geometries = [
         UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN)) for name, _, padded in units
     ]
@@ -159,8 +127,14 @@ def _bound_of(
 
     def bound(forward: _Seconds, backward: _Seconds, rest: _Seconds) -> _Seconds:
         loads = [
-            replace(load, forward=forward * share, backward=backward * share)
-            for share, load in zip(shares, sending, strict=True)
+            Load(
+                forward=forward * (size / elements / passes),
+                backward=backward * (size / elements / passes),
+                gather=link(unit, "forward", "weights", "persistent"),
+                regather=link(unit, "backward", "weights", "persistent"),
+                reduce=link(unit, "backward", "gradients"),
+            )
+            for unit, size, _ in units
         ]
         return passes * least_pass_seconds(schedule, loads) + rest
 

@@ -9,9 +9,7 @@ import numpy as np
 import pandas as pd
 
 from impl.plan import memory as held
-from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.topology import Topology
 from report.data.frames import Frames
 from report.data.metrics import TRAINING, timed_steps
 
@@ -23,7 +21,6 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
     What is sent of padding is a part of its own, and in no other.
     """
-    steps = timed_steps(frames)
     between = frames.bytes[
         (frames.bytes["link"] == "inter")
         & frames.bytes["phase"].isin(TRAINING)
@@ -42,17 +39,9 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     of_padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
     parts = pd.concat([own, of_padding[of_padding["padding"] > 0]])
     sums = parts.groupby(["id", "part"], as_index=False)[["bytes"]].sum()
-    sums["bytes"] = sums["bytes"] / sums["id"].map(steps)
+    sums["bytes"] = sums["bytes"] / sums["id"].map(timed_steps(frames))
     found = table[["id", "m_bytes"]].merge(sums, on="id")
     return found.assign(m=found["bytes"].astype(float) / found["m_bytes"])
-
-
-def _units(frames: Frames, identity: str, policy: Policy, topology: Topology) -> list[UnitGeometry]:
-    """Geometry of a record's units, without their parameters."""
-    return [
-        UnitGeometry(n, (), padded, topology.world, not n.endswith(FROZEN), policy.group_ranks(topology))
-        for n, _, padded in frames.units[identity]
-    ]
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
@@ -61,8 +50,12 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
-    found = held.secondary_either_way(policy, topology, _units(frames, identity, policy, topology))
-    return found or (math.nan, math.nan)
+    group = policy.group_ranks(topology)
+    units = [
+        UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN), group)
+        for name, _, padded in frames.units[identity]
+    ]
+    return held.secondary_either_way(policy, topology, units) or (math.nan, math.nan)
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:

@@ -17,10 +17,6 @@ _FLOATS = ("hop", "squared_error", "squared_value", "cosine")
 def errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Errors of all units together: one row per trial, step, purpose, and hop or end.
 
-    Args:
-        frames: of the same records.
-        table: from :func:`report.data.metrics.trials`.
-
     Returns:
         Columns of the records, and ``vnmse`` = sum of squared errors / sum of squared values: of a hop
         against what was encoded there, end to end (``hop`` is NaN) against the exact mean, of weights against
@@ -32,11 +28,6 @@ def errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     return table[_OF_TRIAL].merge(found, on="id")
 
 
-def of_hops(mine: pd.DataFrame) -> pd.DataFrame:
-    """The rows of hops of gradients."""
-    return mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
-
-
 def end_to_end(mine: pd.DataFrame, purpose: str = "gradients", *, repeated: bool = False) -> pd.DataFrame:
     """The rows of ``purpose`` from end to end; of gradients that were reduced once, or repeatedly."""
     chosen = mine["repeated"].gt(1) if repeated else mine["repeated"].eq(1)
@@ -44,19 +35,13 @@ def end_to_end(mine: pd.DataFrame, purpose: str = "gradients", *, repeated: bool
 
 
 def hops_told(mine: pd.DataFrame) -> str:
-    """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps.
-
-    Args:
-        mine: rows of :func:`of_hops` of one contender in one cell and step.
-    """
+    """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps."""
     told = []
     for (axis, codec), group in mine.groupby(["axis", "codec"], sort=False):
         of_hop = group.groupby("hop")["vnmse"].median()
         low, high = number(2)(float(of_hop.min())), number(2)(float(of_hop.max()))
-        if len(of_hop) > 1:
-            told.append(f"{axis} {codec} {low} to {high} in {len(of_hop)} steps")
-        else:
-            told.append(f"{axis} {codec} {low}")
+        ring = f" to {high} in {len(of_hop)} steps" if len(of_hop) > 1 else ""
+        told.append(f"{axis} {codec} {low}{ring}")
     return "; ".join(told)
 
 

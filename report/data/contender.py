@@ -49,25 +49,10 @@ _SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
 _LIMITS: Final = (
     "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
 )  # fmt: skip
-_ALWAYS_TOLD: Final = frozenset(
-    {
-        "stage",
-        "group",
-        "weights",
-        "gradients",
-        "secondary",
-        "hpZ copy",
-        "inside",
-        "differences",
-        "refresh",
-        "feedback",
-        "sums",
-        "blocks",
-        "planes",
-        "budget",
-        "frozen",
-    }
-)
+_OF_EXECUTION: Final = {  # left out of names where all policies share them
+    "gather", "reduce", "chunks", "reduce every", "compute", "loss scale", "optimizer on the host",
+    "weights on the host", "order checked every", *(name.replace("_", " ") for name in _LIMITS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +143,11 @@ def _differing(policy: Policy, base: Policy, topology: Topology) -> dict[str, st
 
 
 def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
-    hops = [str(codec) for codec in policy.gradients]
     return {
         "stage": str(policy.stage),
         "group": str(policy.group_ranks(topology)),
         "weights": str(policy.weights),
-        "gradients": hops[0] if hops[0] == hops[1] else "/".join(hops),
+        "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
         "secondary": str(policy.secondary_ranks(topology)),
         "hpZ copy": policy.secondary_format,
         "inside": str(policy.inside or "as sent"),
@@ -191,12 +175,10 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """Changes of execution from the presets that all policies of a folder share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
-    if not of_policies:
-        return {}
     return {
         name: value
-        for name, value in of_policies[0].items()
-        if name not in _ALWAYS_TOLD and all(other.get(name) == value for other in of_policies)
+        for name, value in next(iter(of_policies), {}).items()
+        if name in _OF_EXECUTION and all(other.get(name) == value for other in of_policies)
     }
 
 
@@ -237,13 +219,11 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 def _of_peer(trial: Trial) -> dict[str, str]:
     """What a peer is told beside its name: a DeepSpeed configuration, but for stage 3, and a type."""
-    found = {}
-    if family_of(trial.strategy) == DEEPSPEED:
-        settings = flatten(json.loads(trial.deepspeed_config or "{}"))
-        found = {path.rpartition(".")[2]: str(value) for path, value in settings}
-        if found.get("stage") == "3":
-            del found["stage"]
-    return found | ({} if trial.peer.compute == "fp32" else {"compute": trial.peer.compute})
+    asked = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
+    settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(asked or "{}"))}
+    found = settings | {"compute": trial.peer.compute}
+    usual = {"stage": "3", "compute": "fp32"}
+    return {name: value for name, value in found.items() if value != usual.get(name)}
 
 
 def _asked(trial: Trial) -> dict[str, str]:

@@ -63,9 +63,6 @@ def speedup(group: pd.DataFrame) -> Interval:
     """Geometric mean of the paired ratios of tokens per second, with its interval; NaN without a baseline.
 
     Generations of one trial are no samples of their own: the ratio of a trial is the geometric mean of its.
-
-    Args:
-        group: rows of :func:`generations` of one contender in one cell.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:

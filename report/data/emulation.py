@@ -20,22 +20,18 @@ _SHAPED = "Throttled: nodes are hosts, and the kernel held what left their own i
 def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
     """What was emulated, as a sentence; empty where the network is real.
 
-    Args:
-        kinds: of the links (:class:`harness.records.record.LinkRecord`).
-        latencies_ms: that trials asked for, one way; None or 0 for none.
+    Latencies are those that trials asked for, one way; None or 0 for none.
     """
     told = [words for kind, words in _NODES.items() if kind in set(kinds)]
     throttled = [_SHAPED] if "shaped" in set(kinds) else []
     if not told:
         return "".join(throttled)
-    added = sorted({latency or 0.0 for latency in latencies_ms})
-    if added == [0.0]:
-        latency = "the link adds no latency"
-    else:
-        latency = f"the link adds {' or '.join(f'{each:g}' for each in added)} ms of latency one way"
+    added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
+    latency = "no latency" if added == "0" else f"{added} ms of latency one way"
     emulated = (
         f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, so that bytes cost "
-        f"processor time beside the link's, a hop inside a node is a copy in its memory, and {latency}."
+        f"processor time beside the link's, a hop inside a node is a copy in its memory, and the link adds "
+        f"{latency}."
     )
     return " ".join([emulated, *throttled])
 

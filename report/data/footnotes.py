@@ -22,8 +22,6 @@ TAKEN_IN_WORDS = (
     f"{TAKEN}: trials during which other programs and the machine's host took more than {OTHERS_WITHIN:.0%} "
     "of the processors' time."
 )
-
-
 ABOVE_IN_WORDS = (
     f"{ABOVE}: above 1, so what is said to be allowed is too long: steps sent bytes at a higher rate than "
     "the probe after the trial found, their units share the computation otherwise than by their elements, "
@@ -31,16 +29,11 @@ ABOVE_IN_WORDS = (
 )
 
 
-def share(value: float | None) -> str:
+def share(value: float) -> str:
     """Format a ratio to a bound, to hundredths; one above 1 is marked."""
-    if value is None or pd.isna(value):
+    if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
-
-
-def part(value: float | None) -> str:
-    """Format a part of the CPU time, in percent."""
-    return NOTHING if value is None or pd.isna(value) else f"{value:.1%}"
 
 
 def rates(mine: pd.DataFrame) -> str:
@@ -64,35 +57,31 @@ def alone_in_words(derived: Derived) -> str:
     """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
     ran = derived.trials
     older = int((~ran["alone"].eq(other=True)).sum())
-    if not older:
-        return ""
-    only_train = all(trial.workload != "rlhf" for trial in derived.frames.ran.values())
-    why = "whose records are older" if only_train else "whose steps do more than train"
-    return (
+    more = any(trial.workload == "rlhf" for trial in derived.frames.ran.values())
+    why = "whose steps do more than train" if more else "whose records are older"
+    said = (
         f" Of {older} of {counted(len(ran), 'trial')}, {why}, computation is what ranks "
         "did while they did not wait, and the engine's own stalls count as such."
     )
+    return said if older else ""
 
 
 def modelled_in_words(derived: Derived) -> str:
     """Caption text where the link of any trial was modelled, after a space; empty for none."""
     ran = derived.finished
     paced = int(ran["modelled"].sum())
-    if not paced:
-        return ""
     which = "all trials" if paced == len(ran) else f"{paced} of {counted(len(ran), 'trial')}"
-    return (
+    said = (
         f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
         "wire sends by its bytes; no network was slow."
     )
+    return said if paced else ""
 
 
 def taken_fact(derived: Derived) -> str | None:
     """Largest part of the CPU time that others took in any trial, as text; None without trials."""
     taken = derived.finished["taken_share"]
-    if taken.empty:
-        return None
-    if taken.isna().all():
-        return "not on record"
     unknown = int(taken.isna().sum())
+    if unknown == len(taken):
+        return "not on record" if unknown else None
     return f"at most {taken.max():.1%} in a trial" + (f"; not on record in {unknown}" if unknown else "")

@@ -14,29 +14,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
 from harness.records import checks, journal
+from harness.records import record as schema
 from harness.records.journal import Verified
 from harness.records.machine_use import joules
-from harness.records.record import (
-    Alone,
-    ChosenCodec,
-    CommunicationError,
-    Failure,
-    InterfaceCounters,
-    LedgerRow,
-    QuantisationError,
-    Record,
-    RecordError,
-    Step,
-    Token,
-    Validation,
-    read_all,
-)  # fmt: skip
+from harness.records.record import LedgerRow, Record, RecordError, read_all
 from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
 from harness.suites.repeat_order import CONTENDER
@@ -53,7 +40,7 @@ _NOT_OF_A_CELL: Final = (
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-FORESEEN: Final = ("foreseen_seconds", "foreseen_compute", "foreseen_wire", "foreseen_calibrated")
+_FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _OF_RANK: Final = ("rank", "node", "local")
 _SUMMED: Final = ("bytes", "messages", "padding", "headers")
 _BY: Final = ("id", "source", "rank", "node", "phase", "purpose", "link", "hop")  # of these sums
@@ -94,9 +81,7 @@ class Frames:
     quantisation: pd.DataFrame  # error of a codec that was tried on a unit
     communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
     chosen_codecs: pd.DataFrame  # by a budget, of each unit at each choice
-    traces: (
-        pd.DataFrame
-    )  # what lanes of ranks did in a traced step; seconds, and those of the step and of the one before
+    traces: pd.DataFrame  # what lanes of ranks did in a traced step; seconds, those of it and the one before
     stale_traces: int  # of trials, machines or code that are not among the records
     links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
     failures: pd.DataFrame  # one row per trial without a result
@@ -109,11 +94,8 @@ class Frames:
     unit_bytes: dict[str, dict[tuple[str, str, str], int]]
 
 
-def load(results: Path) -> Frames:
-    """Read a results folder.
-
-    Args:
-        results: the folder that holds ``<id>.json``.
+def load(results: Path, *, across_pools: bool = False) -> Frames:
+    """Read a results folder, which holds ``<id>.json``.
 
     Raises:
         ReportError: if there is no record, or there are several pools.
@@ -125,7 +107,7 @@ def load(results: Path) -> Frames:
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
     verified = journal.verify(results, records)
-    return frames_of(records, read_traces(results), verified=verified)
+    return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
 
 
 def frames_of(
@@ -142,22 +124,22 @@ def frames_of(
         _check_one_pool(records)
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
-    cells = _cells(trials)
-    everything = [_trial_row(r, trials[r.id], shared) | _told_as_modelled(r, cells[r.id]) for r in records]
+    cells = _cells(records, trials)
+    everything = [_trial_row(r, trials[r.id], shared) | cells[r.id] for r in records]
     ended = [record for record in records if record.failure is None]
     finished = [record for record in ended if trials[record.id].workload != "generate"]
     generated = [record for record in ended if trials[record.id].workload == "generate"]
 
-    pool_of = {record.id: record.pool for record in finished}
-    shown = [trace for trace in traces if pool_of.get(trace.otherData.trial) == trace.otherData.pool]
+    pools = {(record.id, record.pool) for record in finished}
+    shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
     all_trials = pd.DataFrame(everything).astype(dict.fromkeys(_FLOATS, float))
     failed = {
-        record.id: record.failure.model_dump()
-        for record in records
-        if record.failure is not None and record.failure.kind != "interrupted"
+        one.id: one.failure.model_dump()
+        for one in records
+        if one.failure is not None and one.failure.kind != "interrupted"
     }
     failures = [row | failed[row["id"]] for row in everything if row["id"] in failed]
-    answers = {record.answer for record in records}
+    answers, counters = {record.answer for record in records}, schema.InterfaceCounters.model_fields
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
@@ -168,25 +150,20 @@ def frames_of(
         interrupted=len(records) - len(ended) - len(failed),
         trials=all_trials[all_trials["id"].isin([record.id for record in finished])].reset_index(drop=True),
         generators=all_trials[all_trials["id"].isin([one.id for one in generated])].reset_index(drop=True),
-        steps=_frame(finished, (*_OF_RANK, *Step.model_fields), lambda r: _of_ranks(r, "steps")),
+        steps=_of_ranks(finished, schema.Step, "steps", _OF_RANK),
         bytes=_bytes_frame(finished),
-        interfaces=_frame(finished, ("header_bytes", *InterfaceCounters.model_fields), _interface_rows),
+        interfaces=_frame(finished, ("header_bytes", *counters), _interface_rows),
         memory=_frame(finished, ("rank", "source", "part", "bytes"), _memory_rows),
-        tokens=_frame(generated, (*_OF_RANK, *Token.model_fields), lambda r: _of_ranks(r, "tokens")),
-        alone=_frame(finished, ("rank", "sample", *Alone.model_fields), _alone_rows),
-        validations=_frame(finished, Validation.model_fields, lambda r: _dumped(r.validations)),
-        quantisation=_frame(finished, QuantisationError.model_fields, lambda r: _dumped(r.quantisation)),
-        communication_errors=_frame(
-            finished, CommunicationError.model_fields, lambda r: _dumped(r.communication_errors)
-        ),
-        chosen_codecs=_frame(finished, ChosenCodec.model_fields, lambda r: _dumped(r.chosen_codecs)),
-        traces=pd.DataFrame(
-            [row for trace in shown for row in _trace_rows(trace)],
-            columns=["id", "rank", "lane", "name", "begin", "end", "seconds", "before"],
-        ),
+        tokens=_of_ranks(generated, schema.Token, "tokens", _OF_RANK),
+        alone=_of_ranks(finished, schema.Alone, "alone", ("rank", "sample")),
+        validations=_parts(finished, schema.Validation, "validations"),
+        quantisation=_parts(finished, schema.QuantisationError, "quantisation"),
+        communication_errors=_parts(finished, schema.CommunicationError, "communication_errors"),
+        chosen_codecs=_parts(finished, schema.ChosenCodec, "chosen_codecs"),
+        traces=_traces_frame(shown),
         stale_traces=len(traces) - len(shown),
         links=_links_frame(ended),
-        failures=pd.DataFrame(failures, columns=[*everything[0], *Failure.model_fields]),
+        failures=pd.DataFrame(failures, columns=[*everything[0], *schema.Failure.model_fields]),
         facts=_facts_frame(records),
         ran=trials,
         journal=verified,
@@ -204,16 +181,25 @@ def _frame(
     return pd.DataFrame(found, columns=["id", *columns])
 
 
-def _dumped(parts: Iterable[BaseModel]) -> Iterator[dict[str, Any]]:
-    return (part.model_dump() for part in parts)
+def _parts(records: list[Record], part: type[BaseModel], name: str) -> pd.DataFrame:
+    """The parts of records that their field ``name`` lists, a row each."""
+    return _frame(records, part.model_fields, lambda r: (one.model_dump() for one in getattr(r, name)))
+
+
+def _of_ranks(records: list[Record], part: type[BaseModel], name: str, of: tuple[str, ...]) -> pd.DataFrame:
+    """The parts of ranks that their field ``name`` lists, a row each, with fields of the rank."""
+
+    def rows(record: Record) -> Iterator[dict[str, Any]]:
+        for rank in record.ranks:
+            whose = {"rank": rank.rank, "node": rank.node, "local": rank.local}
+            for number, one in enumerate(getattr(rank, name)):
+                yield whose | {"sample": number, **one.model_dump()}
+
+    return _frame(records, (*of, *part.model_fields), rows)
 
 
 def _trial(record: Record) -> Trial:
-    """Parse the trial of a record.
-
-    Raises:
-        ReportError: if this version cannot parse it.
-    """
+    """Parse the trial of a record, or refuse it with what this version cannot parse."""
     try:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
@@ -224,9 +210,10 @@ def _trial(record: Record) -> Trial:
         ) from error
 
 
-def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
+def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     """``cell`` and ``where`` of each trial: hash and description of every field but strategy, policy, seed
-    and repeat.  The description has the fields that are always printed, and those that differ.
+    and repeat.  The description has the fields that are always printed, and those that differ; and says where
+    a pacer in the process stands for the link between nodes.
     """
     cells = {
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
@@ -238,16 +225,17 @@ def _cells(trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
         for key in sorted({key for cell in cells.values() for key in cell} - {*_ALWAYS_TOLD})
         if len({json.dumps(cell.get(key), sort_keys=True) for cell in cells.values()}) > 1
     ]
-    for name, trial in trials.items():
-        text = json.dumps(cells[name], sort_keys=True, separators=(",", ":"))
+    for record in records:
+        trial, cell = trials[record.id], cells[record.id]
+        text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
         told = [
             f"{trial.topology()} ranks",
-            rate_text(trial.cluster.rate),
+            f"{'modelled ' if _modelled(record) else ''}{rate_text(trial.cluster.rate)}",
             f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
-            *(_named(k, cells[name].get(k)) for k in varying),
+            *(_named(k, cell.get(k)) for k in varying),
         ]
-        found[name] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}
+        found[record.id] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}
     return found
 
 
@@ -255,19 +243,12 @@ def _named(key: str, value: Any) -> str:
     """A field of a trial in which settings differ."""
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
+    if key == "cluster.slow":
+        return "equal nodes" if value is None else f"one node at {value:g} of the rate"
     return f"{key.removesuffix('.name').rpartition('.')[2]} {plain(value)}"
 
 
-def _told_as_modelled(record: Record, cell: dict[str, str]) -> dict[str, str]:
-    """``cell``, whose description says so where the link between nodes is modelled."""
-    if not _modelled(record):
-        return cell
-    rate = rate_text(record.link.requested_mbit if record.link else None)
-    return cell | {"where": cell["where"].replace(rate, f"modelled {rate}", 1)}
-
-
 def _modelled(record: Record) -> bool:
-    """Whether a pacer in the process stood for the link: there was no network that could be slow."""
     return record.link is not None and record.link.kind == "paced"
 
 
@@ -286,16 +267,10 @@ def rate_text(mbit: float | None) -> str:
 
 
 def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[str, Any]:
-    topology = trial.topology()
-    policy = trial.resolved_policy()
-    link = record.link
+    topology, policy, link = trial.topology(), trial.resolved_policy(), record.link
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
     return {
-        "id": record.id,
-        "suite": record.suite,
-        "order": record.order,
-        "started": record.started,
-        "pool": record.pool,
+        **{name: getattr(record, name) for name in ("id", "suite", "order", "started", "pool")},
         "strategy": trial.strategy,
         "contender": label_of(trial, shared),
         "place": order_of(trial.strategy),
@@ -303,13 +278,9 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "repeat": trial.repeat,
         "sweep": record.sweep,
         "role": record.role,
-        "nodes": topology.nodes,
-        "ranks_per_node": topology.ranks_per_node,
-        "world": topology.world,
+        **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "processes": len(record.ranks),
-        "tokens_per_rank": trial.tokens_per_rank,
-        "sequence": trial.sequence,
-        "accumulation": trial.accumulation,
+        **{name: getattr(trial, name) for name in ("tokens_per_rank", "sequence", "accumulation")},
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
@@ -324,7 +295,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "miscounted": checks.miscounted(record) or "",
         "off_rate": checks.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
-        **{name: getattr(record.foreseen, name.removeprefix("foreseen_"), math.nan) for name in FORESEEN},
+        **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
         "modelled": _modelled(record),
@@ -360,12 +331,11 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 def _taken(record: Record) -> dict[str, float]:
     """Parts of the CPU time that others took over the timed steps; NaN if not on record."""
-    others = steal = math.nan
-    if (use := record.processor_use) is not None:
-        had = use.processors * use.seconds
-        others = max(use.user + use.system - use.ranks, 0.0) / had  # the system's ticks are samples
-        steal = use.steal / had
-    return {"others_share": others, "steal_share": steal, "taken_share": others + steal}
+    if (use := record.processor_use) is None:
+        return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
+    had = use.processors * use.seconds
+    others = max(use.user + use.system - use.ranks, 0.0) / had  # the system's ticks are samples
+    return {"others_share": others, "steal_share": use.steal / had, "taken_share": others + use.steal / had}
 
 
 def _processors(record: Record, trial: Trial) -> int | None:
@@ -374,22 +344,9 @@ def _processors(record: Record, trial: Trial) -> int | None:
     The machine's cores on record are those of the process that wrote it, which the ranks inherit if it
     started them.
     """
-    if trial.cluster.device != "cpu" or trial.cluster.launcher != "local":
-        return None
-    cores = record.machine.get("cores")
+    known = trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
+    cores = record.machine.get("cores") if known else None
     return cores if isinstance(cores, int) and cores > 0 else None
-
-
-def _of_ranks(record: Record, values: Literal["steps", "tokens"]) -> Iterator[dict[str, Any]]:
-    for rank in record.ranks:
-        for value in getattr(rank, values):
-            yield {"rank": rank.rank, "node": rank.node, "local": rank.local, **value.model_dump()}
-
-
-def _alone_rows(record: Record) -> Iterator[dict[str, Any]]:
-    for rank in record.ranks:
-        for number, sample in enumerate(rank.alone):
-            yield {"rank": rank.rank, "sample": number, **sample.model_dump()}
 
 
 def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
@@ -458,19 +415,14 @@ def _memory_rows(record: Record) -> Iterator[dict[str, Any]]:
                 yield {"rank": rank.rank, "source": source, "part": part, "bytes": size}
 
 
-def _trace_rows(trace: Trace) -> Iterator[dict[str, Any]]:
-    about = trace.otherData
-    for rank, span in trace.spans():
-        yield {
-            "id": about.trial,
-            "rank": rank,
-            "lane": span.lane,
-            "name": span.name,
-            "begin": span.begin,
-            "end": span.end,
-            "seconds": about.seconds,
-            "before": about.before,
-        }
+def _traces_frame(traces: Sequence[Trace]) -> pd.DataFrame:
+    rows = [
+        (about.trial, rank, span.lane, span.name, span.begin, span.end, about.seconds, about.before)
+        for about, spans in ((trace.otherData, trace.spans()) for trace in traces)
+        for rank, span in spans
+    ]
+    columns = ["id", "rank", "lane", "name", "begin", "end", "seconds", "before"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _links_frame(records: list[Record]) -> pd.DataFrame:
@@ -488,26 +440,17 @@ def _links_frame(records: list[Record]) -> pd.DataFrame:
     return found[~(found["when"].eq("calibrated") & again)]
 
 
-def _environment(record: Record) -> dict[str, Any]:
-    """Facts of one record under dotted names: machine, code, and algorithms used."""
-    facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
-    facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
-    if record.link is not None:
-        facts["link"] = {"kind": record.link.kind, "why": record.link.why, **record.link.details}
-    return dict(flatten(facts))
-
-
 def _facts_frame(records: list[Record]) -> pd.DataFrame:
-    """Each distinct value of each fact in each pool, with how many records have it."""
-    rows = [
-        (
-            record.pool,
-            fact,
-            value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str),
-        )
-        for record in records
-        for fact, value in _environment(record).items()
-    ]
+    """Each distinct value of each fact (machine, code, what ran) in each pool, with its number of records."""
+    rows = []
+    for record in records:
+        facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
+        facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
+        if (link := record.link) is not None:
+            facts["link"] = {"kind": link.kind, "why": link.why, **link.details}
+        for fact, value in flatten(facts):
+            text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+            rows.append((record.pool, fact, text))
     found = pd.DataFrame(rows, columns=["pool", "fact", "value"])
     return found.groupby(["pool", "fact", "value"]).size().rename("records").reset_index()
 
@@ -526,35 +469,31 @@ def _check_one_pool(records: list[Record]) -> None:
     """Refuse records of different machines, code or kernels, naming the differences.
 
     Trials of one pool may have run different kernels: where a build failed, the reference did their work.
-
-    Raises:
-        ReportError: naming each pool, its records and the facts that differ; or the kernels that trials on
-            one kind of device ran, and how many did.
     """
-    pools, ran = defaultdict[str, list[str]](list), defaultdict[str, dict[str, list[str]]](dict)
-    for record in records:
-        pools[record.pool].append(record.id)
-        if record.measured and "kernels" in record.ran:
-            ran[str(record.ran.get("device"))].setdefault(str(record.ran["kernels"]), []).append(record.id)
-    if len(pools) > 1:
-        firsts = {record.pool: record for record in reversed(records)}
+    firsts = {record.pool: record for record in reversed(records)}
+    if len(firsts) > 1:
         facts = [
             dict(flatten({"machine": one.machine, "code": one.code})) for _, one in sorted(firsts.items())
         ]
         texts = {key: [str(one.get(key)) for one in facts] for key in sorted(set().union(*facts))}
         differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
+        pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
-            f"records of {len(pools)} pools (other machine or code) are not drawn together: {_sizes(pools)}. "
+            f"records of {len(firsts)} pools (other machine or code) are not drawn together: {pools}. "
             f"They differ in {'; '.join(differing[:6]) or 'facts that are not recorded'}. Move one pool to a "
             "folder of its own"
         )
-    for device, kernels in ran.items():
-        if len(kernels) > 1:
+    ran = [record for record in records if record.measured and "kernels" in record.ran]
+    for device in dict.fromkeys(str(record.ran.get("device")) for record in ran):
+        here = [(str(one.ran["kernels"]), one.id) for one in ran if str(one.ran.get("device")) == device]
+        if len(dict(here)) > 1:
             raise ReportError(
                 f"records of trials on {device} that ran different kernels are not drawn together: "
-                f"{_sizes(kernels)}. Move those of one kind to a folder of their own, or run them again"
+                f"{_sizes(here)}. Move those of one kind to a folder of their own, or run them again"
             )
 
 
-def _sizes(ids: Mapping[str, list[str]]) -> str:
-    return "; ".join(f"{name}: {len(of)} records, such as {of[0]}" for name, of in sorted(ids.items()))
+def _sizes(named: Iterable[tuple[str, str]]) -> str:
+    """How many ids each name has, and the first of them."""
+    ids = pd.DataFrame(list(named), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
+    return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

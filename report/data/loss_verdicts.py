@@ -7,20 +7,13 @@ again: they are one loss, however often they ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import (
-    FEWEST,
-    Interval,
-    mean_interval,
-    paired_ratio_interval,
-    power,
-    verdict,
-)  # fmt: skip
+from harness.records import confidence_intervals
+from harness.records.confidence_intervals import FEWEST, Interval, mean_interval, paired_ratio_interval
 from harness.suites.question import LEAST_STEPS
 from report.data.contender import is_baseline
 from report.data.frames import groups
@@ -57,15 +50,14 @@ def losses(derived: Derived) -> pd.DataFrame:
 
 
 def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, object]:
-    ours, theirs = by_seed(mine), by_seed(base)
-    both = ours.index.intersection(theirs.index)
-    first = mine.iloc[0]
+    ours, theirs, first = by_seed(mine), by_seed(base), mine.iloc[0]
+    steps = int(first["validation_step"])
     row: dict[str, object] = {
         **{name: first[name] for name in ("where", "cell", "strategy", "contender", "place", "first")},
         "id": " ".join(sorted(mine["id"])),
         "base": "" if base.empty else base["contender"].iloc[0],
         "baseline": " ".join(sorted(base["id"])),
-        "steps": int(first["validation_step"]),
+        "steps": steps,
         "seeds": len(ours),
         "loss": float(ours.mean()),
         "difference": _NONE,
@@ -78,19 +70,15 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
         return row
     margin = _margin(derived, base)
     target = float(theirs.mean()) + margin
-    row |= {"margin": margin, "target": target}
     seconds, needed = _seconds_to(derived, mine, target), _seconds_to(derived, base, target)
-    reached = np.isfinite(seconds["seconds"])
-    row["reached"] = int(seconds[reached]["seed"].nunique())
-    row["seconds"] = float(seconds[reached]["seconds"].median())
-    if len(both) and not mine["is_base"].any():
-        difference = mean_interval(list(ours[both] - theirs[both]))
-        row |= {
-            "difference": difference,
-            "power": power(difference, margin),
-            "verdict": _verdict(difference, margin, int(first["validation_step"])),
-            "gain": _gain(seconds, needed),
-        }
+    got = seconds[np.isfinite(seconds["seconds"])]
+    row |= {"margin": margin, "target": target, "reached": int(got["seed"].nunique())}
+    row["seconds"] = float(got["seconds"].median())
+    apart = list((ours - theirs).dropna())
+    if apart and not mine["is_base"].any():
+        difference = mean_interval(apart)
+        row |= {"difference": difference, "power": confidence_intervals.power(difference, margin)}
+        row |= {"verdict": _verdict(difference, margin, steps), "gain": _gain(seconds, needed)}
     return row
 
 
@@ -155,7 +143,7 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
         return f"too short: {steps} steps of {LEAST_STEPS}"
     if difference.n < FEWEST:
         return f"too few: {difference.n} seeds of {FEWEST}"
-    return verdict(difference, margin)
+    return confidence_intervals.verdict(difference, margin)
 
 
 def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
@@ -163,14 +151,10 @@ def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
     return trials.groupby("seed")["validation_loss"].mean()
 
 
-def mean_of(column: str) -> Callable[[pd.DataFrame], Interval]:
-    """An estimate of a column of losses: the mean over seeds, and from the lowest to the highest of them."""
-
-    def of(group: pd.DataFrame) -> Interval:
-        seeds = group.groupby("seed")[column].mean()
-        return Interval(float(seeds.mean()), float(seeds.min()), float(seeds.max()), len(seeds))
-
-    return of
+def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval:
+    """The mean of a column of losses over seeds, and from the lowest to the highest of them."""
+    seeds = group.groupby("seed")[column].mean()
+    return Interval(float(seeds.mean()), float(seeds.min()), float(seeds.max()), len(seeds))
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
@@ -186,16 +170,13 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _crossed(curve: pd.DataFrame, target: float) -> float:
-    low = np.flatnonzero(curve["loss"].to_numpy() <= target)
-    if not len(low):
-        return math.inf
-    if low[0] == 0:
-        return math.nan
-    place = int(low[0])
-    (before, after), (begun, done) = (
-        curve[name].to_numpy()[place - 1 : place + 1] for name in ("loss", "train_seconds")
-    )
-    return float(begun + (done - begun) * (before - target) / (before - after))
+    loss, seconds = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
+    low = np.flatnonzero(loss <= target)
+    if not len(low) or low[0] == 0:
+        return math.nan if len(low) else math.inf
+    at = int(low[0])
+    passed = (seconds[at] - seconds[at - 1]) * (loss[at - 1] - target) / (loss[at - 1] - loss[at])
+    return float(seconds[at - 1] + passed)
 
 
 def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
@@ -203,16 +184,12 @@ def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
 
     None of its seeds may be missing: those that never get there are the slowest.
     """
-    seeds = set(ours["seed"]) & set(base["seed"])
     if not np.isfinite([*ours["seconds"], *base["seconds"]]).all():
         return _NONE
     found = []
     for clusters in (["seed"], ["seed", "sweep"]):
-        sides = [
-            side[side["seed"].isin(seeds)].groupby(clusters)["seconds"].agg(geometric)
-            for side in (base, ours)
-        ]
-        sweeps = None if clusters == ["seed"] else {key: key[1] for key in sides[0].index}
-        found.append(paired_ratio_interval(sides[0].to_dict(), sides[1].to_dict(), sweeps))
+        above, below = (side.groupby(clusters)["seconds"].agg(geometric) for side in (base, ours))
+        sweeps = None if clusters == ["seed"] else {key: key[1] for key in above.index}
+        found.append(paired_ratio_interval(above.to_dict(), below.to_dict(), sweeps))
     unknown = [one for one in found if not one.known]
     return unknown[0] if unknown else max(found, key=lambda one: one.half)

@@ -15,31 +15,13 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import (
-    Interval,
-    crossing,
-    geometric_interval,
-    paired_ratio_interval,
-)
+from harness.records.confidence_intervals import Interval, crossing, geometric_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.question import LEAST_STEPS
 from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
-from report.data.best_step import (
-    BITS_PER_MBIT,
-    before_training,
-    computations,
-    processor_seconds,
-    schedule_seconds,
-)
-from report.data.contender import (
-    PAPERS_BASELINE,
-    Comparison,
-    comparison,
-    is_baseline,
-    is_contrast,
-    is_preset,
-)  # fmt: skip
+from report.data import best_step, contender
+from report.data.contender import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames, groups
 
@@ -75,13 +57,13 @@ def trials(frames: Frames) -> pd.DataFrame:
         table = table.merge(found, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
     table["tokens_per_second"] = tokens / table["step_seconds"]
-    rate = table["achieved_mbit"] * BITS_PER_MBIT
+    rate = table["achieved_mbit"] * best_step.BITS_PER_MBIT
     table["wire_seconds"] = np.where(table["egress_bytes"] == 0, 0.0, 8 * table["egress_bytes"] / rate)
     table["ideal_seconds"] = table[["compute_seconds", "wire_seconds"]].max(axis=1, skipna=False)
-    table["schedule_seconds"] = table["id"].map(schedule_seconds(frames, timed_steps(frames)))
+    table["schedule_seconds"] = table["id"].map(best_step.schedule_seconds(frames, timed_steps(frames)))
     at_least = table[["schedule_seconds", "wire_seconds"]].max(axis=1)  # what is sent beside units' messages
     table["schedule_seconds"] = at_least.where(table["schedule_seconds"].notna())
-    table["processor_seconds"] = table["id"].map(processor_seconds(frames))
+    table["processor_seconds"] = table["id"].map(best_step.processor_seconds(frames))
     either = table[["schedule_seconds", "processor_seconds"]].max(axis=1)
     table["best_seconds"] = either.where(table["schedule_seconds"].notna())
     for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
@@ -91,16 +73,10 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
-    trained = table["id"].map({identity: trial.workload == "train" for identity, trial in frames.ran.items()})
-    for name in (
-        "m_bytes",
-        "first_loss",
-    ):  # of other workloads, of no meaning: several models, a loss around 0
-        table[name] = table[name].where(trained.astype(bool))
-    table["tflops"] = [
-        _tflops(frames.ran[row["id"]], row["step_seconds"], row["processes"])
-        for row in table[["id", "step_seconds", "processes"]].to_dict("records")
-    ]
+    others = np.array([frames.ran[identity].workload != "train" for identity in table["id"]], bool)
+    table.loc[others, ["m_bytes", "first_loss"]] = np.nan  # of no meaning: several models, a loss around 0
+    columns = (table[name] for name in ("id", "step_seconds", "processes"))
+    table["tflops"] = [_tflops(frames.ran[one], *rest) for one, *rest in zip(*columns, strict=True)]
     table["first"] = table.groupby("contender")["order"].transform("min")
     table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
     cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
@@ -116,39 +92,26 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
         return math.nan
     changed: dict[str, Any] = asdict(preset) | model.arguments
     shape = type(preset)(**changed)
+    sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
     return tflops_per_rank(
-        shape,
-        sequences=trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world,
-        length=trial.sequence,
-        recompute=False,
-        seconds=seconds,
-        ranks=ranks,
+        shape, sequences=sequences, length=trial.sequence, recompute=False, seconds=seconds, ranks=ranks
     )
-
-
-def _timed(frames: Frames) -> pd.DataFrame:
-    """Timed steps with their exposed communication."""
-    timed = frames.steps[~frames.steps["warmup"].astype(bool)].copy()
-    exposed = pd.to_numeric(timed["exposed_forward"]) + pd.to_numeric(timed["exposed_backward"])
-    return timed.assign(exposed=exposed + before_training(timed, "exposed_generate", "exposed_score"))
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
     """For each timed step of each trial, the row of the rank that took longest, with its ``exposed``."""
-    return _slowest(_timed(frames))
-
-
-def _slowest(timed: pd.DataFrame) -> pd.DataFrame:
-    """For each step of each trial, the row of the rank that took longest."""
-    return timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
+    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
+    exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
+    exposed += best_step.before_training(slowest, "exposed_generate", "exposed_score")
+    return slowest.assign(exposed=exposed)
 
 
 def _times(frames: Frames) -> pd.DataFrame:
-    timed = _timed(frames)
-    computed = computations(frames)
+    computed = best_step.computations(frames)
     whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
     computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
-    slowest = _slowest(timed).groupby("id")[["total", "exposed"]].median()
+    slowest = slowest_steps(frames).groupby("id")[["total", "exposed"]].median()
     found = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
     alone = computed.groupby("id")["alone"].any()
     return found.assign(compute_seconds=computing, alone=alone).reset_index()
@@ -156,7 +119,7 @@ def _times(frames: Frames) -> pd.DataFrame:
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
     """Number of timed steps of each trial, as counted in its records."""
-    return _timed(frames).groupby("id")["index"].nunique()
+    return frames.steps[~frames.steps["warmup"].astype(bool)].groupby("id")["index"].nunique()
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
@@ -223,13 +186,13 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     return joined
 
 
-def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean of paired speed-ups with its confidence interval.
-
-    Args:
-        group: rows of :func:`pairs` of one contender in one cell.
+def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
+    """Geometric mean of the ratios of two columns, by seed and repeat, with the spread between sweeps in its
+    interval; of rows of :func:`pairs` of one contender in one cell the speed-up.
     """
-    return _paired(group, "baseline_seconds", "step_seconds")
+    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
+    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
+    return paired_ratio_interval(*columns)
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
@@ -239,13 +202,6 @@ def over_itself(paired: pd.DataFrame) -> Interval | float:
     found = speedup(paired)
     itself = paired["contender"].iloc[0] == paired["baseline_contender"].iloc[0]
     return replace(found, low=math.nan, high=math.nan) if itself else found
-
-
-def _paired(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Interval of the ratio of two columns, by seed and repeat, with the spread between sweeps in it."""
-    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
-    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
-    return paired_ratio_interval(*columns)
 
 
 def geometric(values: pd.Series[float]) -> float:
@@ -261,12 +217,7 @@ def middle(group: pd.DataFrame, column: str) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of the steps of some trials, with its interval: the number that a page prints of them.
-
-    Args:
-        group: rows of :func:`trials` of one contender in one cell.
-        column: what else is to be averaged.
-    """
+    """Geometric mean of a column of trials with its interval, which is what pages print of their steps."""
     return geometric_interval(list(group[column]), list(group["sweep"]))
 
 
@@ -274,17 +225,9 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
     """Relative spread of the rates of the contenders' links, for cells where it is too large.
 
     Unshaped links are left out: they have no target rate, and their probes vary with the machine's load.
-
-    Args:
-        table: from :func:`trials`.
     """
-    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")]
-    medians = (
-        kept.dropna(subset=["achieved_mbit"])
-        .groupby(["cell", "contender"])["achieved_mbit"]
-        .median()
-        .groupby("cell")
-    )
+    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")].dropna(subset=["achieved_mbit"])
+    medians = kept.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
     spread = medians.max() / medians.min() - 1
     return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
 
@@ -313,9 +256,6 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
     line through their logarithms over the logarithm of the rate; NaN where none is crossed.
 
-    Args:
-        pairs: from :func:`pairs`.
-
     Returns:
         One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
         highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
@@ -328,11 +268,8 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     rows: list[tuple[object, ...]] = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):
-        cells = [of_cell for _, of_cell in groups(group, ["cell"])]
-        points = sorted(
-            ((float(of_cell["achieved_mbit"].median()), of_cell) for of_cell in cells),
-            key=lambda point: point[0],
-        )
+        cells = ((float(mine["achieved_mbit"].median()), mine) for _, mine in groups(group, ["cell"]))
+        points = sorted(cells, key=lambda point: point[0])
         if len(points) < 2:
             continue
         (lowest, slow), (highest, fast) = points[0], points[-1]
@@ -366,17 +303,12 @@ def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
 def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
 
-    Args:
-        frames: of the same records.
-        table: from :func:`trials`.
-
     Returns:
-        ``id``, ``baseline``, ``rate_mbit`` (of ZeRO-3), ``parity`` (ratio of tokens per second),
-        ``place`` without the rate.
+        Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    shaped = shaped.assign(elsewhere=[cell_without_rate(frames, identity) for identity in shaped["id"]])
-    ours = shaped[is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    shaped = shaped.assign(elsewhere=[_without_rate(frames.ran[identity]) for identity in shaped["id"]])
+    ours = shaped[contender.is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
@@ -387,17 +319,12 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the pairs' parity, with its interval.
-
-    Args:
-        group: rows of :func:`parity` with one place and rate.
-    """
-    return _paired(group, "tokens_per_second", "tokens_per_second_baseline")
+    """Geometric mean of the parity of rows of :func:`parity` with one place and rate, with its interval."""
+    return speedup(group, "tokens_per_second", "tokens_per_second_baseline")
 
 
-def cell_without_rate(frames: Frames, identity: str) -> str:
+def _without_rate(trial: Trial) -> str:
     """A trial's cell without the rate."""
-    trial = frames.ran[identity]
     unshaped = trial.model_copy(update={"cluster": trial.cluster.model_copy(update={"rate": None})})
     return setting_of(unshaped, "seed", "repeat", "measure_quantisation")
 
@@ -411,13 +338,11 @@ def split(frames: Frames) -> pd.DataFrame:
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()
     parts["other"] = slowest["total"] - slowest[["forward", "backward", "optimizer"]].sum(axis=1)
-    parts["other"] -= before_training(slowest, "generate", "score")
-    parts = parts.assign(
-        **{name: pd.to_numeric(slowest[name]).astype(float) for name in ("generate", "score")}
-    )
+    parts["other"] -= best_step.before_training(slowest, "generate", "score")
+    parts[["generate", "score"]] = slowest[["generate", "score"]].astype(float)
     for name in ("forward", "backward", "generate", "score"):
-        exposed = slowest[f"exposed_{name}"].astype(float)
-        parts = parts.assign(**{name: parts[name] - exposed.fillna(0), f"exposed in {name}": exposed})
+        parts[f"exposed in {name}"] = slowest[f"exposed_{name}"].astype(float)
+        parts[name] -= parts[f"exposed in {name}"].fillna(0)
     means = parts.groupby("id").mean()
     means["other"] = means["other"].clip(lower=0)
     long = means.reset_index().melt(id_vars="id", var_name="part", value_name="seconds")
@@ -438,7 +363,7 @@ class Derived:
     @cached_property
     def compared(self) -> Comparison:
         """What the suite's question compares."""
-        return comparison(self.finished)
+        return contender.comparison(self.finished)
 
     @cached_property
     def finished(self) -> pd.DataFrame:
@@ -454,11 +379,16 @@ class Derived:
         ran = self.finished
         return frozenset(str(identity) for identity in ran[ran["taken_share"].gt(OTHERS_WITHIN)]["id"])
 
+    @property
+    def mostly_disturbed(self) -> bool:
+        """Whether these are more than half of the finished trials: seconds are not to be relied on."""
+        return 2 * len(self.disturbed) > len(self.finished)
+
 
 def derive(frames: Frames) -> Derived:
     """Compute all derived tables."""
     table = trials(frames)
     differing = rates_differ(table)
     table["rates_differ"] = table["cell"].isin(list(differing))
-    ours, papers = (pairs(table, which) for which in (is_baseline(table), is_preset(table, PAPERS_BASELINE)))
-    return Derived(frames, table, ours, papers, differing, generations(frames))
+    papers = pairs(table, is_preset(table, contender.PAPERS_BASELINE))
+    return Derived(frames, table, pairs(table, is_baseline(table)), papers, differing, generations(frames))

@@ -12,7 +12,6 @@ from typing import Final
 import pandas as pd
 
 FOLDER: Final = Path(__file__).parents[1] / "published"
-PARITY_FIGURE: Final = "bandwidth parity"
 
 
 def throughput() -> pd.DataFrame:
@@ -35,7 +34,7 @@ def parity() -> pd.DataFrame:
     per GPU), ``parity``.
     """
     shown = throughput()
-    shown = shown[shown["source"].str.contains(PARITY_FIGURE)]
+    shown = shown[shown["source"].str.contains("bandwidth parity")]
     low = shown.assign(high_gbps=4 * shown["inter_node_gbps"])
     high = shown[["model", "inter_node_gbps", "zero3"]].rename(columns={"inter_node_gbps": "high_gbps"})
     pairs = low.drop(columns=["zero3", "speedup"]).merge(high, on=["model", "high_gbps"])
@@ -52,26 +51,17 @@ def volume() -> pd.DataFrame:
 
 
 def total(strategy: str, contender: str) -> float:
-    """Bytes between nodes per step in units of M by the blog's rule; NaN if the rule does not cover it.
-
-    Args:
-        strategy: of a contender.
-        contender: its printed name; with changes in parentheses it is no preset, and not covered.
+    """Bytes between nodes per step in units of M by the blog's rule; NaN if the rule does not cover it, as it
+    does no contender with changes in parentheses.
     """
     found = volume().set_index("method")["total_m"]
     return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan
 
 
-def generation() -> pd.DataFrame:
-    """Generated tokens per second and GPU in the blog's RLHF figure, with ZeRO++'s speed-up.
-
-    One row per model: ``source``, ``model``, ``gpus``, ``unit``, ``zero3``, ``zeropp``, ``speedup``.
+def rlhf(*phases: str) -> pd.DataFrame:
+    """Rates of a GPU in the blog's RLHF figure, with ZeRO++'s speed-up: a row per model and phase, which are
+    ``generation`` and ``training``, of supervised fine-tuning (step 1).
     """
-    shown = rlhf()
-    return shown[shown["phase"] == "generation"].reset_index(drop=True)
-
-
-def rlhf() -> pd.DataFrame:
-    """The same of all phases of that figure: its ``training`` is of supervised fine-tuning (step 1)."""
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
+    table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval
 from report.data.frames import groups
 from report.data.metrics import Derived
 
@@ -18,7 +16,6 @@ _KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "achieved_mbit", "step_seconds", "tokens_per_second", "sent_bytes",
 ]  # fmt: skip
-_TITLES: Final = {"weak": "weak: {} tokens a rank", "strong": "strong: {} tokens in all"}
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
@@ -28,10 +25,11 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
     """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     parts = []
-    for kind, held in (("weak", "tokens_per_rank"), ("strong", "everyone")):
+    for kind, held, tokens in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
         for key, group in groups(table, [*_HELD, held]):
             if group["nodes"].nunique() >= _FEWEST:
-                parts.append(group[_KEPT].assign(kind=kind, title=_TITLES[kind].format(int(key[-1]))))
+                title = f"{kind}: {int(key[-1])} tokens {tokens}"
+                parts.append(group[_KEPT].assign(kind=kind, title=title))
     return pd.concat(parts, ignore_index=True) if parts else table[_KEPT].iloc[:0]
 
 
@@ -44,11 +42,6 @@ def under_limits(derived: Derived) -> pd.DataFrame:
     limits = np.array([ran[identity].memory_limit or np.nan for identity in found["id"]])
     found = found.assign(limit_bytes=limits, first=found["place"]).dropna(subset=["limit_bytes"])
     return found if (~found["trained"].astype(bool)).any() and found["trained"].any() else found.iloc[:0]
-
-
-def largest_interval(group: pd.DataFrame) -> Interval:
-    """The first of :func:`largest`, as an estimate."""
-    return Interval(largest(group)[0], math.nan, math.nan, len(group))
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:

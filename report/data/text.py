@@ -71,6 +71,11 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 
 
+def sentence(words: str) -> str:
+    """Words with a capital at the beginning, if that is a letter, and a dot at the end."""
+    return f"{words[:1].upper()}{words[1:]}."
+
+
 def with_interval(found: Interval, told: Callable[[float], str]) -> str:
     """The estimate, with its interval in parentheses if it is known."""
     text = told(found.estimate)

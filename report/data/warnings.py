@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from harness.records import journal
 from harness.suites import labels
 from impl.plan.shard_layout import MUCH_PADDING
@@ -10,14 +12,18 @@ from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN, Derived
 from report.data.text import counted, listed
 
+_AT_FAULT: Final = {  # columns of what is wrong
+    "miscounted": "The interfaces did not send what the ledger holds",
+    "off_rate": "The link's rate after the trial is more than 5 % off what was asked for",
+}
+
 
 def of_page(derived: Derived) -> list[str]:
     """All that hold, in the order in which they matter."""
     frames, ran = derived.frames, derived.finished
     trials = counted(len(ran), "trial")
-    own = _own_codecs(derived)
-    unequal, wrong = ran[ran["predicted_equal"].eq(other=False)], ran[ran["miscounted"].ne("")]
-    taken, bare = ran[ran["taken_share"].gt(OTHERS_WITHIN)], int((~ran["signed"].astype(bool)).sum())
+    unequal, taken = ran[ran["predicted_equal"].eq(other=False)], ran[ran["taken_share"].gt(OTHERS_WITHIN)]
+    bare = int((~ran["signed"].astype(bool)).sum())
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
     where = ran.drop_duplicates("cell").set_index("cell")["where"]
     padded = counted(int(ran["padding_share"].gt(MUCH_PADDING).sum()), "trial")
@@ -26,7 +32,9 @@ def of_page(derived: Derived) -> list[str]:
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
-    if own:
+    contenders = ran.drop_duplicates("contender").set_index("contender")["id"]
+    policies = {str(name): frames.ran[identity].resolved_policy() for name, identity in contenders.items()}
+    if own := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
         found.append(
             f"{listed(own)} {'encodes' if len(own) == 1 else 'encode'} and decode by a Python function of "
             "the suite: their seconds are those of Python, not of a kernel."
@@ -34,10 +42,8 @@ def of_page(derived: Derived) -> list[str]:
     if len(frames.pools) > 1:
         found.append(f"Records of {len(frames.pools)} machines or codes stand side by side.")
     if frames.left_out:
-        found.append(
-            f"Left out: {counted(frames.left_out, 'failure')} of another machine or code, of which nothing "
-            "was measured."
-        )
+        failures = counted(frames.left_out, "failure")
+        found.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
     if frames.stale_traces:
         found.append(
             f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
@@ -55,17 +61,10 @@ def of_page(derived: Derived) -> list[str]:
             f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
             f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
         )
-    if len(wrong):
-        found.append(
-            f"The interfaces did not send what the ledger holds in {counted(len(wrong), 'trial')}: "
-            f"{listed(sorted(wrong['id'])[:6])}; in {wrong.iloc[0]['id']} {wrong.iloc[0]['miscounted']}."
-        )
-    if len(off := ran[ran["off_rate"].ne("")]):
-        found.append(
-            f"The link's rate after the trial is more than 5 % off what was asked for in "
-            f"{counted(len(off), 'trial')}: {listed(sorted(off['id'])[:6])}; in {off.iloc[0]['id']} "
-            f"{off.iloc[0]['off_rate']}."
-        )
+    for column, what in _AT_FAULT.items():
+        if len(wrong := ran[ran[column].ne("")]):
+            ids, why = listed(sorted(wrong["id"])[:6]), " ".join(wrong.iloc[0][["id", column]])
+            found.append(f"{what} in {counted(len(wrong), 'trial')}: {ids}; in {why}.")
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
         for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
@@ -89,21 +88,10 @@ def of_page(derived: Derived) -> list[str]:
             "their content was edited is not known."
         )
     if frames.interrupted:
-        found.append(
-            f"{counted(frames.interrupted, 'trial')} interrupted, not yet run again: the same `zeropp run` "
-            f"does."
-        )
+        trials = counted(frames.interrupted, "trial")
+        found.append(f"{trials} interrupted, not yet run again: the same `zeropp run` does.")
     if modelled:
         found.append(modelled)
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
     return found
-
-
-def _own_codecs(derived: Derived) -> list[str]:
-    """Contenders with a codec of the user's own, whose code is Python."""
-    named = derived.finished.drop_duplicates("contender")
-    policies = {
-        row["contender"]: derived.frames.ran[row["id"]].resolved_policy() for _, row in named.iterrows()
-    }
-    return [str(name) for name, policy in policies.items() if policy is not None and policy.own_codecs]

@@ -29,14 +29,8 @@ _EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
 def grid(
     style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Create a figure of panels, all in one column where it is narrow.
-
-    Args:
-        style: of the page.
-        rows: of panels.
-        columns: of panels.
-        heights: of each row, in inches, titles and names of axes included.
-        share_y: whether panels of a row share their y axis.
+    """Create a figure of panels, all in one column where it is narrow; ``heights`` are those of each row, in
+    inches, titles and names of axes included.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
@@ -83,10 +77,10 @@ def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Sequence[float] = ()) -
     for value in sorted(float(one) for one in values if one > 0):
         if not kept or value / kept[-1] >= _APART:
             kept.append(value)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1,), (1, 2, 5), range(1, 10)) if not kept else ():  # the fewest that give two ticks
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        kept = [step * 10.0**power for power in powers for step in steps]
-        kept = [tick for tick in kept if low <= tick <= high]
+        ticks = [step * 10.0**power for power in powers for step in steps]
+        kept = [tick for tick in ticks if low <= tick <= high]
         if len(kept) > 1:
             kept = kept[:: -(-len(kept) // _MOST_TICKS)]
             break
@@ -114,9 +108,7 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 def lines(looks: Mapping[str, Look]) -> dict[str, Artist]:
     """A legend's entries of lines or points."""
     return {
-        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes or (None, None))
-        if one.dashes
-        else Line2D([], [], color=one.colour, marker=one.marker)
+        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes)
         for name, one in looks.items()
     }
 

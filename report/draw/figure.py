@@ -22,15 +22,6 @@ from report.draw.theme import Style
 THREE_DIGITS: Final = number(3)
 
 
-def median(column: str) -> Callable[[pd.DataFrame], Interval]:
-    """An estimate: the median of a column, without an interval."""
-
-    def of(group: pd.DataFrame) -> Interval:
-        return Interval(float(group[column].median()), math.nan, math.nan, len(group))
-
-    return of
-
-
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A column of raw values, and how it is drawn.
@@ -58,7 +49,9 @@ class Measure:
 
     def of(self, group: pd.DataFrame) -> Interval:
         """The estimate of a contender's rows."""
-        return (self.estimate or median(self.column))(group)
+        if self.estimate is not None:
+            return self.estimate(group)
+        return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 class Mark(Protocol):
@@ -79,7 +72,8 @@ class Figure:
         name: of its files, and of its anchor on the page.
         question: that it answers, with which its caption begins.
         table: its data of a suite's records; without rows if they hold nothing to draw.
-        notes: further sentences of its caption.
+        note: a further sentence of its caption.
+        notes: sentences after that, of its data.
     """
 
     name: str
@@ -87,6 +81,7 @@ class Figure:
     question: str
     mark: Mark
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
+    note: str = ""
     notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
 
     @property
@@ -96,7 +91,7 @@ class Figure:
 
     def caption(self, data: pd.DataFrame) -> str:
         """The question, what is drawn how, and what all rows have in common."""
-        parts = [self.question, self.mark.says(data), *(note(data) for note in self.notes)]
+        parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
         parts += [peers_note(data)] if "strategy" in data else []
         parts += [common_to(data)] if "where" in data else []
         parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []

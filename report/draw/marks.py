@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,7 @@ from pandas.api.types import is_integer_dtype
 
 from report.data import footnotes
 from report.data.frames import groups
-from report.data.text import listed, number
+from report.data.text import listed, number, sentence
 from report.draw import axes, theme
 from report.draw.contenders import by_cell, by_cell_and_contender, by_contender, contenders
 from report.draw.figure import Measure
@@ -23,26 +23,21 @@ from report.draw.theme import Look, Style
 
 _FEW: Final = 8  # values of an axis, each of which has its tick
 _PANEL_INCHES: Final = 2.3
+_COLUMNS: Final = 3  # of panels in a row, for a single measure
+_MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
 
 
-def _base(data: pd.DataFrame) -> str:
-    return listed(list(data["baseline_contender"].unique())) if "baseline_contender" in data else ""
-
-
-def _said(measures: Sequence[Measure], data: pd.DataFrame) -> str:
-    """What the measures are."""
-    told = [f"{_label(one, data)}: {one.says.format(base=_base(data))}" for one in measures if one.says]
-    return f"{'; '.join(told)}."[:1].upper() + f"{'; '.join(told)}."[1:]
-
-
-def _label(measure: Measure, data: pd.DataFrame) -> str:
-    return measure.label.format(base=_base(data))
-
-
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Those that have a value."""
-    return [one for one in measures if data[one.column].notna().any()]
+    """Those that have a value, with the baseline's name in their labels."""
+    base = listed(list(data["baseline_contender"].unique())) if "baseline_contender" in data else ""
+    there = [one for one in measures if data[one.column].notna().any()]
+    return [replace(one, label=one.label.format(base=base)) for one in there]
+
+
+def _said(measures: Sequence[Measure]) -> str:
+    """What the measures are."""
+    return sentence("; ".join(f"{one.label}: {one.says}" for one in measures if one.says))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +49,47 @@ class Rows:
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars or points with their intervals."""
         rows, shown = by_cell_and_contender(data), _measured(self.measures, data)
-        names = [
-            name + (footnotes.rates(group) if "rates_differ" in group else "") for name, _, group in rows
-        ]
+        names = [name + (footnotes.rates(mine) if "rates_differ" in mine else "") for name, _, mine in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
+        looks = [style.look(contender) for _, contender, _ in rows]
         for ax, measure in zip(panels, shown, strict=True):
-            _row_panel(ax, [(contender, group) for _, contender, group in rows], measure, style)
+            _row_panel(ax, [mine for *_, mine in rows], measure, looks)
             axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
-            ax.set_xlabel(axes.wrapped(_label(measure, data), 60 // len(shown)))
+            ax.set_xlabel(axes.wrapped(measure.label, 60 // len(shown)))
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
         """What each measure is."""
         shown = _measured(self.measures, data)
-        strokes = [f"strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
-        return f"{_said(shown, data)} Dots: single values{''.join(f'; {stroke}' for stroke in strokes)}."
+        strokes = [f"; strokes ( | ): {one.stroke.replace('_', ' ')}" for one in shown if one.stroke]
+        return f"{_said(shown)} Dots: single values{''.join(strokes)}."
 
 
-def _row_panel(ax: Axes, rows: Sequence[tuple[str, pd.DataFrame]], measure: Measure, style: Style) -> None:
+def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
     """One measure of all rows."""
-    found = [measure.of(group) for _, group in rows]
-    looks = [style.look(contender) for contender, _ in rows]
-    places = np.arange(len(rows))
-    middles = [one.estimate for one in found]
+    found, places, column = [measure.of(mine) for mine in rows], np.arange(len(rows)), measure.column
+    colours = [look.colour for look in looks]
+    common: dict[str, Any] = {"y": places, "hue": places, "palette": colours, "legend": False, "ax": ax}
+    common["x"] = [one.estimate for one in found]
     if measure.bar:
-        sns.barplot(
-            x=middles, y=places, hue=places, palette=[look.colour for look in looks], orient="h", width=0.62,
-            saturation=1, native_scale=True, legend=False, ax=ax,
-        )  # fmt: skip
+        sns.barplot(**common, orient="h", width=0.62, saturation=1, native_scale=True)
     else:
-        sns.scatterplot(
-            x=middles, y=places, hue=places, style=places, palette=[look.colour for look in looks],
-            markers=[look.marker for look in looks], s=40, zorder=3, legend=False, ax=ax,
-        )  # fmt: skip
-    colours = [theme.INK if measure.bar else look.colour for look in looks]
-    ax.hlines(places, [one.low for one in found], [one.high for one in found], colors=colours, zorder=3)
-    values = pd.concat(
-        [
-            group[[measure.column]].astype(float).assign(place=place + 0.22)
-            for place, (_, group) in enumerate(rows)
-        ]
-    )
-    sns.scatterplot(values, x=measure.column, y="place", ax=ax, **_DOT)
+        markers = [look.marker for look in looks]
+        sns.scatterplot(**common, style=places, markers=markers, s=40, zorder=3)
+    ends = ([one.low for one in found], [one.high for one in found])
+    ax.hlines(places, *ends, colors=[theme.INK] * len(rows) if measure.bar else colours, zorder=3)
+    values = pd.concat([mine[[column]].astype(float) for mine in rows])
+    values["place"] = np.repeat(places + 0.22, [len(mine) for mine in rows])
+    sns.scatterplot(values, x=column, y="place", ax=ax, **_DOT)
+    strokes = [mine[measure.stroke].median() if measure.stroke else np.nan for mine in rows]
     if measure.stroke:
-        strokes = [group[measure.stroke].median() for _, group in rows]
         ax.plot(strokes, places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     axes.line_at(ax, measure.line, across=False)
-    for place, (one, (_, group)) in enumerate(zip(found, rows, strict=True)):
-        beyond = group[measure.stroke].median() if measure.stroke else np.nan
-        end = float(np.fmax.reduce([one.estimate, one.high, group[measure.column].max(), beyond]))
-        axes.beside(ax, end, place, measure.form(one.estimate))
+    for place, one, mine, stroke in zip(places, found, rows, strokes, strict=True):
+        end = float(np.fmax.reduce([one.estimate, one.high, mine[column].max(), stroke]))
+        axes.beside(ax, end, float(place), measure.form(one.estimate))
     if measure.log:
-        ax.set_xlim(values[measure.column].min() / 1.5, values[measure.column].max() * 3)
+        ax.set_xlim(values[column].min() / 1.5, values[column].max() * 3)
         axes.log_ticks(ax, "x")
     else:
         axes.room(ax, zero=measure.bar)
@@ -118,28 +102,26 @@ class Lines:
     Attributes:
         x: column of the x axis.
         label: of the x axis; empty where the titles of panels say it.
-        panels: column of the panels' titles, in order of appearance.
         lines: column of the lines' names.
         points: column by which rows make a point, whose x is their median.
-        columns: of panels in a row, for a single measure.
         band: whether the range of the values is drawn, instead of each.
     """
 
     x: str
     label: str
     measures: tuple[Measure, ...]
-    panels: str = "panel"
     lines: str = "contender"
     points: str = ""
-    columns: int = 3
     log: bool = False
     band: bool = False
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Lines through estimates."""
-        shown, titles = _measured(self.measures, data), list(data[self.panels].unique())
-        looks = self._looks(data, style)
-        columns = min(len(titles), self.columns if len(shown) == 1 else len(titles))
+        """Lines through estimates, in panels by the column ``panel``."""
+        shown, titles = _measured(self.measures, data), list(data["panel"].unique())
+        looks = theme.shades([str(name) for name in data[self.lines].unique()])
+        if self.lines == "contender":
+            looks = {name: style.look(name) for _, name in contenders(data)}
+        columns = min(len(titles), _COLUMNS if len(shown) == 1 else len(titles))
         rows = -(-len(titles) // columns) * len(shown)
         figure, panels = axes.grid(style, rows, columns, [_PANEL_INCHES] * rows)
         places = [(measure, title) for measure in shown for title in titles]
@@ -147,12 +129,12 @@ class Lines:
         for ax in flat[len(places) :]:
             ax.set_axis_off()
         for ax, (measure, title) in zip(flat, places, strict=False):
-            mine = data[data[self.panels] == title].dropna(subset=[self.x, measure.column])
+            mine = data[data["panel"] == title].dropna(subset=[self.x, measure.column])
             if len(mine):
                 self._panel(ax, mine, measure, looks)
             ax.set_title(axes.wrapped(title) if self.label and measure is shown[0] else "")
             ax.set_xlabel("" if self.label and not style.narrow else self.label or title)
-            ax.set_ylabel(axes.wrapped(_label(measure, data)) if title == titles[0] or style.narrow else "")
+            ax.set_ylabel(axes.wrapped(measure.label) if title == titles[0] or style.narrow else "")
             if measure.bar:
                 ax.set_ylim(0, 1.08 * float(data[measure.column].max()))
         if self.label and not style.narrow:
@@ -160,56 +142,38 @@ class Lines:
         axes.legend(figure, axes.lines(looks), style)
         return figure
 
-    def _looks(self, data: pd.DataFrame, style: Style) -> dict[str, Look]:
-        if self.lines == "contender":
-            return {name: style.look(name) for _, name in contenders(data)}
-        return theme.shades([str(name) for name in data[self.lines].unique()])
-
-    def _points(self, data: pd.DataFrame, measure: Measure) -> pd.DataFrame:
-        """(line, x, y) of each point."""
-        rows = []
-        for (line, _), group in groups(data, [self.lines, self.points or self.x]):
-            rows.append((str(line), group[self.x].median(), measure.of(group).estimate))
-        return pd.DataFrame(rows, columns=["line", "x", "y"])
-
     def _panel(self, ax: Axes, mine: pd.DataFrame, measure: Measure, looks: Mapping[str, Look]) -> None:
-        found = self._points(mine, measure)
+        x, y, at = self.x, measure.column, self.points or self.x
+        mine = mine.assign(line=mine[self.lines].astype(str))
+        points = groups(mine, ["line", at])
+        rows = [(line, group[x].median(), measure.of(group).estimate) for (line, _), group in points]
+        found = pd.DataFrame(rows, columns=["line", "x", "y"])
         there = [name for name in looks if (found["line"] == name).any()]
+        colours = {name: looks[name].colour for name in there}
         sns.lineplot(
             found, x="x", y="y", hue="line", style="line", hue_order=there, style_order=there,
-            palette={name: looks[name].colour for name in there},
-            markers={name: looks[name].marker for name in there},
+            palette=colours, markers={name: looks[name].marker for name in there},
             dashes={name: looks[name].dashes for name in there},
             estimator=None, markersize=5, linewidth=1.4, legend=False, ax=ax,
         )  # fmt: skip
-        raw = mine.assign(line=mine[self.lines].astype(str))
-        colours = {name: looks[name].colour for name in there}
         if self.band:
-            for (line,), group in groups(raw, ["line"]):
-                ends = group.groupby(self.points or self.x)[[self.x, measure.column]].agg(
-                    ["median", "min", "max"]
-                )
-                ax.fill_between(
-                    ends[self.x, "median"], ends[measure.column, "min"], ends[measure.column, "max"],
-                    color=colours[line], alpha=0.15, lw=0,
-                )  # fmt: skip
+            for (line,), group in groups(mine, ["line"]):
+                ends = group.groupby(at)[[x, y]].agg(["median", "min", "max"])
+                low, high = ends[y, "min"], ends[y, "max"]
+                ax.fill_between(ends[x, "median"], low, high, color=colours[line], alpha=0.15, lw=0)
         else:
-            sns.scatterplot(
-                raw, x=self.x, y=measure.column, hue="line", palette=colours, s=7, alpha=0.5, linewidth=0,
-                legend=False, ax=ax,
-            )  # fmt: skip
+            dots: dict[str, Any] = {"s": 7, "alpha": 0.5, "linewidth": 0, "legend": False}
+            sns.scatterplot(mine, x=x, y=y, hue="line", palette=colours, ax=ax, **dots)
         if measure.stroke:
-            strokes = mine.groupby([self.lines, self.points or self.x])[[self.x, measure.stroke]].median()
+            strokes = mine.groupby(["line", at])[[x, measure.stroke]].median()
             for line, group in strokes.groupby(level=0):
-                ax.plot(
-                    group[self.x], group[measure.stroke], "_", color=looks[str(line)].colour, ms=9, mew=1.3
-                )
+                ax.plot(group[x], group[measure.stroke], "_", color=looks[str(line)].colour, ms=9, mew=1.3)
         axes.line_at(ax, measure.line, across=True)
         if "rates_differ" in mine:
             for _, cell in mine[mine["rates_differ"]].groupby("cell"):
-                at = (cell[self.x].median(), cell[measure.column].max())
-                ax.annotate(footnotes.RATES, at, (0, 4), textcoords="offset points", ha="center")
-        if is_integer_dtype(mine[self.x]) and found["x"].nunique() < _FEW:
+                above = (cell[x].median(), cell[y].max())
+                ax.annotate(footnotes.RATES, above, (0, 4), textcoords="offset points", ha="center")
+        if is_integer_dtype(mine[x]) and found["x"].nunique() < _FEW:
             ax.set_xticks(sorted(found["x"].unique()))
         if self.log:
             axes.log_ticks(ax, "x", [float(f"{value:.2g}") for value in found["x"].unique()])
@@ -221,7 +185,7 @@ class Lines:
         shown = _measured(self.measures, data)
         raw = "bands: from the lowest to the highest" if self.band else "small dots: single values"
         strokes = "".join(f"; dashes: {one.stroke.replace('_', ' ')}" for one in shown if one.stroke)
-        return f"{_said(shown, data)} Markers: estimates; {raw}{strokes}."
+        return f"{_said(shown)} Markers: estimates; {raw}{strokes}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +195,8 @@ class Stacked:
     Attributes:
         value: column of the lengths, of which means are drawn.
         label: of the axis, with the unit.
-        says: what is drawn, for the caption.
+        says_parts: what is drawn, for the caption.
         parts: in which order parts stand; others follow.
-        panels: column of the panels' titles.
         also: by kind, the marker, its colour and what it is.
     """
 
@@ -241,22 +204,19 @@ class Stacked:
     label: str
     says_parts: str
     parts: tuple[str, ...]
-    panels: str = "panel"
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Bars and marks."""
-        bars = data[data["kind"] == "bar"]
-        there = [part for part in self.parts if bars[bars["part"] == part][self.value].gt(0).any()]
-        there += sorted(set(bars[bars[self.value] > 0]["part"]) - set(there))
-        colours = theme.of_parts(there)
-        titles = list(data[self.panels].unique())
-        heights = [
-            axes.rows_inches(data[data[self.panels] == title]["contender"].nunique()) for title in titles
-        ]
-        figure, panels = axes.grid(style, len(titles), 1, heights)
-        for (ax,), title in zip(panels, titles, strict=True):
-            self._panel(ax, data[data[self.panels] == title], there, colours)
+        """Bars and marks, in panels by the column ``panel``."""
+        most = data[data["kind"] == "bar"].groupby("part")[self.value].max()
+        held = [str(part) for part in most[most > 0].index]
+        there = [part for part in self.parts if part in held]
+        colours = theme.of_parts([*there, *sorted(set(held) - set(there))])
+        rows = groups(data, ["panel"])
+        heights = [axes.rows_inches(mine["contender"].nunique()) for _, mine in rows]
+        figure, panels = axes.grid(style, len(rows), 1, heights)
+        for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
+            self._panel(ax, mine, colours)
             ax.set_title(title)
         panels[-1][0].set_xlabel(self.label)
         drawn = [kind for kind in self.also if (data["kind"] == kind).any()]
@@ -266,14 +226,13 @@ class Stacked:
         axes.legend(figure, axes.patches(colours) | marks, style)
         return figure
 
-    def _panel(self, ax: Axes, mine: pd.DataFrame, parts: list[str], colours: Mapping[str, str]) -> None:
+    def _panel(self, ax: Axes, mine: pd.DataFrame, colours: dict[str, str]) -> None:
         names = [contender for _, contender in contenders(mine)]
-        wide = mine[mine["kind"] == "bar"].pivot_table(
-            index="contender", columns="part", values=self.value, aggfunc="mean"
-        )
-        wide = wide.reindex(index=names, columns=parts).astype(float)
-        if parts:
-            looks = {"color": dict(colours), "legend": False, "ec": "white", "lw": 0.5}
+        bars = mine[mine["kind"] == "bar"]
+        wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc="mean")
+        wide = wide.reindex(index=names, columns=list(colours)).astype(float)
+        if colours:
+            looks = {"color": colours, "legend": False, "ec": "white", "lw": 0.5}
             wide.plot.barh(stacked=True, width=0.62, ax=ax, **looks)  # type: ignore[call-overload]
         ends = wide.sum(axis=1, min_count=1)
         totals = ends.copy()
@@ -288,12 +247,12 @@ class Stacked:
 
     def says(self, data: pd.DataFrame) -> str:
         """What bars and marks are."""
-        marks = [
-            f"{marker.replace('o', 'circles').replace('x', 'crosses').replace('|', 'strokes')}: {what}"
+        told = "".join(
+            f"; {_MARKERS[marker]}: {what}"
             for kind, (marker, _, what) in self.also.items()
             if (data["kind"] == kind).any()
-        ]
-        return f"{self.says_parts}{''.join(f'; {mark}' for mark in marks)}. Means over trials."
+        )
+        return f"{self.says_parts}{told}. Means over trials."
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,13 +276,12 @@ class Front:
             for ax, measure in zip(row, shown, strict=True):
                 known = mine.dropna(subset=[measure.column])
                 middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
-                ahead = middles.iloc[front(middles)]
-                ax.plot(*ahead.to_numpy().T, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
+                ahead = middles.iloc[front(middles)].to_numpy().T
+                ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
                 for _, name, group in by_contender(known):
                     look = style.look(name)
-                    sns.scatterplot(
-                        group, x=self.x, y=measure.column, ax=ax, **_DOT | {"color": look.colour, "s": 5}
-                    )
+                    dots = _DOT | {"color": look.colour, "s": 5}
+                    sns.scatterplot(group, x=self.x, y=measure.column, ax=ax, **dots)
                     ax.plot(*middles.loc[name], look.marker, color=look.colour, mec="white", mew=0.5)
                 axes.line_at(ax, measure.line, across=True)
                 if measure.log:
@@ -335,7 +293,7 @@ class Front:
                 else:
                     ax.set_xlim(0, mine[self.x].max() * 1.08)
                 ax.set_xlabel(self.label)
-                ax.set_ylabel(_label(measure, data))
+                ax.set_ylabel(measure.label)
             row[0].set_title(title)
         looks = {axes.wrapped(name, 30, most=40): style.look(name) for _, name in contenders(data)}
         entries = axes.lines(looks)
@@ -346,10 +304,9 @@ class Front:
 
     def says(self, data: pd.DataFrame) -> str:
         """What each measure is, and the front."""
-        said = _said(_measured(self.measures, data), data)
         return (
-            f"{said} Markers: medians; dots: trials; grey: the Pareto front of the medians, whom none beats "
-            f"in {self.label} without being worse in the other."
+            f"{_said(_measured(self.measures, data))} Markers: medians; dots: trials; grey: the Pareto front "
+            f"of the medians, whom none beats in {self.label} without being worse in the other."
         )
 
 
@@ -358,13 +315,10 @@ def front(points: pd.DataFrame) -> list[int]:
 
     In ascending order of bytes; of equal rows the first.
     """
-    kept: list[int] = []
-    best = np.inf
-    for place in np.lexsort((points.iloc[:, 1], points.iloc[:, 0])):
-        if points.iloc[place, 1] < best:
-            best = points.iloc[place, 1]
-            kept.append(int(place))
-    return kept
+    places = np.lexsort((points.iloc[:, 1], points.iloc[:, 0]))
+    values = points.iloc[places, 1]
+    ahead = values < values.cummin().shift(fill_value=np.inf)
+    return [int(place) for place in places[ahead.to_numpy()]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,15 +326,13 @@ class Lanes:
     """What a rank did when: a panel for each title, in it a row of bars for each lane."""
 
     lanes: tuple[str, ...]
-    told: str = "told"  # column of a sentence on each panel
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars from ``begin`` to ``end``, in ms."""
-        titles, colours = list(data["panel"].unique()), theme.of_parts(self.lanes)
+        rows, colours = groups(data, ["panel"]), theme.of_parts(self.lanes)
         height = 0.35 + 0.13 * len(self.lanes)
-        figure, panels = axes.grid(style, len(titles), 1, [height] * (len(titles) - 1) + [height + 0.25])
-        for (ax,), title in zip(panels, titles, strict=True):
-            mine = data[data["panel"] == title]
+        figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
+        for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
             for place, lane in enumerate(self.lanes):
                 spans = mine[mine["lane"] == lane]
                 bars = list(zip(1e3 * spans["begin"], 1e3 * (spans["end"] - spans["begin"]), strict=True))
@@ -395,5 +347,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """The sentences on the panels."""
-        return f"{'; '.join(data[self.told].unique())}."
+        """The sentences on the panels, of column ``told``."""
+        return f"{'; '.join(data['told'].unique())}."

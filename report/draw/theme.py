@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
+import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 
@@ -27,6 +29,9 @@ _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
 # How the second and further contenders of a strategy differ from its first: colour to mix in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
+_FONTS: Final = mpl.rc_params_from_file(
+    Path(__file__).parents[1] / "figures.mplstyle", use_default_template=False
+)
 _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 
@@ -63,27 +68,20 @@ class Style:
 
 def looks_of(contenders: Iterable[tuple[str, str]]) -> dict[str, Look]:
     """Looks by contender, from (strategy, contender) in list order: no two of one strategy are alike."""
-    counts: Counter[str] = Counter()
     found: dict[str, Look] = {}
-    for strategy, contender in contenders:
-        if contender not in found:
-            known = STRATEGIES.get(strategy)
-            colour, marker = (known.colour, known.marker) if known else _OTHER
-            number = counts[strategy]
-            markers = [marker, *(one for one in _MARKERS if one != marker)]
-            found[contender] = Look(
-                _mixed(colour, *_SHADES[number % len(_SHADES)]),
-                markers[number % len(markers)],
-                _DASHES[number % len(_DASHES)],
-            )
-            counts[strategy] += 1
+    counts: Counter[str] = Counter()
+    for strategy, contender in dict.fromkeys(contenders):
+        known = STRATEGIES.get(strategy)
+        colour, marker = (known.colour, known.marker) if known else _OTHER
+        markers = [marker, *(one for one in _MARKERS if one != marker)]
+        shade, marker, dashes = (of[counts[strategy] % len(of)] for of in (_SHADES, markers, _DASHES))
+        found[contender] = Look(_mixed(colour, *shade), marker, dashes)
+        counts[strategy] += 1
     return found
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
-    red, green, blue = (
-        (1 - share) * one + share * two for one, two in zip(to_rgb(colour), to_rgb(other), strict=True)
-    )
+    red, green, blue = (1 - share) * np.array(to_rgb(colour)) + share * np.array(to_rgb(other))
     return to_hex((red, green, blue))
 
 
@@ -103,32 +101,5 @@ def shades(names: Sequence[str]) -> dict[str, Look]:
 @contextmanager
 def fonts() -> Iterator[None]:
     """Context in which figures are drawn and saved: fonts, lines, deterministic output."""
-    own = {
-        "axes.axisbelow": True,
-        "axes.edgecolor": "#9a9a9a",
-        "axes.grid": True,
-        "axes.labelcolor": INK,
-        "axes.labelsize": 9,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "axes.titlelocation": "left",
-        "axes.titlesize": 9.5,
-        "axes.titleweight": "bold",
-        "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: the same everywhere
-        "font.size": 8.5,
-        "grid.color": "#e4e4e4",
-        "grid.linewidth": 0.6,
-        "legend.fontsize": 8,
-        "legend.frameon": False,
-        "pdf.fonttype": 42,
-        "savefig.dpi": 160,
-        "svg.fonttype": "path",
-        "svg.hashsalt": "zeropp-bench",
-        "text.color": INK,
-        "text.parse_math": False,  # names come from records and may hold a dollar sign
-        "xtick.labelsize": 8,
-        "ytick.labelsize": 8,
-    }
-    with mpl.rc_context(sns.axes_style("ticks") | sns.plotting_context("paper") | own):
+    with mpl.rc_context({**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_FONTS}):
         yield

@@ -17,7 +17,10 @@ from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
+_ENDS: Final = [*_KEPT, "validation_loss", "validation_step"]
 _FEWEST: Final = 4  # contenders of a cell that have a front
+_EXCESS: Final = "loss minus the baseline's, nats"
+_OF_SEED: Final = "of the last validation, same seed"
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
@@ -25,13 +28,15 @@ def _curves(derived: Derived) -> pd.DataFrame:
     long = derived.trials[derived.trials["validation_loss"].notna()]
     found = long[_KEPT].merge(derived.frames.validations, on="id")
     found = found[found.groupby("id")["step"].transform("nunique") >= 3]
+    if found.empty:
+        return found
     found = found.assign(inter_bytes=pd.to_numeric(found["inter_bytes"]))
-    size, unit = byte_unit(float(found["inter_bytes"].max())) if len(found) else (1.0, "bytes")
+    size, unit = byte_unit(float(found["inter_bytes"].max()))
     against = {"optimizer steps": found["step"], "seconds in steps": found["train_seconds"],
                f"{unit} sent between nodes": found["inter_bytes"] / size}  # fmt: skip
-    titles = titles_of(found) if len(found) else {}
-    heads = found["cell"].map(lambda cell: f"{titles[cell]}: " if titles[cell] else "")
-    return pd.concat([found.assign(against=values, panel=heads + name) for name, values in against.items()])
+    heads = {cell: f"{title}: " if title else "" for cell, title in titles_of(found).items()}
+    parts = [found.assign(against=of, panel=found["cell"].map(heads) + name) for name, of in against.items()]
+    return pd.concat(parts)
 
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
@@ -46,8 +51,8 @@ LOSS: Final = Figure(
     table=_curves,
     mark=Lines(
         "against", "",
-        (Measure("loss", "validation loss, nats", "mean over seeds", loss_verdicts.mean_of("loss"),
-                 "{:.3f}".format, bar=False),),
+        (Measure("loss", "validation loss, nats", "mean over seeds",
+                 lambda mine: loss_verdicts.over_seeds(mine, "loss"), "{:.3f}".format, bar=False),),
         points="step", band=True,
     ),
     notes=(_seeds_in_words,),
@@ -65,17 +70,13 @@ FINAL_LOSS: Final = Figure(
     name="final_loss",
     title="Final validation loss",
     question="Which loss does each contender end with?",
-    table=lambda derived: derived.trials.dropna(subset=["validation_loss"])[
-        [*_KEPT, "validation_loss", "validation_step"]
-    ],
-    mark=Rows(
-        (
-            Measure(
-                "validation_loss", "validation loss, nats", "mean over seeds, from the lowest to the highest",
-                loss_verdicts.mean_of("validation_loss"), "{:.4f}".format, bar=False,
-            ),
-        )
-    ),
+    table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
+    mark=Rows((
+        Measure(
+            "validation_loss", "validation loss, nats", "mean over seeds, from the lowest to the highest",
+            loss_verdicts.over_seeds, "{:.4f}".format, bar=False,
+        ),
+    )),
     notes=(_steps_in_words,),
 )  # fmt: skip
 
@@ -84,12 +85,10 @@ def _front(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells that have a front, with the bytes of a step in M."""
     known = loss_verdicts.front(derived)
     found = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
-    told = known.set_index("contender")["front"]
-    return found[[*_KEPT, "validation_loss"]].assign(
-        m=(found["sent_bytes"] / found["m_bytes"]).round(3),
-        front=found["contender"].map(told),
-        excess=_excess(derived, found),
-    )
+    told = found["contender"].map(known.set_index("contender")["front"])
+    m = (found["sent_bytes"] / found["m_bytes"]).round(3)
+    kept = found[[*_KEPT, "validation_loss"]]
+    return kept.assign(m=m, front=told, excess=_excess(derived, found))
 
 
 def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
@@ -107,15 +106,9 @@ FRONTIER: Final = Figure(
     table=_front,
     mark=Front(
         "m", "bytes between nodes in a step, in M",
-        (
-            Measure(
-                "excess", "validation loss minus the baseline's, nats", "of the last validation, same seed",
-                form="{:+.4f}".format, line=0,
-            ),
-        ),
-        log=True,
+        (Measure("excess", f"validation {_EXCESS}", _OF_SEED, form="{:+.4f}".format, line=0),), log=True,
     ),
-    notes=(lambda _: formula("M", "ledger"),),
+    note=formula("M", "ledger"),
 )  # fmt: skip
 
 
@@ -147,10 +140,7 @@ SENT_ERROR: Final = Figure(
             ),
         )
     ),
-    notes=(
-        lambda _: "A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in "
-        "two hops.",
-    ),
+    note="A ring has a hop for each of its steps; whose name tells no way of reduction, reduces in two hops.",
 )  # fmt: skip
 
 
@@ -160,11 +150,9 @@ def _costs(derived: Derived) -> pd.DataFrame:
     sent = communication.errors(derived.frames, found)
     sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
     last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
-    found = found.assign(
-        m=found["sent_bytes"] / found["m_bytes"],
-        vnmse=found["id"].map(last.groupby("id")["vnmse"].max()),
-        excess=_excess(derived, found),
-    )
+    vnmse = found["id"].map(last.groupby("id")["vnmse"].max())
+    m = found["sent_bytes"] / found["m_bytes"]
+    found = found.assign(m=m, vnmse=vnmse, excess=_excess(derived, found))
     found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
     enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
     return found[enough][[*_KEPT, "m", "vnmse", "excess", "step_seconds"]]
@@ -185,7 +173,7 @@ PARETO: Final = Figure(
                 "masters, at the last measured step",
                 form=number(2), log=True,
             ),
-            Measure("excess", "loss minus the baseline's, nats", "of the last validation, same seed", line=0),
+            Measure("excess", _EXCESS, _OF_SEED, line=0),
             Measure("step_seconds", "seconds per step", ""),
         ),
     ),

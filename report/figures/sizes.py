@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
-import numpy as np
 import pandas as pd
 
+from harness.records.confidence_intervals import Interval
 from report.data import bytes_and_memory, published, scaling
 from report.data.metrics import Derived
-from report.data.text import number, plain
+from report.data.text import plain
 from report.draw import theme
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Rows, Stacked
@@ -75,20 +76,20 @@ VOLUME: Final = Figure(
 
 def _memory(derived: Derived) -> pd.DataFrame:
     found: pd.DataFrame = bytes_and_memory.memory(derived.frames, derived.trials)
-    if found[found["source"] == "engine"]["secondary"].nunique() < 2:
+    engine, formula = (found[found["source"] == source] for source in ("engine", "formula"))
+    if engine["secondary"].nunique() < 2:
         return found[:0]
-    engine = found[found["source"] == "engine"].assign(kind="bar")
-    formula = found[found["source"] == "formula"]
     keys = [name for name in formula.columns if name not in ("part", "bytes")]
-    totals = (
-        formula.groupby(keys, as_index=False, sort=False)["bytes"].sum().assign(kind="formula", part="total")
+    totals = formula.groupby(keys, as_index=False, sort=False)["bytes"].sum()
+    found = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
+    order = ["nodes", "ranks_per_node", "model", "secondary"]
+    found = found.sort_values(order, kind="stable", ignore_index=True)
+    mib, part, panel = (
+        found["bytes"] / 2**20,
+        found["part"].str.replace("_", " "),
+        found.apply(_place, axis=1),
     )
-    found = pd.concat([engine, totals], ignore_index=True)
-    found = found.sort_values(["nodes", "ranks_per_node", "model", "secondary"], kind="stable")
-    parts = found["part"].str.replace("_", " ")
-    return found.assign(
-        mib=found["bytes"] / 2**20, part=parts, place=found["secondary"], panel=found.apply(_place, axis=1)
-    )
+    return found.assign(mib=mib, part=part, place=found["secondary"], panel=panel)
 
 
 VARIED: Final = (
@@ -109,12 +110,8 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the total of the formulas of impl.plan.memory")},
     ),
-    notes=(
-        lambda _: (
-            "Ordered by the number of ranks that share one copy of the weights: the smaller the group, "
-            "the more memory, the fewer hops in backward."
-        ),
-    ),
+    note="Ordered by the number of ranks that share one copy of the weights: the smaller the group, the more "
+    "memory, the fewer hops in backward.",
 )
 
 
@@ -122,31 +119,25 @@ def _largest(derived: Derived) -> pd.DataFrame:
     """A row for each trial under a limit: millions of parameters of those that trained, and of others."""
     found = scaling.under_limits(derived)
     millions, trained = found["parameters"] / 1e6, found["trained"].astype(bool)
-    least = millions.where(~trained).groupby(found["contender"]).transform("min")
+    least = millions.mask(trained).groupby(found["contender"]).transform("min")
     limits = [f"{size / 2**20:g} MiB a rank" for size in found["limit_bytes"]]
-    return found.assign(
-        trained_millions=millions.where(trained, np.nan), next_size_not_run=least, where=limits, cell=limits
-    )
+    millions = millions.where(trained)
+    return found.assign(trained_millions=millions, next_size_not_run=least, where=limits, cell=limits)
 
 
+_TRAINED: Final = Measure(
+    "trained_millions",
+    "largest model that trained, million parameters",
+    "masters, gradients, optimizer state, copies and gathered weights within the limit, by formula before "
+    "the run and as the engine counted them after it; activations and buffers of the wire are not in it. The "
+    "next larger size was recorded as a failure with its numbers, and not run",
+    lambda mine: Interval(scaling.largest(mine)[0], math.nan, math.nan, len(mine)),
+    stroke="next_size_not_run",
+)
 LARGEST_MODEL: Final = Figure(
     name="largest_model",
     title="The largest model under a memory limit",
     question="How large a model trains within a limit of memory a rank?",
     table=_largest,
-    mark=Rows(
-        (
-            Measure(
-                "trained_millions",
-                "largest model that trained, million parameters",
-                "masters, gradients, optimizer state, copies and gathered weights within the limit, by "
-                "formula before the run and as the engine counted them after it; activations and buffers of "
-                "the wire are not in it. The next larger size was recorded as a failure with its numbers, "
-                "and not run",
-                scaling.largest_interval,
-                number(3),
-                stroke="next_size_not_run",
-            ),
-        )
-    ),
+    mark=Rows((_TRAINED,)),
 )

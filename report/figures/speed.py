@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import pandas as pd
 
 from harness.records.trace_record import LANES, hidden
-from impl.comm.timeline import Span
+from impl.comm.ledger import Span
 from report.data import decoding, emulation, footnotes, metrics, published, scaling
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
@@ -37,16 +38,14 @@ _TOKENS: Final = Measure(
 )  # fmt: skip
 
 
-def _by_size(data: pd.DataFrame) -> pd.DataFrame:
-    """With a column ``panel``: the batch per rank and, where there are several, the nodes and ranks."""
-    several = len(data[["nodes", "ranks_per_node"]].drop_duplicates()) > 1
-    data = data.sort_values(["nodes", "ranks_per_node", "tokens_per_rank"], kind="stable")
+def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
+    """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
+    sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    data = metrics.several_rates(data).sort_values(sizes, kind="stable")
+    nodes, ranks, tokens = (data[size].astype(str) for size in sizes)
+    several = len(data[sizes[:2]].drop_duplicates()) > 1
     return data.assign(
-        panel=[
-            f"{row['tokens_per_rank']} tokens per rank"
-            + (f", {row['nodes']}x{row['ranks_per_node']} ranks" if several else "")
-            for row in data.to_dict("records")
-        ]
+        panel=tokens + " tokens per rank" + (", " + nodes + "x" + ranks + " ranks" if several else "")
     )
 
 
@@ -58,18 +57,10 @@ def _pairs(derived: Derived) -> pd.DataFrame:
     return rows[[*KEPT, *more, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
 
 
-def _at_one_rate(derived: Derived) -> pd.DataFrame:
+def _at_one_rate(derived: Derived, known: str = "speedup") -> pd.DataFrame:
     rows = _pairs(derived)
-    return rows.drop(metrics.several_rates(rows).index)
-
-
-def _beside_possible(derived: Derived) -> pd.DataFrame:
-    rows = _at_one_rate(derived)
-    return rows if rows["share"].notna().any() else rows.iloc[:0]
-
-
-def _over_rates(derived: Derived) -> pd.DataFrame:
-    return _by_size(metrics.several_rates(_pairs(derived)))
+    rows = rows.drop(metrics.several_rates(rows).index)
+    return rows if rows[known].notna().any() else rows.iloc[:0]
 
 
 def _bounds_in_words(data: pd.DataFrame) -> str:
@@ -84,10 +75,10 @@ def _differing_in_words(data: pd.DataFrame) -> str:
     return footnotes.RATES_IN_WORDS if data["rates_differ"].any() else ""
 
 
-def _emulated_in_words(data: pd.DataFrame) -> str:
-    return emulation.note(data["link_kind"].dropna())
-
-
+_THROUGHPUT: Final = [*KEPT, "panel", "step_seconds", "tokens_per_second", "rates_differ"]
+_AGAINST_RATES: Final = partial(
+    Lines, "achieved_mbit", "achieved rate of a node's link, Mbit/s", points="cell", log=True
+)
 SPEEDUP: Final = Figure(
     name="speedup",
     title="Speed-up",
@@ -100,7 +91,7 @@ SHARE: Final = Figure(
     name="share",
     title="Steps beside the shortest possible",
     question="How near is each contender's step to the shortest possible?",
-    table=_beside_possible,
+    table=lambda derived: _at_one_rate(derived, "share"),
     mark=Rows((_SHARE,)),
     notes=(_bounds_in_words,),
 )
@@ -108,34 +99,28 @@ OVER_RATES: Final = Figure(
     name="speedup_over_rates",
     title="Speed-up against bandwidth",
     question="From which rate of the link on does a contender no longer pay?",
-    table=_over_rates,
-    mark=Lines(
-        "achieved_mbit", "achieved rate of a node's link, Mbit/s", (_SPEEDUP, _SHARE), points="cell", log=True
-    ),
+    table=lambda derived: _over_rates(_pairs(derived)),
+    mark=_AGAINST_RATES(measures=(_SPEEDUP, _SHARE)),
     notes=(_bounds_in_words, _differing_in_words),
 )
 THROUGHPUT: Final = Figure(
     name="throughput",
     title="Throughput against bandwidth",
     question="How is throughput bound by bandwidth and by the batch per rank?",
-    table=lambda derived: _by_size(metrics.several_rates(derived.trials))[
-        [*KEPT, "panel", "step_seconds", "tokens_per_second", "rates_differ"]
-    ],
-    mark=Lines(
-        "achieved_mbit", "achieved rate of a node's link, Mbit/s", (_TOKENS,), points="cell", log=True
-    ),
+    table=lambda derived: _over_rates(derived.trials)[_THROUGHPUT],
+    mark=_AGAINST_RATES(measures=(_TOKENS,)),
     notes=(_differing_in_words,),
 )
 
 
 def _beside_published(derived: Derived) -> pd.DataFrame:
-    ours, theirs = metrics.several_rates(derived.pairs[derived.pairs["role"] == ""]), published.throughput()
-    ours = ours[ours["contender"] == NAMES[PROPOSED]]
+    pairs, theirs = derived.pairs[derived.pairs["role"] == ""], published.throughput()
+    ours = _over_rates(pairs[pairs["contender"] == NAMES[PROPOSED]]).sort_index()
     if ours.empty:
         return ours
-    size = _by_size(ours)["panel"].str.replace(" tokens per rank", " tokens")
+    size = ours["panel"].str.replace(" tokens per rank", " tokens")
     ours = ours.assign(panel="here, Mbit/s", line=size, rate=ours["achieved_mbit"])
-    gpus = listed(list(dict.fromkeys(theirs["gpus"].astype(str) + " " + theirs["gpu"])))
+    gpus = listed(list((theirs["gpus"].astype(str) + " " + theirs["gpu"]).unique()))
     theirs = theirs.assign(
         panel=f"published, {gpus}, Gbit/s",
         line=[f"published, {tokens} tokens" for tokens in theirs["tokens_per_gpu"]],
@@ -146,38 +131,27 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
     return pd.concat([ours, theirs], ignore_index=True)[[*KEPT, *more]]
 
 
+_BESIDE: Final = Measure(
+    "speedup", "speed-up",
+    "of the proposed policy over the baseline, medians; published: of the TFLOPs per GPU that "
+    "the blog's figures print, rounded to integers (June 2023, models of 18 to 138 B parameters)",
+    form="{:.2f}".format, line=1,
+)  # fmt: skip
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
     title="Speed-up beside the published",
     question="Has the speed-up over the rate the shape that was published?",
     table=_beside_published,
-    mark=Lines(
-        "rate",
-        "",
-        (
-            Measure(
-                "speedup",
-                "speed-up",
-                "of the proposed policy over the baseline, medians; published: of the TFLOPs per GPU that "
-                "the blog's figures print, rounded to integers (June 2023, models of 18 to 138 B parameters)",
-                form="{:.2f}".format,
-                line=1,
-            ),
-        ),
-        lines="line",
-        points="cell",
-        log=True,
-    ),
-    notes=(
-        lambda _: "Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
-        _emulated_in_words,
-    ),
+    mark=Lines("rate", "", (_BESIDE,), lines="line", points="cell", log=True),
+    note="Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
+    notes=(lambda data: emulation.note(data["link_kind"].dropna()),),
 )
 
 
-def _published_decoding() -> str:
-    rows = published.generation().to_dict("records")
-    return listed([f"{row['speedup']:.2f} ({row['model']})" for row in rows]) + "."
+def _published_decoding(_: pd.DataFrame) -> str:
+    rows = published.rlhf("generation").to_dict("records")
+    told = listed([f"{row['speedup']:.2f} ({row['model']})" for row in rows])
+    return f"The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, {told}."
 
 
 GENERATION: Final = Figure(
@@ -203,9 +177,7 @@ GENERATION: Final = Figure(
             Measure("later_mb", "MB, later token", "for each one after the first"),
         )
     ),
-    notes=(
-        lambda _: "The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, " + _published_decoding(),
-    ),
+    notes=(_published_decoding,),
 )  # fmt: skip
 PREDICTED: Final = Figure(
     name="predicted",
@@ -230,13 +202,9 @@ SCALING: Final = Figure(
     question="How does the throughput of all ranks change with the number of nodes?",
     table=lambda derived: scaling.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
-    notes=(
-        lambda _: (
-            "Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
-            "nodes share its processors: a further node brings a link of its own and further ranks, not "
-            "further arithmetic."
-        ),
-    ),
+    note="Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
+    "nodes share its processors: a further node brings a link of its own and further ranks, not further "
+    "arithmetic.",
 )
 
 
@@ -247,8 +215,8 @@ def _split(derived: Derived) -> pd.DataFrame:
     steps = {key: metrics.step_interval(group).estimate for key, group in
              derived.trials.groupby(["cell", "contender"])}  # fmt: skip
     scale = [steps[key] / means[key] for key in zip(table["cell"], table["contender"], strict=True)]
-    titles = titles_of(table) if len(table) else {}
-    return table.assign(kind="bar", seconds=table["seconds"] * scale, panel=table["cell"].map(titles))
+    panel = table["cell"].map(titles_of(table))
+    return table.assign(kind="bar", seconds=table["seconds"] * scale, panel=panel)
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
@@ -258,6 +226,9 @@ def _unexposed_in_words(data: pd.DataFrame) -> str:
     return f"For {listed(without)} it is not known: it is part of forward and backward." if without else ""
 
 
+_PASSES: Final = tuple(
+    part for name in ("generate", "score", "forward", "backward") for part in (name, f"exposed in {name}")
+)
 STEP_SPLIT: Final = Figure(
     name="step_split",
     title="Where a step's time goes",
@@ -268,18 +239,7 @@ STEP_SPLIT: Final = Figure(
         "seconds per step",
         "The step of the Summary, divided as the mean of all timed steps and repeats is; pale, exposed "
         "communication: time in which the rank only waited",
-        (
-            "generate",
-            "exposed in generate",
-            "score",
-            "exposed in score",
-            "forward",
-            "exposed in forward",
-            "backward",
-            "exposed in backward",
-            "optimizer",
-            "other",
-        ),
+        (*_PASSES, "optimizer", "other"),
     ),
     notes=(_unexposed_in_words,),
 )
@@ -299,8 +259,7 @@ def _traced(derived: Derived) -> pd.DataFrame:
 
 def _under_way(spans: pd.DataFrame) -> str:
     """How long messages between nodes were under way, and how much of it without waiting for one."""
-    columns = (spans[name] for name in ("lane", "name", "begin", "end"))
-    total, apart = hidden([Span(*row) for row in zip(*columns, strict=True)])
+    total, apart = hidden([Span(*row) for row in spans[["lane", "name", "begin", "end"]].to_numpy()])
     share, first = apart / total if total else 0.0, spans.iloc[0]
     return (
         f"{total:.3g} s under way, {share:.0%} of it hidden, in a step of {first['seconds']:.3g} s (the one "
@@ -315,10 +274,6 @@ TRACE: Final = Figure(
     question="What did the first rank compute, encode, send and wait for in one step, and when?",
     table=_traced,
     mark=LANES_OF_A_RANK,
-    notes=(
-        lambda _: (
-            "Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are "
-            "posted until they are waited for; hidden: without waiting for one between nodes."
-        ),
-    ),
+    note="Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are posted "
+    "until they are waited for; hidden: without waiting for one between nodes.",
 )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
-from harness.records.confidence_intervals import ENOUGH_POWER, Interval
+from harness.records.confidence_intervals import ENOUGH_POWER
 from harness.suites.question import LEAST_STEPS
 from report.data import communication, loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.quantities import formula
 from report.data.text import NOTHING, listed, number, with_interval
-from report.draw.contenders import by_contender
+from report.draw.contenders import by_cell_and_contender
 from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 
@@ -23,10 +23,9 @@ def sent_error(derived: Derived) -> Table:
     found = communication.errors(derived.frames, derived.trials)
     rows = [
         _sent_error_row(mine, derived)
-        for _, of_step in groups(found, ["cell", "step"])
-        for _, _, mine in by_contender(of_step)
+        for _, _, of_all in by_cell_and_contender(found)
+        for _, mine in groups(of_all, ["step"])
     ]
-    rows.sort(key=lambda row: row["_order"])
     times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
     return made(
         "sent_error",
@@ -48,35 +47,36 @@ def sent_error(derived: Derived) -> Table:
 
 def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
     """One contender in one cell at one step."""
-    ends, hops, first = communication.end_to_end(mine), communication.of_hops(mine), mine.iloc[0]
-    ran = derived.trials[derived.trials["id"].isin(mine["id"])]
+    ends, first = communication.end_to_end(mine), mine.iloc[0]
+    hops = mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
+    others = ("weights", "secondary")
     return {
         "where": first["where"],
         "contender": first["contender"],
         "step": int(first["step"]),
-        **counted(ran),
+        **counted(derived.trials[derived.trials["id"].isin(mine["id"])]),
         "cosine": ends["cosine"].median(),
         "hops": communication.hops_told(hops),
         "smallest_of_a_hop": float(hops["vnmse"].min()),
         "largest_of_a_hop": float(hops["vnmse"].max()),
         "end_to_end": ends["vnmse"].median(),
         "repeated": communication.end_to_end(mine, repeated=True)["vnmse"].median(),
-        "weights": communication.end_to_end(mine, "weights")["vnmse"].median(),
-        "secondary": communication.end_to_end(mine, "secondary")["vnmse"].median(),
-        "_order": int(ran.index[0]),
+        **{name: communication.end_to_end(mine, name)["vnmse"].median() for name in others},
     }
 
 
 def chosen_codecs(derived: Derived) -> Table:
     """Table of the codecs that a budget chose for each unit, step by step."""
     found = communication.chosen(derived.frames, derived.trials)
+    new = found["codec"] != found.groupby(["cell", "contender", "what", "unit"])["codec"].shift()
+    found = found.assign(codecs=found["step"].astype(str) + ": " + found["codec"], new=new)
     rows = [
         {
             "where": mine["where"].iloc[0],
             "contender": contender,
             "what": what,
             "unit": unit,
-            "codecs": "; ".join(_changes(mine)),
+            "codecs": "; ".join(mine[mine["new"]]["codecs"]),
             "vnmse": float(mine["vnmse"].iloc[-1]),
         }
         for (_, contender, what, unit), mine in groups(found, ["cell", "contender", "what", "unit"])
@@ -92,12 +92,6 @@ def chosen_codecs(derived: Derived) -> Table:
         Column("vnmse", "vNMSE", number(3), "vNMSE: of the last choice, when it was made."),
         notes="Of the first trial of each contender; gradients are those that cross nodes.",
     )
-
-
-def _changes(mine: pd.DataFrame) -> list[str]:
-    """``1: int4:128`` for each choice that is not the one before."""
-    new = mine[mine["codec"] != mine["codec"].shift()]
-    return [f"{step}: {codec}" for step, codec in zip(new["step"], new["codec"], strict=True)]
 
 
 def quantisation(derived: Derived) -> Table:
@@ -116,12 +110,9 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
     found, where = communication.tried(derived.frames, derived.trials)
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
-    wide = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts]).pivot_table(
-        index=["purpose", "kind"],
-        columns="block",
-        values=value,
-        aggfunc="median" if value == "vnmse" else "max",
-    )
+    found = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
+    of: Literal["median", "max"] = "median" if value == "vnmse" else "max"
+    wide = found.pivot_table(index=["purpose", "kind"], columns="block", values=value, aggfunc=of)
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)
     return made(
         name,
@@ -135,21 +126,18 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
     )
 
 
-def _nats(value: float) -> str:
-    return NOTHING if math.isnan(value) else f"{value:+.4f}"
-
-
 def losses(derived: Derived) -> Table:
     """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
     found = loss_verdicts.losses(derived)
     base = listed([one for one in dict.fromkeys(found.get("base", [])) if one]) or "the baseline"
     margins = found["margin"].dropna() if len(found) else found
     margin = f" (here {number(2)(min(margins))} nats)" if len(margins) else ""
-    rows = [{str(key): value for key, value in row.items()} | {"verdict": row["verdict"] or NOTHING}
-            for row in found.to_dict("records")]  # fmt: skip
+    rows: list[dict[str, Any]] = found.to_dict("records")  # type: ignore[assignment]
     for row in rows:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]
-        row["_gain"] = f"{row['reached']} of {row['seeds']} reach it" if few else _interval(row["gain"])
+        gain = with_interval(row["gain"], "{:.2f}".format) if row["gain"].n else NOTHING
+        row["_gain"] = f"{row['reached']} of {row['seeds']} reach it" if few else gain
+        row["verdict"] = row["verdict"] or NOTHING
     verdict = (
         f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
         f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the interval ends below "
@@ -162,14 +150,10 @@ def losses(derived: Derived) -> Table:
         CONTENDER,
         Column("seeds", "Seeds", str),
         Column("loss", "Validation loss", number(4)),
-        Column("difference", f"minus {base}'s", _nats, formula("difference")),
+        Column("difference", f"minus {base}'s", "{:+.4f}".format, formula("difference")),
         Column("verdict", "Verdict", str, verdict),
         Column("power", "Power", number(2), formula("power")),
         Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
         Column("_gain", f"{base}'s over it", str, formula("the baseline's over it")),
         notes=f"Losses of fewer than {LEAST_STEPS} steps have no verdict.",
     )
-
-
-def _interval(found: Interval) -> str:
-    return with_interval(found, "{:.2f}".format) if found.n else NOTHING

@@ -50,7 +50,9 @@ def tabular(table: Table) -> str:
     columns, groups = table.by_place()
     cells = [row for _, rows in groups for row in rows]
     widths = [max((len(row[number]) for row in cells), default=0) for number in range(len(columns))]
-    heads = [_head(column, width) for column, width in zip(columns, widths, strict=True)]
+    # Titles in lines, no wider than the cells or their longest word.
+    least = [max(width, *map(len, one.title.split()), 1) for one, width in zip(columns, widths, strict=True)]
+    heads = [textwrap.wrap(one.title, width) or [""] for one, width in zip(columns, least, strict=True)]
     letters = [max(width, *map(len, head)) for head, width in zip(heads, widths, strict=True)]
     wide = sum(letters) * _LETTER_MM + (len(columns) - 1) * _GAP_MM
     lines = [
@@ -68,26 +70,13 @@ def tabular(table: Table) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _head(column: Column, width: int) -> list[str]:
-    """Lines of a column's title, no wider than its cells or its longest word."""
-    return textwrap.wrap(column.title, max(width, *map(len, [*column.title.split(), ""]), 1)) or [""]
-
-
 def _stacked(column: Column, lines: Sequence[str]) -> str:
-    told = [escaped(line) for line in lines]
-    if len(told) == 1:
-        return told[0]
-    stack = r"\\".join(told)
-    return rf"\shortstack[{'r' if column.numeric else 'l'}]{{{stack}}}"
+    stack = r"\\".join(map(escaped, lines))
+    return rf"\shortstack[{'r' if column.numeric else 'l'}]{{{stack}}}" if len(lines) > 1 else stack
 
 
 def numbers(tables: Sequence[Table], records_of: Callable[[pd.Series], Sequence[str]]) -> str:
-    r"""A macro for every number in tables: ``\zp{summary/ZeRO++/speedup}``, with its records in a comment.
-
-    Args:
-        tables: of one report.
-        records_of: ids of the trials behind a row of raw values.
-    """
+    r"""A macro for every number in tables: ``\zp{summary/ZeRO++/speedup}``, with its records in a comment."""
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
         for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import pandas as pd
@@ -21,11 +20,15 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Table of peers and policies in each setting, with our gain over the best of each family."""
     ran = [derived.frames.ran[identity] for identity in derived.trials["id"]]
-    of: dict[str, Callable[[Trial], str]] = {
-        "elsewhere": _setting, "compute": _compute, "carried": carried_by,
-        "family": lambda trial: family_of(trial.strategy) or "",
-    }  # fmt: skip
-    found = derived.trials.assign(**{name: [value(trial) for trial in ran] for name, value in of.items()})
+    policies = [
+        (trial.resolved_policy() or trial.peer) for trial in ran
+    ]  # what a peer computes in is its own
+    found = derived.trials.assign(
+        elsewhere=list(map(_setting, ran)),
+        compute=[one.compute for one in policies],
+        carried=list(map(carried_by, ran)),
+        family=[family_of(trial.strategy) or "" for trial in ran],
+    )
     rows = [
         row
         for _, here in groups(found[found["family"] != "single"], ["elsewhere", "compute"])
@@ -44,13 +47,9 @@ def peers(derived: Derived) -> Table:
         ),
         TRIALS,
         STEP,
-        *(
-            Column(f"over_{name}", f"Over best {title}", RATIO, mark=f"_{name}")
-            for name, title in FAMILIES.items()
-        ),
-        notes="Over a peer: its step over ours, geometric mean "
-        "over pairs with its interval, of the setting of that peer over which we gain least, which is named; "
-        "both compute in the same type.",
+        *(Column(f"over_{name}", f"Over best {of}", RATIO, mark=f"_{name}") for name, of in FAMILIES.items()),
+        notes="Over a peer: its step over ours, geometric mean over pairs with its interval, of the setting "
+        "of that peer over which we gain least, which is named; both compute in the same type.",
     )  # fmt: skip
 
 
@@ -68,15 +67,10 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of one setting and type: peers, then ours by what carries them, gloo alone first."""
     theirs = here[here["family"] != ""]
     ours = here[here["family"] == ""].sort_values("carried", kind="stable")  # gloo alone, nccl, shm
-    rows = []
-    for (name, carried), mine in groups(pd.concat([theirs, ours]), ["contender", "carried"]):
+    rows, keys = [], ["contender", "carried", "compute"]
+    for (name, carried, compute), mine in groups(pd.concat([theirs, ours]), keys):
         where = [one for one in str(mine["where"].iloc[0]).split(", ") if not one.startswith("transport ")]
-        row = {
-            "where": ", ".join(where),
-            "contender": name,
-            "carried": carried,
-            "compute": mine["compute"].iloc[0],
-        }
+        row = {"where": ", ".join(where), "contender": name, "carried": carried, "compute": compute}
         row |= {**counted(mine), "step_seconds": metrics.step_interval(mine)}
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family)
@@ -96,11 +90,6 @@ def _over(mine: pd.DataFrame, peer: pd.DataFrame, family: str) -> dict[str, Any]
         return {f"_{family}": ""}
     least, name = min(found, key=lambda one: one[0].estimate)
     return {f"over_{family}": least, f"best_{family}": name, f"_{family}": f", {name}"}
-
-
-def _compute(trial: Trial) -> str:
-    policy = trial.resolved_policy()
-    return trial.peer.compute if policy is None else policy.compute
 
 
 def _setting(trial: Trial) -> str:

@@ -10,10 +10,9 @@ from typing import Any, Final
 
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
 from report.data import published
 from report.data.contender import BASELINE, PROPOSED, is_baseline, name_of
-from report.data.metrics import PAIR, Derived, slowest_steps, timed_steps
+from report.data.metrics import PAIR, Derived, slowest_steps, speedup, step_interval, timed_steps
 from report.data.text import NOTHING, number
 from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, made, rows_of
 
@@ -26,11 +25,13 @@ def phases(derived: Derived) -> Table:
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
-        row
-        | {
-            "phase": mine["phase"].iloc[0],
-            "seconds": _seconds(mine),
-            "speedup": _speedup(mine) if mine["baseline_seconds"].notna().any() else math.nan,
+        {
+            **row,
+            "phase": phase,
+            "seconds": step_interval(mine, "seconds"),
+            "speedup": speedup(paired, below="seconds")
+            if len(paired := mine.dropna(subset=["baseline_seconds"]))
+            else math.nan,
             "exposed": mine["exposed"].median(),
             "inter_mb": mine["inter_bytes"].median() / 1e6,
             "bytes_ratio": (mine["inter_bytes"] / mine["baseline_bytes"]).median(),
@@ -49,9 +50,7 @@ def phases(derived: Derived) -> Table:
             "speedup": row["speedup"] if name == PROPOSED else 1.0,
             "published": f"{row[name]:g} {row['unit']}",
         }
-        for row in (
-            published.rlhf().sort_values("phase").to_dict("records") if rows else []
-        )  # as the steps go
+        for row in (published.rlhf(*_PUBLISHED).to_dict("records") if rows else [])
         for name in (BASELINE, PROPOSED)
     ]
     base = derived.compared.baseline if rows else ""
@@ -111,15 +110,3 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     base = base.drop_duplicates([*PAIR, "phase"])
     base = base.rename(columns={"seconds": "baseline_seconds", "inter_bytes": "baseline_bytes"})
     return table.merge(base, on=[*PAIR, "phase"], how="left")
-
-
-def _seconds(group: pd.DataFrame) -> Interval:
-    """Geometric mean of a phase over trials, with its interval; ``group`` are rows of :func:`by_phase`."""
-    return geometric_interval(list(group["seconds"]), list(group["sweep"]))
-
-
-def _speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the baseline's seconds over ours, paired by seed and repeat, with its interval."""
-    paired = group.dropna(subset=["baseline_seconds"]).set_index(["seed", "repeat"])
-    columns = (paired[name].to_dict() for name in ("baseline_seconds", "seconds", "sweep"))
-    return paired_ratio_interval(*columns)

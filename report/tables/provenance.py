@@ -25,8 +25,7 @@ def energy(derived: Derived) -> Table:
         row |= {name: mine[name].median() for name in ("watts", "utilisation", "clock_mhz", "throttled")}
         row["_taken"] += f" ({held} {HELD})" if held else ""
         if len(known := mine.dropna(subset=["joules_per_token"])):
-            joules = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
-            row["joules_per_token"] = joules
+            row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
         rows.append(row | {"held_or_shared": held})
     return made(
         "energy",
@@ -68,12 +67,12 @@ def links(derived: Derived) -> Table:
 def failures(derived: Derived) -> Table:
     """Table of trials without a result."""
     found = derived.frames.failures
-    heads = ("Record", "Contender", "Where", "Repeat", "Kind", "Message", "Log")
-    columns = [Column("id" if head == "Record" else head.lower(), head) for head in heads]
-    refused = " Refused by a peer's library: it is not here, or cannot do what was asked."
+    heads = ("Contender", "Where", "Repeat", "Kind", "Message", "Log")
+    columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
     notes = "Trials that left a record without a result; nothing of them is in a figure."
-    notes += refused if found["by"].notna().any() else ""
-    return Table("failures", "Failed trials", notes, found, tuple(columns))
+    if found["by"].notna().any():
+        notes += " Refused by a peer's library: it is not here, or cannot do what was asked."
+    return Table("failures", "Failed trials", notes, found, columns)
 
 
 def setting(derived: Derived) -> Table:

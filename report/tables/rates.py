@@ -84,18 +84,12 @@ def _behind(derived: Derived, records: Iterable[object]) -> dict[str, Any]:
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    rows: list[dict[str, Any]] = []
-    for row in metrics.break_even(derived.pairs).to_dict("records"):
-        ends = (row["break_even_mbit"], row["break_even_low_mbit"], row["break_even_high_mbit"])
-        rows.append(
-            {str(key): value for key, value in row.items() if not str(key).startswith("break_even")}
-            | {
-                "where": f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} "
-                f"tokens/rank",
-                "break_even_mbit": Interval(*ends, row["fewest_pairs"]),
-                **_behind(derived, str(row["records"]).split()),
-            }
-        )
+    rows: list[dict[str, Any]] = metrics.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
+    for row in rows:
+        rate, low, high = (row.pop(f"break_even_{end}mbit") for end in ("", "low_", "high_"))
+        place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
+        row.update({"where": place, "break_even_mbit": Interval(rate, low, high, row["fewest_pairs"])})
+        row.update(_behind(derived, row["records"].split()))
     return made(
         "break_even",
         "Break-even",
@@ -121,19 +115,18 @@ def _end(value: float) -> str:
 
 def generation(derived: Derived) -> Table:
     """Table of decoding: tokens per second and bytes between nodes, beside the published rates."""
-    rows: list[dict[str, Any]] = []
-    for row, _, mine in rows_of(derived.generations):
-        rows.append(
-            row
-            | {
-                "tokens_per_second": decoding.speed(mine),
-                "later_tokens_per_second": mine["later_tokens_per_second"].median(),
-                "speedup": decoding.speedup(mine),
-                "exposed": mine["exposed"].median(),
-                "first_mb": mine["first_bytes"].median() / 1e6,
-                "later_mb": mine["later_bytes"].median() / 1e6,
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            **row,
+            "tokens_per_second": decoding.speed(mine),
+            "later_tokens_per_second": mine["later_tokens_per_second"].median(),
+            "speedup": decoding.speedup(mine),
+            "exposed": mine["exposed"].median(),
+            "first_mb": mine["first_bytes"].median() / 1e6,
+            "later_mb": mine["later_bytes"].median() / 1e6,
+        }
+        for row, _, mine in rows_of(derived.generations)
+    ]
     rows += [
         {
             "where": rows[0]["where"],
@@ -143,7 +136,7 @@ def generation(derived: Derived) -> Table:
             "tokens_per_second": row[name],
             "speedup": row["speedup"] if name == PROPOSED else 1.0,
         }
-        for row in (published.generation().to_dict("records") if rows else [])
+        for row in (published.rlhf("generation").to_dict("records") if rows else [])
         for name in (BASELINE, PROPOSED)
     ]
     speed, ratio = formula("tokens per second of a rank"), formula("over ZeRO-3's")

@@ -6,7 +6,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pandas as pd
@@ -14,7 +14,6 @@ import pandas as pd
 from harness.suites import labels
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import flatten
-from harness.suites.trial import Trial
 from report.data.frames import Frames
 from report.data.text import counted, listed, number
 
@@ -28,10 +27,6 @@ _FOUND: Final = {  # columns of the trials
 def setting(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(key of a suite, value as a suite has it) of all that trials were given beside who ran, then what was
     found with it; without what no record holds.
-
-    Args:
-        frames: the records.
-        table: from :func:`report.data.metrics.trials`.
     """
     given = [dict(flatten(frames.ran[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for one in given for key in one)
@@ -43,14 +38,11 @@ def setting(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     return [(name, told) for name, told in found if told not in ("", labels.NONE)]
 
 
-def _told(contenders: Iterable[str], values: Sequence[str]) -> str:
+def _told(contenders: pd.Series[str], values: Sequence[str]) -> str:
     """Values in table order, each with its contenders where it depends on these alone."""
-    who: dict[str, dict[str, None]] = {}
-    for contender, value in zip(contenders, values, strict=True):
-        who.setdefault(value, {})[contender] = None
-    everyone = [name for names in who.values() for name in names]
-    apart = len(who) > 1 and len(everyone) == len(set(everyone))
-    return _some([f"{value} ({', '.join(names)})" if apart else value for value, names in who.items()])
+    who = {value: names.unique() for value, names in contenders.groupby(list(values), sort=False)}
+    apart = len(who) > 1 and sum(map(len, who.values())) == contenders.nunique()
+    return _some([f"{value} ({', '.join(names)})" if apart else str(value) for value, names in who.items()])
 
 
 def _some(values: Sequence[str]) -> str:
@@ -60,33 +52,30 @@ def _some(values: Sequence[str]) -> str:
 
 
 def _called(name: str, arguments: Mapping[str, object]) -> str:
-    return (
-        f"{name} ({', '.join(f'{key}={value}' for key, value in arguments.items())})" if arguments else name
-    )
-
-
-_ESSENTIAL: Final[dict[str, Callable[[Trial], str]]] = {
-    "model": lambda trial: _called(trial.model.name, trial.model.arguments),
-    "tokens per rank": lambda trial: f"{trial.tokens_per_rank}, in sequences of {trial.sequence}",
-    "steps": lambda trial: f"{trial.steps} timed, after {counted(trial.warmup, 'warm-up')}",
-    "optimizer": lambda trial: _called(trial.optimizer.name, trial.optimizer.arguments),
-    "corpus": lambda trial: trial.corpus,
-}
+    told = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"{name} ({told})" if told else name
 
 
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(name, value) of the main settings, for the headline; none without trials."""
+    if not len(table):
+        return []
     ran = [frames.ran[str(identity)] for identity in table["id"]]
-    found = [(name, _some(list(dict.fromkeys(map(of, ran))))) for name, of in _ESSENTIAL.items() if ran]
+    values = {
+        "model": [_called(one.model.name, one.model.arguments) for one in ran],
+        "tokens per rank": [f"{one.tokens_per_rank}, in sequences of {one.sequence}" for one in ran],
+        "steps": [f"{one.steps} timed, after {counted(one.warmup, 'warm-up')}" for one in ran],
+        "optimizer": [_called(one.optimizer.name, one.optimizer.arguments) for one in ran],
+        "corpus": [one.corpus for one in ran],
+    }
+    found = [(name, _some(list(dict.fromkeys(of_trials)))) for name, of_trials in values.items()]
     if sizes := sorted({int(size) for size in table["parameters"] if size}):
         found.append(("parameters", listed([_size(size) for size in sizes[:_SHOWN]])))
     repeated = ["seed", "repeat", *(["sweep"] if len(set(table["sweep"])) > 1 else [])]
-    if ran:
-        found.append(("repetition", ", ".join(counted(table[what].nunique(), what) for what in repeated)))
-    return found
+    return [*found, ("repetition", ", ".join(counted(table[what].nunique(), what) for what in repeated))]
 
 
 def _size(count: int) -> str:
     """Format a number of parameters: ``3.31 M``, ``18.0 B``."""
-    large = count >= 1e9
-    return f"{number(3)(count / (1e9 if large else 1e6))} {'B' if large else 'M'}"
+    size, unit = (1e9, "B") if count >= 1e9 else (1e6, "M")
+    return f"{number(3)(count / size)} {unit}"

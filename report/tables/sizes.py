@@ -8,7 +8,6 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.records.memory_parts import HOST
 from report.data import bytes_and_memory, published
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -41,10 +40,7 @@ def volume(derived: Derived) -> Table:
             | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['model']}"}
             | {part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS}
             | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
-            | {
-                "published": published.total(strategy, row["contender"]),
-                "m_bytes": mine["m_bytes"].median(),
-            }
+            | {"published": published.total(strategy, row["contender"]), "m_bytes": mine["m_bytes"].median()}
         )
     heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
     return made(
@@ -96,21 +92,20 @@ def checks(derived: Derived) -> Table:
 
 def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
-    found = bytes_and_memory.memory(derived.frames, derived.trials)
     places = ["nodes", "ranks_per_node", "model"]
+    found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = [
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
-        for (nodes, ranks, model), here in groups(found.sort_values(places, kind="stable"), places)
+        for (nodes, ranks, model), here in groups(found, places)
         for _, contender, mine in by_contender(here)
     ]
     if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
         rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
-    held = set(found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"])
-    usual = [part.replace(" ", "_") for part in VARIED]
-    rank = {part: (part.startswith(HOST), place) for place, part in enumerate(usual)}
+    held = set(found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"].str.replace("_", " "))
+    rank = {part: (part.startswith("host "), place) for place, part in enumerate(VARIED)}
     parts = sorted(held, key=lambda part: (*rank.get(part, (True, len(rank))), part))
     columns = {
-        **{f"engine_{part}_mib": part.replace("_", " ") for part in parts},
+        **{f"engine_{part.replace(' ', '_')}_mib": part for part in parts},
         "engine_mib": "Sum",
         "beyond_mib": "Without formula",
         "covered_mib": "With formula",
@@ -135,16 +130,16 @@ def memory(derived: Derived) -> Table:
 def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
     """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
     sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
-    kept = sizes.drop(["copied", "copied_formula"], level="source", errors="ignore").reset_index()
-    row = {f"{source}_{part}_mib": float(size) for source, part, size in kept.to_numpy()}
-    of_source = {name: of.droplevel(0) for name, of in sizes.groupby(level="source")}
-    sums = {
-        "engine": "engine",
-        "formula": "formula",
-        "copied": "copied_step",
-        "copied_formula": "copied_formula_step",
+    of_source = {str(name): of.droplevel(0) for name, of in sizes.groupby(level="source")}
+    row = {
+        f"{name}_{part}_mib": float(size)
+        for name, of in of_source.items()
+        if not name.startswith("copied")
+        for part, size in of.items()
     }
-    row |= {f"{sums[name]}_mib": of_source[name].sum() for name in sums if name in of_source}
+    for name in ("engine", "formula", "copied", "copied_formula"):
+        if name in of_source:
+            row[f"{name}{'_step' if name.startswith('copied') else ''}_mib"] = of_source[name].sum()
     engine, formula = (of_source.get(source, sizes.iloc[:0]) for source in ("engine", "formula"))
     beyond = float(engine[~engine.index.isin(formula.index)].sum())
     either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]

@@ -25,13 +25,14 @@ _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with
 
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
-    rows, two, base = _rows(derived), bool(len(derived.over_papers)), derived.compared.baseline
+    rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the best {name_of(BASELINE)}" if two and not derived.compared.asked else base
     papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     steps = derived.trials["validation_step"].dropna()
+    after = f"after {span(steps, 'step')}" if len(steps) else ""
     loss = (
         "Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
-        f"trial, after {span(steps, 'step') if len(steps) else ''}; less is better."
+        f"trial, {after}; less is better."
     )
     return made(
         "summary",
@@ -42,7 +43,7 @@ def summary(derived: Derived) -> Table:
         STEP,
         Column("tokens_per_second", "Tokens/s", number(3)),
         Column("speedup", f"Speed-up over {best}", RATIO, formula("speed-up"), "_rates"),
-        *([Column("over_papers", "over the paper's baseline", RATIO, papers)] if two else []),
+        Column("over_papers", "over the paper's baseline", RATIO, papers),
         Column("_pairs", "Pairs", str, "Pairs: their number, and the range in which their ratios lie."),
         Column("share", "Allowed step/step", footnotes.share, formula("allowed step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
@@ -74,7 +75,7 @@ def time(derived: Derived) -> Table:
         Column("schedule_share", "Scheduled step/step", footnotes.share, formula("scheduled step")),
         Column("ideal_share", "Ideal step/step", footnotes.share, formula("ideal step")),
         Column("processors_busy", "Processors busy", footnotes.share, formula("processors busy")),
-        Column("taken_share", "Taken by others", footnotes.part, taken),
+        Column("taken_share", "Taken by others", "{:.1%}".format, taken),
         Column("tflops", "TFLOPs", number(2), "TFLOPs: of the model, per rank, without recomputation."),
         notes=f"Other columns: medians.{footnotes.alone_in_words(derived)}",
     )
@@ -92,14 +93,14 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[s
     step, speedup = metrics.step_interval(mine), metrics.over_itself(paired)
     ledger, interface = (mine[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
     counted_there = math.isnan(ledger) and not math.isnan(interface)  # by the interfaces alone
+    mark = f" {labels.INTERFACES}" if counted_there else ""
     row: dict[str, Any] = {
         "step_seconds": step,
         **{key: mine[key].median() for key in _MEDIANS},
         **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
         **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if counted_there else ledger,
-        "_sent": (f" {labels.INTERFACES}" if counted_there else "")
-        + labels.padded(float(mine["padding_share"].max())),
+        "_sent": mark + labels.padded(float(mine["padding_share"].max())),
         "speedup": speedup,
         "_rates": footnotes.rates(mine),
         "pairs": len(paired),

@@ -73,9 +73,11 @@ class Column:
 
     def told(self, value: Any) -> str:
         """A value as printed."""
-        if not isinstance(value, Interval):
-            return NOTHING if isinstance(value, float) and math.isnan(value) else self.form(value)
-        return with_interval(value, self.form) if self.ends else self.form(value.estimate)
+        estimate = value.estimate if isinstance(value, Interval) else value
+        if isinstance(estimate, float) and math.isnan(estimate):
+            return NOTHING
+        ends = isinstance(value, Interval) and self.ends
+        return with_interval(value, self.form) if ends else self.form(estimate)
 
 
 @dataclass(frozen=True)
@@ -96,34 +98,26 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Printed cells grouped by place, for media where a column of places is too wide.
-
-        Returns:
-            Columns, and rows under the place that they share; as they are, under no place, where no two rows
-            that follow each other share one.
+        """Columns, and printed rows under the place that they share, for media where places' columns are too
+        wide; as they are, under no place, where no two rows that follow each other share one.
         """
-        places = [number for number, column in enumerate(self.columns) if column.place]
-        others = [number for number, column in enumerate(self.columns) if not column.place]
-        rows = self.rows()
+        places, rows = sum(column.place for column in self.columns), self.rows()  # places stand on the left
         found = [
-            (told, [[row[number] for number in others] for row in mine])
-            for told, mine in groupby(rows, lambda row: ", ".join(row[number] for number in places))
+            (told, [row[places:] for row in mine])
+            for told, mine in groupby(rows, lambda row: ", ".join(row[:places]))
         ]
         if not places or len(found) == len(rows):
             return self.columns, [("", rows)]
-        return tuple(self.columns[number] for number in others), found
+        return self.columns[places:], found
 
     def csv(self) -> str:
         """Raw values as CSV; an interval in three columns."""
         found: dict[str, Any] = {}
-        for key, values in self.data.items():
-            if str(key).startswith(_PRINTED):
-                continue
+        for key in (str(key) for key in self.data.columns if not str(key).startswith(_PRINTED)):
+            found[key] = values = self.data[key]
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for end, of in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     found[f"{key}{end}"] = [getattr(value, of, value) for value in values]
-            else:
-                found[str(key)] = values
         return pd.DataFrame(found).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
@@ -159,9 +153,9 @@ def made(
     Of rows with a ``where``, what all share moves into the caption, and the rest into columns on the left.
     """
     data = pd.DataFrame(rows)
-    shown = [one for one in columns if one.key in data and data[one.key].map(_known).any()]
+    shown = [one for one in columns if one.key in data and data[one.key].notna().any()]
     caption = [*(one.says for one in shown), notes]
-    if any(one.ends and _has_interval(data[one.key]) for one in shown):
+    if any(getattr(value, "known", False) for one in shown if one.ends for value in data[one.key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
         told = pd.DataFrame([str(where).split(", ") for where in data["where"]]).fillna("")
@@ -169,24 +163,12 @@ def made(
         common = [str(told[place].iloc[0]) for place in told.columns if place not in places]
         caption += [f"All: {', '.join(common)}."] if common else []
         data = data.assign(**{f"_where_{place}": told[place] for place in places})
-        shown = [
-            *(Column(f"_where_{place}", "" if number else "Where", place=True)
-              for number, place in enumerate(places)),
-            *shown,
-        ]  # fmt: skip
+        heads = ["Where", *[""] * len(places)]
+        wheres = zip(places, heads, strict=False)
+        shown = [*(Column(f"_where_{place}", head, place=True) for place, head in wheres), *shown]
     found = Table(name, title, " ".join(part.strip() for part in caption if part.strip()), data, tuple(shown))
-    marks = footnotes.in_words(
-        cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric
-    )
-    return replace(found, caption=found.caption + marks)
-
-
-def _has_interval(values: pd.Series) -> bool:
-    return any(isinstance(value, Interval) and value.known for value in values)
-
-
-def _known(value: Any) -> bool:
-    return isinstance(value, Interval) or bool(pd.notna(value))
+    numbers = (cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric)
+    return replace(found, caption=found.caption + footnotes.in_words(numbers))
 
 
 CONTENDER: Final = Column("contender", "Contender")

@@ -9,7 +9,8 @@ time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
@@ -56,6 +57,7 @@ MACHINE: Final = {
     "gpus": [],
 }
 CODE: Final = {"version": "0.1.0", "commit": "c0ffee", "dirty": False, "source": "feedface"}
+CRASHED: Final = Failure(kind="crashed", message="lost", log=None)
 HIDDEN: Final = 256
 LAYERS: Final = 4
 
@@ -152,6 +154,12 @@ def with_alone(record: Record, forward: float, backward: float, optimizer: float
     ]
     ranks = [rank.model_copy(update={"alone": samples}) for rank in record.ranks]
     return record.model_copy(update={"ranks": ranks})
+
+
+def on_link(record: Record, mbit: float) -> Record:
+    """``record`` whose probe after the trial found this rate."""
+    assert record.link is not None
+    return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [mbit]})})
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
@@ -443,8 +451,11 @@ def _vnmse(codec: Codec) -> float:
 
 
 def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
-    """Trials as the suite of that name would run them, smaller."""
-    return list(_SUITES[suite](range(repeats)))
+    """Trials as the suite of that name would run them, smaller: one for each combination of its axes."""
+    axes, fixed = _SUITES[suite]
+    again = _by("seed" if suite == "convergence" else "repeat", *range(repeats))
+    combinations = (functools.reduce(operator.or_, one, fixed) for one in product(again, *axes))
+    return [_BASE.model_copy(update=changes) for changes in combinations]
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
@@ -476,140 +487,102 @@ _FITTING: Final = {"zero3": 8, "zeropp": 4}  # layers
 _BASE: Final = Trial(cluster=Cluster(rate="50 Mbit/s"), model=Model(name="gpt-small"), steps=4, warmup=1)
 
 
-def _with(**changes: object) -> Trial:
-    return _BASE.model_copy(update=changes)
+def _by(field: str, *values: object) -> list[dict[str, object]]:
+    """An axis: a field of a trial with each of its values."""
+    return [{field: value} for value in values]
 
 
-def _quickstart(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(strategy=s, repeat=r, validate_every=0, measure_quantisation=True)
-        for r, s in product(repeats, ("zero3", "qwz", "hpz", "qgz", "zeropp"))
-    )
-
-
-def _baselines(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(strategy=s, repeat=r) for r, s in product(repeats, ("zero3", "zero3-flat", "hpz", "zeropp"))
-    )
-
-
-def _ablation(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (_with(strategy=s, repeat=r, validate_every=0) for r, s in product(repeats, COMBINATIONS))
-
-
-def _block_size(repeats: Iterable[int]) -> Iterable[Trial]:
-    blocks: tuple[int | str, ...] = (32, 64, 256, 1024, 2048, "shard")
-    return (
-        _with(
-            strategy="zeropp", repeat=r, validate_every=0, measure_quantisation=True,
-            policy=PolicyChanges(weights=f"int8:{block}", gradients=f"int4:{block}", align=2048),
-        )
-        for r, block in product(repeats, blocks)
-    )  # fmt: skip
-
-
-def _bits(repeats: Iterable[int]) -> Iterable[Trial]:
-    codecs = [f"int{bits}:256" for bits in (8, 6, 4, 3, 2)] + ["int4:256:asym"]
-    changes = [("zero3", PolicyChanges(weights="bf16", gradients="bf16", align=256))]
-    changes += [("qwz", PolicyChanges(weights=c, gradients="bf16", align=256)) for c in codecs]
-    changes += [("qgz", PolicyChanges(weights="bf16", gradients=c, align=256)) for c in codecs]
-    return (
-        _with(strategy=s, policy=policy, repeat=r, validate_every=0, measure_quantisation=True)
-        for r, (s, policy) in product(repeats, changes)
-    )
-
-
-def _algorithms(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(
-            strategy="zeropp", repeat=r, measure_quantisation=True,
-            policy=PolicyChanges(gradients="int4:128", reduce=reduce),
-            cluster=Cluster(nodes=nodes, ranks_per_node=ranks, rate="100 Mbit/s"),
-        )
-        for r, (nodes, ranks), reduce in product(
-            repeats, ((2, 2), (4, 2), (4, 4)), ("ring", "one_hop", "two_hop")
-        )
-    )  # fmt: skip
-
-
-def _hpz_group(repeats: Iterable[int]) -> Iterable[Trial]:
-    cluster = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
-    return (
-        _with(strategy=s, repeat=r, cluster=cluster, policy=PolicyChanges(secondary=group, align=2048))
-        for r, s, group in product(repeats, ("zero3", "zeropp"), (0, 1, 2, 4, 8))
-    )
-
-
-def _bandwidth(repeats: Iterable[int]) -> Iterable[Trial]:
-    rates = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
-    return (
-        _with(strategy=s, repeat=r, tokens_per_rank=tokens, cluster=Cluster(rate=rate))
-        for r, s, tokens, rate in product(repeats, ("zero3", "zeropp", "fsdp2"), (512, 2048), rates)
-    )
-
-
-def _convergence(repeats: Iterable[int]) -> Iterable[Trial]:
-    contenders = [
-        ("ddp", PolicyChanges()),
-        ("exact", PolicyChanges(weights="fp32", gradients="fp32")),
-        ("zero3", PolicyChanges(weights="bf16", gradients="bf16")),
-        ("zeropp", PolicyChanges(weights="int8:2048", gradients="int4:256")),
-        ("zeropp", PolicyChanges(weights="int8:shard", gradients="int4:shard")),
+def _policies(*changes: tuple[str, str, str], **more: Any) -> list[dict[str, object]]:
+    """An axis: strategies with the codecs of their weights and gradients."""
+    return [
+        {"strategy": strategy, "policy": PolicyChanges(weights=weights, gradients=gradients, **more)}
+        for strategy, weights, gradients in changes
     ]
-    return (
-        _with(strategy=s, policy=policy, seed=seed, steps=120, warmup=0, validate_every=15)
-        for seed, (s, policy) in product(repeats, contenders)
-    )
 
 
-def _generation(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(strategy=s, repeat=r, workload="generate", generate=Generate(prompt=8, tokens=6), steps=2)
-        for r, s in product(repeats, COMBINATIONS)
-    )
-
-
-def _rlhf(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(strategy=s, repeat=r, workload="rlhf", sequence=64, generate=Generate(prompt=32, tokens=32))
-        for r, s in product(repeats, ("zero3", "hpz", "zeropp"))
-    )
-
-
-def _nodes(repeats: Iterable[int]) -> Iterable[Trial]:
-    sizes = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))
-    return (
-        _with(
-            strategy=s, repeat=r, sequence=64, tokens_per_rank=tokens,
-            cluster=Cluster(nodes=nodes, ranks_per_node=2, rate="50 Mbit/s"),
-        )
-        for r, s, (nodes, tokens) in product(repeats, ("zero3", "zeropp"), sizes)
-    )  # fmt: skip
-
-
-def _stages(repeats: Iterable[int]) -> Iterable[Trial]:
-    return (
-        _with(
-            strategy=s, repeat=r, memory_limit=64 * 2**20,
-            model=Model(name="gpt-small", arguments={"layers": layers}),
-        )
-        for r, s, layers in product(repeats, _FITTING, (4, 8, 16))
-    )  # fmt: skip
-
-
-_SUITES: Final[dict[str, Callable[[Iterable[int]], Iterable[Trial]]]] = {
-    "quickstart": _quickstart,
-    "baselines": _baselines,
-    "ablation": _ablation,
-    "block_size": _block_size,
-    "algorithms": _algorithms,
-    "bits": _bits,
-    "hpz_group": _hpz_group,
-    "bandwidth": _bandwidth,
-    "convergence": _convergence,
-    "generation": _generation,
-    "rlhf": _rlhf,
-    "nodes": _nodes,
-    "stages": _stages,
-}
+_CODECS: Final = (*(f"int{bits}:256" for bits in (8, 6, 4, 3, 2)), "int4:256:asym")
+_BLOCKS: Final = (32, 64, 256, 1024, 2048, "shard")
+_ON_FOUR: Final = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
+_RATES: Final = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
+_SIZES: Final = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))  # nodes, tokens a rank
+_BOTH: Final = _by("strategy", "zero3", "zeropp")
+_MEASURED: Final[dict[str, object]] = {"validate_every": 0, "measure_quantisation": True}
+_Axes = list[list[dict[str, object]]]
+_SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
+    "quickstart": ([_by("strategy", "zero3", "qwz", "hpz", "qgz", "zeropp")], _MEASURED),
+    "baselines": ([_by("strategy", "zero3", "zero3-flat", "hpz", "zeropp")], {}),
+    "ablation": ([_by("strategy", *COMBINATIONS)], {"validate_every": 0}),
+    "block_size": (
+        [_policies(*(("zeropp", f"int8:{block}", f"int4:{block}") for block in _BLOCKS), align=2048)],
+        _MEASURED,
+    ),
+    "algorithms": (
+        [
+            [
+                {"cluster": Cluster(nodes=nodes, ranks_per_node=ranks, rate="100 Mbit/s")}
+                for nodes, ranks in ((2, 2), (4, 2), (4, 4))
+            ],
+            _by("policy", *(PolicyChanges(gradients="int4:128", reduce=reduce)
+                            for reduce in ("ring", "one_hop", "two_hop"))),
+        ],
+        {"strategy": "zeropp", "measure_quantisation": True},
+    ),
+    "bits": (
+        [
+            _policies(
+                ("zero3", "bf16", "bf16"), *(("qwz", codec, "bf16") for codec in _CODECS),
+                *(("qgz", "bf16", codec) for codec in _CODECS), align=256,
+            )
+        ],
+        _MEASURED,
+    ),
+    "hpz_group": (
+        [_BOTH, _by("policy", *(PolicyChanges(secondary=group, align=2048) for group in (0, 1, 2, 4, 8)))],
+        {"cluster": _ON_FOUR},
+    ),
+    "bandwidth": (
+        [
+            _by("strategy", "zero3", "zeropp", "fsdp2"), _by("tokens_per_rank", 512, 2048),
+            _by("cluster", *(Cluster(rate=rate) for rate in _RATES)),
+        ],
+        {},
+    ),
+    "convergence": (
+        [
+            [
+                *_by("strategy", "ddp"),
+                *_policies(
+                    ("exact", "fp32", "fp32"), ("zero3", "bf16", "bf16"), ("zeropp", "int8:2048", "int4:256"),
+                    ("zeropp", "int8:shard", "int4:shard"),
+                ),
+            ]
+        ],
+        {"steps": 120, "warmup": 0, "validate_every": 15},
+    ),
+    "generation": (
+        [_by("strategy", *COMBINATIONS)],
+        {"workload": "generate", "generate": Generate(prompt=8, tokens=6), "steps": 2},
+    ),
+    "rlhf": (
+        [_by("strategy", "zero3", "hpz", "zeropp")],
+        {"workload": "rlhf", "sequence": 64, "generate": Generate(prompt=32, tokens=32)},
+    ),
+    "nodes": (
+        [
+            _BOTH,
+            [
+                {"cluster": Cluster(nodes=n, ranks_per_node=2, rate="50 Mbit/s"), "tokens_per_rank": tokens}
+                for n, tokens in _SIZES
+            ],
+        ],
+        {"sequence": 64},
+    ),
+    "stages": (
+        [
+            _by("strategy", *_FITTING),
+            _by("model", *(Model(name="gpt-small", arguments={"layers": layers}) for layers in (4, 8, 16))),
+        ],
+        {"memory_limit": 64 * 2**20},
+    ),
+}  # fmt: skip
 SUITES: Final = tuple(_SUITES)

@@ -19,7 +19,7 @@ from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError
-from tests.report.records import record_of, records_of, taken_by_others
+from tests.report.records import CRASHED, record_of, records_of, taken_by_others
 from tests.support.params import nightly
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
@@ -152,8 +152,7 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
     """ZeRO++ stands in it only where one of its trials has finished."""
     for strategy in strategies:
         write(tmp_path, record_of(Trial(strategy=strategy), suite="titles"))
-    failure = Failure(kind="crashed", message="lost", log=None)
-    write(tmp_path, record_of(Trial(strategy="zeropp", seed=7), suite="titles", failure=failure))
+    write(tmp_path, record_of(Trial(strategy="zeropp", seed=7), suite="titles", failure=CRASHED))
     text = build(tmp_path).read_text()
     assert f"<title>{title}: titles</title>" in text
     assert " ".join(re.sub("<[^>]*>", "", text[text.index("<h1>") : text.index("</h1>")]).split()) == title
@@ -268,6 +267,8 @@ def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
     build(folder)
     stale = folder / "figures" / "throughput.svg"
     stale.write_text("old")
+    page = folder / "report.html"
+    page.write_text(page.read_text().replace("</body>", '<a href="figures/throughput.svg">SVG</a></body>'))
     kept = folder / "figures" / "mine.svg"
     kept.write_text("mine")
     build(folder)

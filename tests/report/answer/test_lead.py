@@ -16,7 +16,7 @@ from report.answer.lead import Answer, answer
 from report.answer.parts import listed_most
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import changed_steps, record_of, taken_by_others
+from tests.report.records import CRASHED, changed_steps, on_link, record_of, taken_by_others
 
 NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
 LOSS_NOISE = (0.001, -0.002, 0.001, 0.0, 0.002, -0.001)
@@ -382,20 +382,15 @@ def test_disturbed_trials_scale_the_caveat() -> None:
 
 def test_links_of_other_rates_are_a_caveat() -> None:
     """Where a contender's link was slower than its baseline's, the lead says so."""
-
-    def slower(record: Record) -> Record:
-        assert record.link is not None
-        return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [20.0]})})
-
     records = paired({("zero3", ""): 2.0, ("zeropp", ""): 1.0})
-    told = asked([slower(one) if one.trial["strategy"] == "zeropp" else one for one in records], "How much?")
+    slower = [on_link(one, 20.0) if one.trial["strategy"] == "zeropp" else one for one in records]
+    told = asked(slower, "How much?")
     assert "achieved rates more than 10% apart" in told.sentences[-1]
 
 
 def test_nothing_that_ran_is_no_answer() -> None:
     """A folder of failures says that it cannot be told, and how many failed."""
-    failure = Failure(kind="crashed", message="lost", log=None)
-    told = asked([record_of(Trial(strategy="zeropp"), failure=failure)], "Is it faster?")
+    told = asked([record_of(Trial(strategy="zeropp"), failure=CRASHED)], "Is it faster?")
     assert told.sentences == ("Cannot be told: no trial has finished, and 1 trial failed.",)
 
 
@@ -415,9 +410,6 @@ def test_errors_stand_beside_seconds_and_bytes() -> None:
         records.append(at(record_of(trial, change=erring), took))
     told = asked(records, "How much?")
     assert "The error of the gradients end to end (vNMSE) is 0.25 with ZeRO++." in told.sentences
-
-
-CRASHED = Failure(kind="crashed", message="lost", log=None)
 
 
 def ran(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from harness.suites.trial import Cluster, Trial
 from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import record_of, records_of, taken_by_others
+from tests.report.records import on_link, record_of, records_of, taken_by_others
 
 
 def _step_seconds(record: Record) -> float:
@@ -141,16 +140,9 @@ def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
 def test_a_cell_is_marked_when_its_rates_differ_by_more_than_a_tenth() -> None:
     """Two contenders whose links achieved 48 and 40 Mbit/s mark their cell; 48 and 46 do not."""
     cluster = Cluster(rate="50 Mbit/s")
-    trials = [Trial(strategy=name, cluster=cluster) for name in ("zero3", "zeropp")]
-
-    def achieved(mbit: float) -> Any:
-        def change(fields: dict[str, Any]) -> None:
-            fields["link"] = fields["link"].model_copy(update={"probed_mbit": [mbit]})
-
-        return change
-
+    ours, base = (record_of(Trial(strategy=name, cluster=cluster)) for name in ("zeropp", "zero3"))
     for other, marked in ((40.0, True), (46.0, False)):
-        pair = [record_of(trials[0], change=achieved(48.0)), record_of(trials[1], change=achieved(other))]
+        pair = [on_link(base, 48.0), on_link(ours, other)]
         assert bool(derive(frames_of(pair)).differing) is marked
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +26,7 @@ from report.draw.marks import Lines, Rows, front
 from report.draw.theme import Style, fonts, looks_of
 from report.figures.registry import FIGURES
 from report.tables import registry as tables
-from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of
+from tests.report.records import busy_while_waiting, changed_steps, on_link, record_of, records_of
 from tests.support.params import long
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
@@ -154,16 +153,9 @@ def test_a_caption_says_of_whom_exposed_time_is_not_known(names: tuple[str, ...]
 
 def test_links_of_different_rates_are_marked() -> None:
     """A setting's dagger stands at its rows, or above its points over rates, and in the caption."""
-
-    def achieving(trial: Trial, mbit: float) -> Record:
-        def change(fields: dict[str, Any]) -> None:
-            fields["link"] = fields["link"].model_copy(update={"probed_mbit": [mbit]})
-
-        return record_of(trial, change=change)
-
     for name, rates in (("speedup", ("50 Mbit/s",)), ("speedup_over_rates", ("50 Mbit/s", "800 Mbit/s"))):
         records = [
-            achieving(Trial(strategy=strategy, cluster=Cluster(rate=rate)), mbit)
+            on_link(record_of(Trial(strategy=strategy, cluster=Cluster(rate=rate))), mbit)
             for rate in rates
             for strategy, mbit in (("zero3", 30.0), ("zeropp", 50.0))
         ]

@@ -21,7 +21,7 @@ from report.draw import files
 from report.draw.figure import records_behind
 from report.draw.theme import Style
 from report.figures import registry
-from tests.report.records import COMBINATIONS, record_of, records_of
+from tests.report.records import COMBINATIONS, CRASHED, record_of, records_of
 from tests.support.params import nightly
 
 ROOT = Path(__file__).parents[3]
@@ -109,10 +109,7 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
 
 def test_nothing_but_failures_draws_nothing(tmp_path: Path) -> None:
     """A folder in which no trial finished has no figure, and no error."""
-    from harness.records.record import Failure
-
-    failed = record_of(Trial(), failure=Failure(kind="crashed", message="boom", log=None))
-    derived = derive(frames_of([failed]))
+    derived = derive(frames_of([record_of(Trial(), failure=CRASHED)]))
     assert not [plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())]
 
 

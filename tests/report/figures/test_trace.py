@@ -9,7 +9,7 @@ import pytest
 from harness.bench.trace import Traced, chrome
 from harness.records.trace_record import COMPUTE, RecordError, Trace, path_of, read_traces
 from harness.suites.trial import Trial
-from impl.comm.timeline import ACROSS, BETWEEN, WAITING, Span
+from impl.comm.ledger import ACROSS, BETWEEN, WAITING, Span
 from report.data import warnings
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -59,10 +59,11 @@ def test_what_is_not_of_these_records_is_not_drawn_and_said(other: Trace) -> Non
 
 
 def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
-    """Beside the trace, as SVG, with the bars of every rank."""
+    """Beside the trace, which is read as it was written, as SVG, with the bars of every rank."""
     path = path_of(tmp_path, TRIAL.id)
     path.parent.mkdir()
     path.write_text(traced().model_dump_json())
+    assert read_traces(tmp_path) == [traced()]
     picture = trace_picture.write(path)
     assert picture == path.with_suffix(".svg")
     assert picture.read_bytes().count(b'id="axes_') == 4
@@ -73,30 +74,17 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
     [
         ("{", "is no trace of a step"),
         ('{"traceEvents": []}', "otherData: Field required"),
-        (None, "is of trial"),
+        (traced().model_dump_json(), "is of trial"),
+        (
+            traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'),
+            f"lane 'idling'; expected one of {COMPUTE}",
+        ),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
-    """By its name: none, cut off, or renamed."""
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    """By its name: none, cut off, renamed, or with a lane that is none."""
     path = path_of(tmp_path, "0" * 12)
     path.parent.mkdir()
-    path.write_text(traced().model_dump_json() if content is None else content)
+    path.write_text(content)
     with pytest.raises(RecordError, match=f"{path.name}.*{words}"):
         read_traces(tmp_path)
-
-
-def test_a_lane_that_is_none_is_refused(tmp_path: Path) -> None:
-    """Before it is drawn, naming it and those that there are."""
-    path = path_of(tmp_path, TRIAL.id)
-    path.parent.mkdir()
-    path.write_text(traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'))
-    with pytest.raises(RecordError, match=f"lane 'idling'; expected one of {COMPUTE}"):
-        read_traces(tmp_path)
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """From the folder of its suite."""
-    path = path_of(tmp_path, TRIAL.id)
-    path.parent.mkdir()
-    path.write_text(traced().model_dump_json())
-    assert read_traces(tmp_path) == [traced()]

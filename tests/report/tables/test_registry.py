@@ -29,7 +29,7 @@ from report.data.warnings import of_page as warnings
 from report.figures.sizes import VARIED
 from report.tables import latex, registry
 from report.tables.table import Column, Table
-from tests.report.records import changed_steps, record_of, records_of, taken_by_others
+from tests.report.records import changed_steps, on_link, record_of, records_of, taken_by_others
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
 LATEX_SPECIALS = set('\\&%$#_{}~^<>|"`-[]')
@@ -295,9 +295,7 @@ def test_the_summary_is_as_narrow_as_the_page() -> None:
 def _waiting(record: Record, share: float) -> Record:
     """``record`` with a link so fast, or so slow, that its bytes alone need this share of each step."""
     (row,) = derive(frames_of([record])).trials.to_dict("records")
-    assert record.link is not None
-    rate = 8 * row["egress_bytes"] / (share * row["step_seconds"]) / 1e6
-    return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [rate]})})
+    return on_link(record, 8 * row["egress_bytes"] / (share * row["step_seconds"]) / 1e6)
 
 
 def test_a_share_above_one_is_marked_and_explained() -> None:
@@ -329,19 +327,13 @@ def test_processors_that_are_more_than_busy_are_explained_by_steps_that_overlap(
 
 def test_rates_that_differ_are_marked_in_the_rows_of_their_setting() -> None:
     """The dagger of a setting whose links differed stands in each of its rows, and in no other setting's."""
-
-    def achieved(fields: dict[str, Any]) -> None:
-        fields["link"] = fields["link"].model_copy(update={"probed_mbit": [30.0]})
-
     cluster = Cluster(rate="50 Mbit/s")
-    trials = [
-        Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster)
+    records = [
+        record_of(Trial(strategy=strategy, tokens_per_rank=tokens, cluster=cluster))
         for tokens in (512, 1024)
         for strategy in ("zero3", "zeropp")
     ]
-    records = [
-        record_of(trial, change=achieved if place == 1 else None) for place, trial in enumerate(trials)
-    ]
+    records[1] = on_link(records[1], 30.0)
     table = registry.summary(derive(frames_of(records)))
     place = [column.title for column in table.columns].index("Speed-up over ZeRO-3")
     marked = [row[place].endswith(" †") for row in table.rows()]
@@ -374,13 +366,9 @@ def _at_two_rates_and_batches() -> list[Record]:
         for tokens in (512, 2048)
         for rate in ("12.5 Mbit/s", "50 Mbit/s")
     ]
-    taken, slow = records[1], records[4]  # ZeRO-3 at 50, ZeRO++ at 12.5 Mbit/s
-    assert slow.link is not None
-    changed = {
-        slow.id: slow.model_copy(update={"link": slow.link.model_copy(update={"probed_mbit": [9.0]})}),
-        taken.id: taken_by_others(taken, 0.3),
-    }
-    return [changed.get(record.id, record) for record in records]
+    records[1] = taken_by_others(records[1], 0.3)  # ZeRO-3 at 50 Mbit/s
+    records[4] = on_link(records[4], 9.0)  # ZeRO++ at 12.5 Mbit/s
+    return records
 
 
 @pytest.mark.parametrize(

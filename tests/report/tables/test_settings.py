@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from harness.records.record import Failure, write
+from harness.records.record import write
 from harness.suites.trial import Cluster, Model, Optimizer, Trial
 from report.build import build
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.warnings import of_page as warnings
 from report.tables.settings import essentials, setting
-from tests.report.records import record_of
+from tests.report.records import CRASHED, record_of
 
 SHA = "4cdcd8e30e688a37"
 GIVEN = Trial(
@@ -98,7 +98,7 @@ def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment
 
 def test_failures_alone_have_no_setting(tmp_path: Path) -> None:
     """Without a finished trial there is no setting, and no empty section of it."""
-    write(tmp_path, record_of(GIVEN, failure=Failure(kind="crashed", message="boom", log=None)))
+    write(tmp_path, record_of(GIVEN, failure=CRASHED))
     assert 'id="setting"' not in build(tmp_path).read_text()
 
 

@@ -1,7 +1,8 @@
 """Predicts published throughput from a few of its own numbers, and says how far off that is.
 
-``python -m report.published_steps`` writes docs/modelled.md from ``report/published/zeropp_throughput.csv``;
-with a file of the same columns it prints the page for that one instead.
+``python -m docs.tables.published_steps`` writes docs/modelled.md from
+``report/published/zeropp_throughput.csv``; with a file of the same columns it prints the page for that one
+instead.
 
 Columns: ``system`` (a row of ``zeropp_volume.csv``), ``model``, ``parameters_billion``, ``gpus``,
 ``gpus_per_node``, ``rate_gbps`` of one adapter, ``adapters`` of a node, ``tokens_per_gpu``, and ``seconds``
@@ -14,7 +15,6 @@ all others.
 from __future__ import annotations
 
 import sys
-import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +24,20 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from harness.records import archive
-from impl.plan.machine import Machine
-from impl.plan.step_time import FLOPS_PER_TOKEN, Work, flops, least_seconds, step_time
+from docs.tables import markdown
+from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
-from report.data.frames import load
-from report.data.metrics import derive
+from report.docs_from_records import derived
 from report.figures.predictions import measured_over, score, score_in_words
 
-DOCS: Final = Path(__file__).parents[1] / "docs"
-PREDICTED: Final = Path(__file__).parents[1] / "results" / "predicted"
+DOCS: Final = Path(__file__).parents[1]
+PREDICTED: Final = Path("results/predicted")
 ELEMENT_BYTES: Final = 2  # M is the size of the model in 16 bits
 NEEDED: Final = (
     "system", "model", "parameters_billion", "gpus", "gpus_per_node", "rate_gbps", "adapters",
     "tokens_per_gpu",
 )  # fmt: skip
-_NUMBERS: Final = NEEDED[2:]
+_MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # if there
 
 
 class PublishedError(ValueError):
@@ -55,48 +53,42 @@ def read(path: Path) -> pd.DataFrame:
     table = pd.read_csv(path)
     if missing := [name for name in NEEDED if name not in table]:
         raise PublishedError(f"{path}: column {missing[0]} is missing")
-    if "seconds" not in table and "tflops_per_gpu" not in table:
-        raise PublishedError(f"{path}: neither column seconds nor column tflops_per_gpu is there")
-    table = table.drop_duplicates([*NEEDED, *table.columns.intersection(["seconds", "tflops_per_gpu"])])
-    table = table.reset_index(drop=True)
-
-    def column(name: str, default: Any) -> pd.Series:
-        return table.get(name, pd.Series(default, table.index)).fillna(default)
+    usual: dict[str, Any] = {**dict.fromkeys(_MEASURED, np.nan), "overlap": "none", "fitted": "no"}
+    table = table.assign(**{name: value for name, value in usual.items() if name not in table})
+    table = table.fillna({"overlap": "none", "fitted": "no"})
+    table = table.drop_duplicates([*NEEDED, "seconds", "tflops_per_gpu"], ignore_index=True)
 
     def check(name: str, values: pd.Series) -> None:
         numbers = pd.to_numeric(values, errors="coerce")
         if len(bad := values[~(numbers > 0) | ~np.isfinite(numbers)]):
-            raise PublishedError(
-                f"{path}, row {bad.index[0] + 1}: {name} is {bad.iloc[0]}, not a number above 0"
-            )
+            row = f"{path}, row {bad.index[0] + 1}"
+            raise PublishedError(f"{row}: {name} is {bad.iloc[0]}, not a number above 0")
 
-    for name in _NUMBERS:
+    for name in NEEDED[2:]:
         check(name, table[name])
     known = published.volume().set_index("method")["total_m"]
-    volumes = column("volume_m", np.nan).fillna(table["system"].map(known))
-    if volumes.isna().any():
-        row = int(volumes.isna().to_numpy().argmax())
+    volumes = table["volume_m"].fillna(table["system"].map(known))
+    if len(unknown := table[volumes.isna()]):
         raise PublishedError(
-            f"{path}, row {row + 1}: what {table['system'][row]} sends is not known; say it as volume_m "
-            f"(known: {', '.join(known.index)})"
+            f"{path}, row {unknown.index[0] + 1}: what {unknown['system'].iloc[0]} sends is not known; say "
+            f"it as volume_m (known: {', '.join(known.index)})"
         )
     parameters, nodes = table["parameters_billion"] * 1e9, table["gpus"] / table["gpus_per_node"]
     egress = volumes * ELEMENT_BYTES * parameters * (nodes - 1).clip(lower=0) / nodes
     rate = table["rate_gbps"] * table["adapters"] * 1e9 / 8
     operations = FLOPS_PER_TOKEN * parameters * table["tokens_per_gpu"]
-    seconds = column("seconds", np.nan).fillna(operations / (column("tflops_per_gpu", np.nan) * 1e12))
+    seconds = table["seconds"].fillna(operations / (table["tflops_per_gpu"] * 1e12))
     check("seconds, by tflops_per_gpu if not said,", seconds)
     check("volume_m", volumes)
+    columns = (parameters, table["tokens_per_gpu"], egress, rate)
     works = [
-        Work(parameters=p, tokens=t, egress_bytes=e, rate=r)
-        for p, t, e, r in zip(parameters, table["tokens_per_gpu"], egress, rate, strict=True)
+        Work(parameters=p, tokens=t, egress_bytes=e, rate=r) for p, t, e, r in zip(*columns, strict=True)
     ]
     return table.assign(
         seconds=seconds,
         tflops=operations / seconds / 1e12,
         work=pd.Series(works, table.index, dtype=object),
-        overlap=column("overlap", "none"),
-        fitted=column("fitted", "no").eq("yes"),
+        fitted=table["fitted"].eq("yes"),
     )
 
 
@@ -107,9 +99,7 @@ def fit(rows: pd.DataFrame) -> Machine:
         PublishedError: for no rows, or rows that overlap differently, or neither not at all nor fully.
     """
     if len(set(rows["overlap"])) != 1:
-        raise PublishedError(
-            f"a machine is fitted to rows of one kind of overlap, not to {len(rows)} of several"
-        )
+        raise PublishedError(f"a machine is fitted to rows of one overlap, not to {len(rows)} of several")
     tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
     if overlap not in ("none", "full"):
         raise PublishedError(f'overlap is "{overlap}", not none or full')
@@ -131,9 +121,8 @@ def fit(rows: pd.DataFrame) -> Machine:
 
     def errors(values: np.ndarray) -> np.ndarray:
         made = machine(values)
-        steps = np.array([step_time(made, work).seconds for work in rows["work"]])
-        ratios: np.ndarray = np.log(steps / rows["seconds"].to_numpy())
-        return ratios
+        steps = [step_time(made, work).seconds for work in rows["work"]]
+        return np.asarray(np.log(np.array(steps) / rows["seconds"].to_numpy()))
 
     start = [1.0, 1e13 * float((rows["seconds"] / (rows["parameters_billion"] * 1e9 * tokens)).min()), 0.8]
     found = least_squares(errors, start, bounds=([0, 1e-9, 0.01], [np.inf, np.inf, 1]))
@@ -142,11 +131,12 @@ def fit(rows: pd.DataFrame) -> Machine:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A table with predictions, and the machine behind them (None if each row has its own)."""
+    """A table with predictions, and the machine behind them (None if each row has its own).
 
-    rows: (
-        pd.DataFrame
-    )  # of read(), with predicted (seconds), predicted_tflops, error, naive_error, constant_error
+    Rows are those of :func:`read` with ``predicted`` (seconds), ``predicted_tflops``, ``mark``, and errors.
+    """
+
+    rows: pd.DataFrame
     machine: Machine | None
 
     @property
@@ -161,11 +151,9 @@ class Predicted:
         base = self.rows[self.rows["system"].eq("zero3")]
         others = self.held_out[~self.held_out["system"].eq("zero3")]
         both = others.merge(base, on=keys, suffixes=("", "_base"))
-        measured = both["seconds_base"] / both["seconds"]
-        predicted = both["predicted_base"] / both["predicted"]
-        pairs = both[[*keys, "system"]].assign(
-            measured=measured, predicted=predicted, error=predicted / measured - 1
-        )
+        measured, predicted = (both[f"{name}_base"] / both[name] for name in ("seconds", "predicted"))
+        error = predicted / measured - 1
+        pairs = both[[*keys, "system"]].assign(measured=measured, predicted=predicted, error=error)
         return pairs.round(9).drop_duplicates([*keys[1:], "system", "measured", "predicted"])
 
 
@@ -175,26 +163,26 @@ def predict(rows: pd.DataFrame) -> Predicted:
     Beside them stand two things that need no model: ``naive_error`` of perfect overlap at the best throughput
     that the fitted rows show, and ``constant_error`` of their median throughput.
     """
-    told = bool(rows["fitted"].any())
-    shared = fit(rows[rows["fitted"]]) if told else None
-    steps, marks, naive, constant = [], [], [], []
+    told = rows[rows["fitted"]]
+    shared = fit(told) if len(told) else None
+    found = []
     for index, work, fitted in zip(rows.index, rows["work"], rows["fitted"], strict=True):
-        seen = rows[rows["fitted"]] if told else rows.drop(index=index)
+        seen = told if len(told) else rows.drop(index=index)
         step = step_time(shared or fit(seen), work)
-        steps.append(step.seconds)
-        marks.append("fitted" if fitted else "" if step.calibrated else "transferred")
-        naive.append(least_seconds(work, seen["tflops"].max() * 1e12))
-        constant.append(flops(work) / 1e12 / seen["tflops"].median())
+        mark = "fitted" if fitted else "" if step.calibrated else "transferred"
+        naive = least_seconds(work, seen["tflops"].max() * 1e12)
+        found.append((step.seconds, mark, naive, flops(work) / 1e12 / seen["tflops"].median()))
+    steps = pd.DataFrame(found, rows.index, ["predicted", "mark", "naive", "constant"])
     # Of throughput, as it was published: the measured step over the predicted one.
-    measured = rows["seconds"]
+    over = {name: rows["seconds"] / steps[name] for name in ("predicted", "naive", "constant")}
     return Predicted(
         rows.assign(
-            predicted=steps,
-            mark=marks,
-            predicted_tflops=rows["tflops"] * measured / np.array(steps),
-            error=measured / np.array(steps) - 1,
-            naive_error=measured / np.array(naive) - 1,
-            constant_error=measured / np.array(constant) - 1,
+            predicted=steps["predicted"],
+            mark=steps["mark"],
+            predicted_tflops=rows["tflops"] * over["predicted"],
+            error=over["predicted"] - 1,
+            naive_error=over["naive"] - 1,
+            constant_error=over["constant"] - 1,
         ),
         shared,
     )
@@ -207,13 +195,9 @@ def _spread(errors: pd.Series) -> str:
 
 def measured() -> pd.DataFrame:
     """The trials of results/predicted, whose steps one calibration predicted before they ran, by suite."""
-    found = []
-    with tempfile.TemporaryDirectory() as there:
-        for path in sorted(PREDICTED.glob(f"*{archive.SUFFIX}")):
-            rows = measured_over(derive(load(archive.unpack(path, Path(there)))))
-            suite = path.name.removesuffix(archive.SUFFIX)
-            found.append(rows.assign(suite=suite, cell=f"{suite} " + rows["cell"].astype(str)))
-    return pd.concat(found, ignore_index=True)
+    found = {suite: measured_over(one) for suite, one in derived(where=PREDICTED).items()}
+    named = [rows.assign(suite=suite, cell=f"{suite} " + rows["cell"]) for suite, rows in found.items()]
+    return pd.concat(named, ignore_index=True)
 
 
 def measured_here(rows: pd.DataFrame) -> str:
@@ -221,74 +205,66 @@ def measured_here(rows: pd.DataFrame) -> str:
     lines = []
     for suite, mine in rows.groupby("suite"):
         found = score(mine)
+        errors = [f"{found[name]:.1%}" for name in ("median", "ninth", "naive_median")]
         ordered = f"{found['ordered']:.0%} of {found['pairs']:.0f}" if found["pairs"] else "-"
-        lines.append(
-            f"| {suite} | {found['cells']:.0f} | {found['median']:.1%} | {found['ninth']:.1%} "
-            f"| {found['naive_median']:.1%} | {ordered} |"
-        )
-    told = textwrap.fill(
-        f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}", 120
-    )
-    return "\n".join([
-        "", "## Measured here", "", told, "",
-        "| suite | cells | median error | 90th percentile | computation + wire | pairs in order |",
-        "| --- | --- | --- | --- | --- | --- |", *lines, "",
-    ])  # fmt: skip
+        lines.append([suite, f"{found['cells']:.0f}", *errors, ordered])
+    told = f"{len(rows)} trials, predicted by results/predicted/here.toml. {score_in_words(rows)}"
+    head = ["suite", "cells", "median error", "90th percentile", "computation + wire", "pairs in order"]
+    return f"\n## Measured here\n\n{textwrap.fill(told, 120)}\n\n{markdown.table(head, lines)}"
 
 
 def page(table: Predicted) -> str:
     """Returns the page of one table as Markdown."""
     rows, held, pairs = table.rows, table.held_out, table.speedups
-    distinct = rows.round({"tflops": 3}).drop_duplicates(
-        ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
-    )
     fitted = "Each row is predicted from all others of its table."
     if machine := table.machine:
         fitted = f"""The machine is fitted to {int(rows["fitted"].sum())} rows: a step takes
         {machine.fixed:.3g} s for each parameter and {machine.per_token:.3g} s for each parameter and token of
         a rank; adapters carry {machine.efficiency:.0%} of their rate; overlap: {machine.overlap}."""
-    worst = held.iloc[int(held["error"].abs().to_numpy().argmax())] if len(held) else None
+    distinct = len(
+        rows.round({"tflops": 3}).drop_duplicates(
+            ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
+        )
+    )
+    speedups = ""
+    if len(pairs):
+        speedups = (
+            f"Speed-ups over ZeRO-3 ({len(pairs)} distinct pairs) are off by {_spread(pairs['error'])}."
+        )
     paragraphs = [
-        """`python -m report.published_steps` predicts the published throughput by `impl/plan/step_time.py`
-        and writes this page; with a CSV file of the same columns it prints the page for that file.""",
+        """`python -m docs.tables.published_steps` predicts the published throughput by
+        `impl/plan/step_time.py` and writes this page; with a CSV file of the same columns it prints the page
+        for that file.""",
         f"""{fitted} Throughput of the {len(held)} rows that were held out is off by
         {_spread(held["error"])}. Perfect overlap at the best throughput seen is off by
-        {_spread(held["naive_error"])}; the median throughput by {_spread(held["constant_error"])}.""",
-        f"""This is consistency, not validation: of {len(rows)} rows {len(distinct)} are distinct, and where
+        {_spread(held["naive_error"])}; the median throughput by {_spread(held["constant_error"])}.
+        {speedups}""",
+        f"""This is consistency, not validation: of {len(rows)} rows {distinct} are distinct, and where
         computation and bytes both grow with the parameters, models of all sizes are one.
         Batches outside of those that were fitted are marked *transferred*.""",
     ]
-    if len(pairs):
-        paragraphs[1] += (
-            f" Speed-ups over ZeRO-3 ({len(pairs)} distinct pairs) are off by {_spread(pairs['error'])}."
-        )
-    if worst is not None:
+    if len(held):
+        worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
         rate, more = worst["rate_gbps"] * worst["adapters"], "more" if worst["error"] < 0 else "less"
         paragraphs.append(
             f"""The worst is {worst["system"]} of {worst["model"]} at {rate:g} Gbit/s and
             {worst["tokens_per_gpu"]:g} tokens, which achieved {more} than modelled: there one efficiency and
             this overlap do not hold together."""
         )
+    alike = rows.assign(gbps=rows["rate_gbps"] * rows["adapters"])
+    alike = alike.round({"tflops": 6, "predicted_tflops": 6})
     like = ["gbps", "tokens_per_gpu", "system", "tflops", "predicted_tflops", "mark"]
-    alike = rows.assign(
-        gbps=rows["rate_gbps"] * rows["adapters"],
-        tflops=rows["tflops"].round(6),
-        predicted_tflops=rows["predicted_tflops"].round(6),
-    )
     alike = alike.groupby(like, sort=False).agg({"model": ", ".join, "error": "first"}).reset_index()
     lines = [
-        f"| {row['model']} | {row['gbps']:g} | {row['tokens_per_gpu']:g} "
-        f"| {row['system']} | {row['tflops']:.3g} | {row['predicted_tflops']:.3g} | {row['error']:+.1%} "
-        f"| {row['mark']} |"
+        [
+            row["model"], f"{row['gbps']:g}", f"{row['tokens_per_gpu']:g}", row["system"],
+            f"{row['tflops']:.3g}", f"{row['predicted_tflops']:.3g}", f"{row['error']:+.1%}", row["mark"],
+        ]
         for row in alike.to_dict("records")
-    ]
+    ]  # fmt: skip
+    head = ["model", "Gbit/s of a node", "tokens/GPU", "system", "TFLOPs/GPU", "modelled", "error", ""]
     text = "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in paragraphs)
-    return "\n".join([
-        "# Modelled steps beside published ones", "", text, "",
-        "| model | Gbit/s of a node | tokens/GPU | system | TFLOPs/GPU | modelled | error | |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *lines, "",
-    ])  # fmt: skip
+    return f"# Modelled steps beside published ones\n\n{text}\n\n{markdown.table(head, lines)}"
 
 
 def main(arguments: list[str]) -> int:
@@ -300,7 +276,7 @@ def main(arguments: list[str]) -> int:
     try:
         sys.stdout.write(page(predict(read(Path(arguments[0])))))
     except (PublishedError, OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        sys.stderr.write(f"report.published_steps: {error}\n")
+        sys.stderr.write(f"docs.tables.published_steps: {error}\n")
         return 2
     return 0
 

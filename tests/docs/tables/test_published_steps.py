@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from report.data import published
-from report.published_steps import (
+from docs.tables.published_steps import (
     DOCS,
     PublishedError,
     main,
@@ -20,6 +19,7 @@ from report.published_steps import (
     predict,
     read,
 )
+from report.data import published
 
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
 
