@@ -183,32 +183,11 @@ def launch(text: str, device: torch.device) -> Found:
     return {"host_us": round(1e6 * statistics.median(took), 1)}
 
 
-class Net(nn.Module):
-    """A transformer of ``layers`` blocks over tokens; its loss."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width,
-                width // 64,
-                4 * width,
-                dropout=0.0,
-                activation="gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """() of (B, T)."""
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+def transformer(width: int, layers: int) -> nn.Sequential:
+    """(B, T, 256) logits of (B, T) tokens, by ``layers`` blocks."""
+    options: Found = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(width, width // 64, 4 * width, **options) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(256, width), *blocks, nn.Linear(width, 256, bias=False))
 
 
 def engine(name: str, tokens: int, device: torch.device) -> Found:
@@ -218,7 +197,7 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
     gc.collect()  # engines and their hooks are cycles
     torch.manual_seed(0)
     with device:
-        model: nn.Module = Net(width, layers)
+        model = transformer(width, layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if name == "plain":
         model = model.bfloat16()
@@ -229,7 +208,7 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
         asked: Found = {
             "mesh": init_device_mesh(device.type, (1,)), "mp_policy": MixedPrecisionPolicy(torch.bfloat16)
         }  # fmt: skip
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in model:
             fully_shard(block, **asked)
         fully_shard(model, **asked)
     masters: Any = model.parameters()
@@ -241,7 +220,7 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
     losses: list[float] = []
 
     def passes() -> None:
-        loss = model(batch)
+        loss = nn.functional.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
         loss.backward()
         if len(losses) < 2:
             losses.append(float(loss.detach()))

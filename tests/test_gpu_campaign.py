@@ -22,8 +22,7 @@ NO_GPU = pytest.mark.needs("no CUDA device")
 
 
 @pytest.mark.parametrize(
-    "letters",
-    [pytest.param("e", marks=pytest.mark.long), pytest.param("abcde", marks=pytest.mark.nightly)],
+    "letters", [pytest.param("e", marks=pytest.mark.long), pytest.param("abcde", marks=pytest.mark.nightly)]
 )
 @pytest.mark.timeout(660)  # its stages have limits of their own
 def test_the_same_commands_run_on_a_cpu(

@@ -25,7 +25,6 @@ def test_each_answer_is_written_as_it_comes(tmp_path: Path, kept: int | None) ->
     out = tmp_path / "first.jsonl"
     command = [sys.executable, "-m", "tests.gpu_first", "--device", "cpu", "--out", str(out)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         printed = list(itertools.islice(process.stdout, kept))
         if kept is not None:
             process.kill()

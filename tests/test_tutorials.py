@@ -19,11 +19,10 @@ from harness.suites.model_sizes import GPTShape
 from harness.workloads.models import GPT
 from impl.comm.mesh import Mesh
 from impl.deepspeed.recipe import QGZ, QWZ, recipe
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
-from impl.zero import Zero, shard
+from impl.zero import shard
 from tests.impl.deepspeed.test_recipe import SNIPPETS, ZERO
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank
+from tests.support.training import booked
 
 PAGES = Path(__file__).parents[1] / "docs" / "guide"
 FILES = re.compile(r"^cat > (\S+) <<'JSON'\n(.*?)^JSON\n", re.DOTALL | re.MULTILINE)
@@ -64,29 +63,18 @@ def test_the_configurations_are_those_of_deepspeed_s_tutorials() -> None:
     assert toy == {ZERO: shown[-1][ZERO] | changed}
 
 
-def _step(mesh: Mesh, policy: Policy) -> Zero:
-    net = GPT(GPTShape(layers=2, width=64, heads=2), 128)
-    zero = shard(net, mesh=mesh, policy=policy)
-    tokens = torch.zeros(1, 128, dtype=torch.int64)
-    zero.scaler.scaled(net(tokens, tokens)).backward()
-    return zero
-
-
-def test_the_toy_s_blocks_travel_as_int8_and_int4() -> None:
+@each_rank(2, 2)
+def test_the_toy_s_blocks_travel_as_int8_and_int4(mesh: Mesh) -> None:
     """Forward gathers send three frames of int8 for each shard, reductions three of int4, on 2 x 2 ranks."""
-    topology = Topology(2, 2)
-    policy = recipe(configurations("zeropp.md")[-1] | {"fp16": {"enabled": True}}, topology=topology).policy
-    zero = on_threads(topology, _step, policy)[0]
-    rows = zero.wire.ledger.rows()
+    table = configurations("zeropp.md")[-1] | {"fp16": {"enabled": True}}
+    net, tokens = GPT(GPTShape(layers=2, width=64, heads=2), 128), torch.zeros(1, 128, dtype=torch.int64)
+    zero = shard(net, mesh=mesh, policy=recipe(table, topology=mesh.topology).policy)
+    zero.scaler.scaled(net(tokens, tokens)).backward()
     cut = [unit.geometry for unit in zero.units if not unit.geometry.persistent]
     assert len(cut) == 3  # the root and two blocks
     for unit in cut:
         for phase, purpose, codec in (("forward", "weights", QWZ), ("backward", "gradients", QGZ)):
-            sent = sum(
-                row.bytes
-                for key, row in rows.items()
-                if (key.phase, key.purpose, key.unit) == (phase, purpose, unit.name)
-            )
+            sent = booked(zero, phase=phase, purpose=purpose, unit=unit.name)
             assert sent == 3 * codec.frame_bytes(unit.shard)
 
 

@@ -37,12 +37,7 @@ VARIANTS = {
         for name in FORMATS.values()
         for what in ("encode", "decode")
     ],
-    "reduce.cu": [
-        *(
-            "decode_sum_encode<4, 4, 4, false>",
-            "decode_sum_encode_general<Scheme<0>, Floats<0>>",
-        )
-    ],
+    "reduce.cu": [*("decode_sum_encode<4, 4, 4, false>", "decode_sum_encode_general<Scheme<0>, Floats<0>>")],
 }
 KEY = Key(0, 0, 0, "unit", "weights")
 

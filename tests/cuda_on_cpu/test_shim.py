@@ -64,10 +64,7 @@ def test_a_warp_that_is_a_turn_ahead_shows(cuda_libraries: Path, order: int) -> 
             "barrier_in_a_branch",
             r"block \(0, 0, 0\): 128 threads at __syncthreads, 0 in .* 128 have returned",
         ),
-        (
-            "half_a_warp_shuffles",
-            r"deadlock .*: 0 threads at .*, 128 in a warp collective, 128 have",
-        ),
+        ("half_a_warp_shuffles", r"deadlock .*: 0 threads at .*, 128 in a warp collective, 128 have"),
         ("wrong_mask", "a warp collective's mask lacks its caller"),
         ("none_of_that_name", "no kernel none_of_that_name"),
     ],

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""What the documents name is there, and docs/paper.md gives every item a verdict."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+VERDICTS = {"measured", "measured in part", "tested", "modelled", "not available"}
 NAMED = re.compile(r"`((?:impl|harness|report|tests|suites|docs)(?:/[\w.]+)+/?)`")
 
 
@@ -15,3 +16,15 @@ def test_paths_in_documents_exist() -> None:
     named = {(page.name, path) for page in pages for path in NAMED.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 20
     assert [(page, path) for page, path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_every_item_has_a_verdict() -> None:
+    """One of those that the page explains."""
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
+    ]
+    items = rows[2:]
+    assert len(items) >= 20
+    assert all(len(row) == 4 and row[1] in VERDICTS and row[2] and row[3] for row in items)
+    assert all(f"`{verdict}`: " in text for verdict in VERDICTS)

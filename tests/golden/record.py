@@ -160,7 +160,6 @@ def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool, steps: int 
             seed = 1000 * step + 100 * micro + mesh.rank
             loss = net(torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)))
             zero.scaler.scaled(loss).backward()
-            zero.finish_backward()
             losses.append(float(loss.detach()).hex())
         zero.step(optimizer, max_norm=1.0 if policy.compute == "fp32" else None)
         optimizer.zero_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, UserDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,11 +13,11 @@ from torch.nn.utils.rnn import pack_sequence
 
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
-from impl.plan.topology import Topology
 from impl.pytree import cast_tensors, tensors_in
 from impl.zero import shard
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank
 from tests.support.strategies import ROOMY
+from tests.support.training import model
 
 
 class Point(NamedTuple):
@@ -82,19 +81,11 @@ class Widens(nn.Module):
         return x.float().square().mean()
 
 
-def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights() -> None:
+@each_rank(1, 2)
+def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights(mesh: Mesh) -> None:
     """The root takes a named tuple, blocks what an operation between them left in fp32; gradients arrive."""
-
-    def body(mesh: Mesh) -> None:
-        zero = shard(
-            net := copy.deepcopy(base), mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY)
-        )
-        x = torch.randn(4, 16, requires_grad=True)
-        net(Point(x, "a")).backward()
-        zero.finish_backward()
-        assert x.grad is not None
-        assert x.grad.dtype == torch.float32
-        assert zero.grad_norm() > 0
-
-    base = Widens()
-    on_threads(Topology(1, 2), body)
+    zero = shard(net := model(Widens), mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
+    x = torch.randn(4, 16, requires_grad=True)
+    net(Point(x, "a")).backward()
+    assert x.grad.dtype == torch.float32
+    assert zero.grad_norm() > 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,13 +18,11 @@ from impl.comm.wire import Wire
 from impl.plan.policy import MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.ranks import on_processes, on_threads
-from tests.support.strategies import ROOMY
+from tests.support.ranks import each_rank, on_processes, on_threads
+from tests.support.strategies import EXACT, ROOMY
+from tests.support.training import LossOf, model, sgd, single, train
 
 WIDTH = 8
-
-
-EXACT = preset("exact", memory=ROOMY)
 
 
 class Layer(nn.Module):
@@ -40,10 +40,12 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """An embedding, layers, a head; how the layers are applied is the subclass's matter."""
 
-    def __init__(self, layer: Callable[[], nn.Module] = Layer, depth: int = 2) -> None:
+    Inner: Callable[[], nn.Module] = Layer
+
+    def __init__(self, layer: Callable[[], nn.Module] | None = None, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(layer() for _ in range(depth))
+        self.blocks = nn.ModuleList((layer or type(self).Inner)() for _ in range(depth))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def middle(self, x: Tensor) -> Tensor:
@@ -74,9 +76,6 @@ class ReturnsItsBias(Stack):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return x @ self.weight, self.gain
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             y, bias = block(x)
@@ -93,9 +92,6 @@ class HidesItsOutput(Stack):
         def forward(self, x: Tensor) -> Any:
             return HidesItsOutput.Box(super().forward(x))
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x).x
@@ -111,9 +107,6 @@ class UsesADetachedCopy(Stack):
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(x * self.weight.detach()) + self.weight
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
 
 class LossOnTheSide(Stack):
     class Inner(Layer):
@@ -123,9 +116,6 @@ class LossOnTheSide(Stack):
             y = super().forward(x)
             self.aux = (torch.tanh(y * self.gain) * self.gain).sum() * 0.01
             return y
-
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + sum(block.aux for block in self.blocks)
@@ -137,7 +127,7 @@ class TakesTheRootsParameter(Stack):
             return super().forward(x + bias) + bias
 
     def __init__(self) -> None:
-        super().__init__(self.Inner)
+        super().__init__()
         self.bias = nn.Parameter(torch.randn(WIDTH))
 
     def middle(self, x: Tensor) -> Tensor:
@@ -198,17 +188,11 @@ class ComplexWeights(Stack):
             turned = torch.view_as_complex(torch.stack([x, x.sin()], -1)) * conjugate
             return torch.view_as_real(turned).sum(-1) + x.cos() * conjugate.imag
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
 
 class PassesASparseTensorOn(Stack):
     class Inner(Layer):
         def forward(self, graph: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return graph, torch.sparse.mm(graph, super().forward(x))
-
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
 
     def middle(self, x: Tensor) -> Tensor:
         graph = torch.ones(len(x), len(x)).tril().to_sparse()
@@ -223,9 +207,6 @@ class ComputesWithANestedTensor(Stack):
             lengths = torch.tensor([0, 1, len(x)])
             return torch.tanh(torch.nested.nested_tensor_from_jagged(x, lengths) @ self.weight).values()
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
 
 class HasSparseGradients(Stack):
     class Inner(nn.Module):
@@ -236,13 +217,9 @@ class HasSparseGradients(Stack):
         def forward(self, x: Tensor) -> Tensor:
             return x + self.table((x.sum(-1) > 0).long()) + self.table(torch.tensor(3))
 
-    def __init__(self) -> None:
-        super().__init__(self.Inner)
-
 
 class Recurrent(Stack):
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True))
+    Inner = functools.partial(nn.LSTM, WIDTH, WIDTH, batch_first=True)
 
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -278,15 +255,13 @@ def twice(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def _weights(mesh: Mesh, base: nn.Module, loss_of: Any, policy: Policy, transport: Any) -> dict[str, Tensor]:
-    net = copy.deepcopy(base)
-    zero = shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    for step in range(3):
-        loss_of(net, data(step, mesh.rank)).backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return zero.full_state_dict()
+    wire = Wire(mesh, transport=transport)
+    return train(mesh, base, policy, 3, optimize=sgd, loss_of=of_data(loss_of), wire=wire)[1]
+
+
+def of_data(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> LossOf:
+    """A loss of this file's data."""
+    return lambda net, step, rank: loss_of(net, data(step, rank))
 
 
 def check(
@@ -296,53 +271,35 @@ def check(
     topology = Topology(2, 2) if transport == "backend" else Topology(1, 4)
     got = on_threads(topology, _weights, base, loss_of, policy, transport)
     wanted = copy.deepcopy(base)
-    optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1)
-    for step in range(3):
-        for rank in range(4):
-            (loss_of(wanted, data(step, rank)) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    single(wanted, 4, 3, optimize=sgd, loss_of=of_data(loss_of))
     for state in got:
         for name, value in wanted.state_dict().items():
             assert torch.allclose(state[name], value, rtol=1e-4, atol=1e-6), name
 
 
 KINDS = [
-    Stack,
-    SameBlockInARow,
-    ParallelBranches,
-    ReturnsItsBias,
-    HidesItsOutput,
-    UsesADetachedCopy,
-    LossOnTheSide,
-    TakesTheRootsParameter,
-    ListsOfLists,
-    CheckpointSpansBlocks,
-    ChecksPointsOfADetachedCopy,
-    ReentrantPointsOfADetachedCopy,
-    OneCheckpointOfDetachedCopies,
-    Recurrent,
-    ComplexWeights,
-    PassesASparseTensorOn,
-    ComputesWithANestedTensor,
-    HasSparseGradients,
+    *(Stack, SameBlockInARow, ParallelBranches, ReturnsItsBias, HidesItsOutput, UsesADetachedCopy),
+    *(LossOnTheSide, TakesTheRootsParameter, ListsOfLists, CheckpointSpansBlocks),
+    *(ChecksPointsOfADetachedCopy, ReentrantPointsOfADetachedCopy, OneCheckpointOfDetachedCopies, Recurrent),
+    *(ComplexWeights, PassesASparseTensorOn, ComputesWithANestedTensor, HasSparseGradients),
 ]
 
 
+HOW = pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), (0, "shm")])
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), (0, "shm")])
+@HOW
 def test_models_train_as_in_one_process(kind: type[nn.Module], secondary: Any, transport: str) -> None:
     """However a model uses its blocks and parameters, it is trained as in one process."""
-    torch.manual_seed(0)
-    check(kind(), policy=preset("exact", memory=ROOMY, secondary=secondary), transport=transport)
+    check(model(kind), policy=replace(EXACT, secondary=secondary), transport=transport)
 
 
-@pytest.mark.parametrize(("secondary", "transport"), [("node", "backend"), (0, "shm")])
+@HOW
 @pytest.mark.parametrize("loss_of", [checkpointed, leaf_input, inference_first, twice])
 def test_loops_train_as_in_one_process(loss_of: Any, secondary: Any, transport: str) -> None:
     """A checkpointed root, leaf inputs, inference mode before training, two forwards: as in one process."""
-    torch.manual_seed(0)
-    check(Stack(), loss_of, preset("exact", memory=ROOMY, secondary=secondary), transport=transport)
+    check(model(Stack), loss_of, replace(EXACT, secondary=secondary), transport=transport)
 
 
 def outside(net: nn.Module, x: Tensor) -> Tensor:
@@ -357,21 +314,17 @@ def outside(net: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [Stack, HidesItsOutput, UsesADetachedCopy])
 def test_blocks_may_be_called_by_themselves(kind: type[nn.Module], transport: str) -> None:
     """Past the model's own forward pass, whatever autograd keeps of weights is there in backward."""
-    torch.manual_seed(0)
-    check(kind(), outside, transport=transport)
+    check(model(kind), outside, transport=transport)
 
 
 @pytest.mark.parametrize("changes", [{"secondary": "node"}, {"gather": "flat", "reduce": "one_hop"}], ids=str)
 def test_many_blocks_never_wait_for_themselves_in_shared_memory(changes: dict[str, Any]) -> None:
     """With more blocks than slots of the arena, all prefetched, training goes on and is right."""
-    torch.manual_seed(0)
-    base = Stack(depth=24)
-    policy = preset("exact", memory=ROOMY, **changes)
+    rest = model(Stack, depth=24), plain_loss, preset("exact", memory=ROOMY, **changes)
     topology = Topology(2, 2) if "secondary" in changes else Topology(1, 3)
-    shared = on_processes(topology, _weights, base, plain_loss, policy, "shm")
-    threads = on_threads(topology, _weights, base, plain_loss, policy, "backend")
-    for name, value in threads[0].items():
-        assert torch.allclose(shared[0][name], value, atol=1e-5)
+    shared = on_processes(topology, _weights, *rest, "shm")[0]
+    for name, value in on_threads(topology, _weights, *rest, "backend")[0].items():
+        assert torch.allclose(shared[name], value, atol=1e-5)
 
 
 class _Looks(Layer):
@@ -385,18 +338,14 @@ class _Looks(Layer):
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
-def test_a_view_that_somebody_holds_never_shows_another_units_weights(transport: Any) -> None:
+@each_rank(1, 2)
+def test_a_view_that_somebody_holds_never_shows_another_units_weights(mesh: Mesh, transport: Any) -> None:
     """Memory of released weights is used again, but not while anyone but the unit looks at it."""
-    base = Stack(_Looks, depth=4)
-
-    def body(mesh: Mesh) -> None:
-        model = copy.deepcopy(base)
-        policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9))
-        shard(model, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))
-        for _ in range(2):  # again with what the first pass left
-            with torch.no_grad():
-                model(data(0, mesh.rank))
-            for block, original in zip(model.blocks, base.blocks, strict=True):
-                assert torch.equal(block.seen, original.weight.detach().t())
-
-    on_threads(Topology(1, 2), body)
+    base, net = (model(Stack, layer=_Looks, depth=4) for _ in range(2))
+    policy = preset("exact", memory=MemoryLimits(prefetch=0, max_padding=9))
+    shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport))
+    for _ in range(2):  # again with what the first pass left
+        with torch.no_grad():
+            net(data(0, mesh.rank))
+        for block, original in zip(net.blocks, base.blocks, strict=True):
+            assert torch.equal(block.seen, original.weight.detach().t())

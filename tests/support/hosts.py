@@ -90,8 +90,6 @@ def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[H
             own.mkdir(parents=True)
             for name, text in files.items():
                 (own / name).write_text(text)
-            assert port.holder is not None
-            assert port.interface is not None
             found.append(Host(port.address, port.interface, port.holder, own))
         yield found
 

@@ -86,3 +86,28 @@ class OddBlock(nn.Module):
         """One step."""
         x = torch.tanh(state["x"] @ self.weight) + state["x"] @ self.weight.t()
         return {"x": x, "sum": state["sum"] + (self.scale * x.mean()).sum()}
+
+
+class Empty(nn.Module):
+    """Adds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What it is given."""
+        return x + self.weight.sum()
+
+
+class Hollow(nn.Module):
+    """A root, and a block, whose only parameters have no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.blocks = nn.ModuleList([nn.Linear(16, 16), Empty()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, 16) to a loss."""
+        return self.blocks[1](self.blocks[0](x)).square().mean() + self.nothing.sum()

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -75,7 +74,7 @@ class Communicator(Stream):
         (tensor,) = tensors
         operation = _operation(opts)
         _reducible(tensor, operation)
-        work = functools.partial(self._reduced, "allreduce", operation)
+        work = functools.partial(self._reduced, operation)
         return self._collective("all_reduce", [tensor], [tensor], work, detail=operation)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -89,19 +88,6 @@ class Communicator(Stream):
             brought[0].copy_(value)
 
         return self._collective("broadcast", [tensor], [tensor], carry, detail=f"from {root}")
-
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """To one rank; the others' tensors are undefined afterwards: here as they were."""
-        (tensor,) = tensors
-        operation = _operation(opts)
-        _reducible(tensor, operation)
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            self._reduced("allreduce", operation, read, brought)
-            if self._me != opts.rootRank:
-                brought[0].copy_(read[0])
-
-        return self._collective("reduce", [tensor], [tensor], carry, detail=f"{operation} at {opts.rootRank}")
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         """Into one tensor, in rank order; ``given`` may be this rank's own part of it."""
@@ -130,13 +116,6 @@ class Communicator(Stream):
 
         return self._collective("all_gather", [given], list(rows), carry)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Several, one after the other."""
-        works = [self.all_gather_single(*both, opts) for both in zip(outputs, inputs, strict=True)]
-        return _All(works)
-
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         """Of one tensor, by rank order; ``output`` may be this rank's own part of it."""
         operation = _operation(opts)
@@ -150,22 +129,10 @@ class Communicator(Stream):
 
         def carry(read: list[Tensor], brought: list[Tensor]) -> None:
             whole = read[0].clone()
-            self._reduced("allreduce", operation, [whole], [whole])
+            self._reduced(operation, [whole], [whole])
             brought[0].view(-1).copy_(whole.view(self._size, -1)[self._me])
 
         return self._collective("reduce_scatter", [given], [output], carry, detail=operation)
-
-    def reduce_scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
-        """Of a tensor for each rank."""
-        return self.reduce_scatter_single(outputs[0], torch.cat([row.view(-1) for row in inputs[0]]), opts)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Several, one after the other."""
-        return _All([self.reduce_scatter_single(*both, opts) for both in zip(outputs, inputs, strict=True)])
 
     def all_to_all_single(
         self,
@@ -178,14 +145,7 @@ class Communicator(Stream):
         """Each rank's part to each; ``come`` and ``go`` count rows by rank, equal parts if empty."""
         if overlap(output, given):
             raise NcclRuleError("in place", "all_to_all between tensors that overlap")
-        into = self._parts(output, come)
-        parts = self._parts(given, go)
-        return self._all_to_all([output], [given], into, parts)
-
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """A tensor to and from each rank."""
-        into = [(0, 0)] * len(outputs)  # tensors of their own
-        return self._all_to_all(list(outputs), list(inputs), into, [(0, 0)] * len(inputs))
+        return self._all_to_all(output, given, self._parts(output, come), self._parts(given, go))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """As beside NCCL: of the CPU's backend, so it does not make the communicator."""
@@ -226,21 +186,6 @@ class Communicator(Stream):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-class _All(dist.Work):
-    """Several calls, waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
 
 
 def _operation(opts: Any) -> str:

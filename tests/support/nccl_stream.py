@@ -92,23 +92,15 @@ class Stream(_Group):  # type: ignore[misc]
         return self._enqueue(Call(kind, peers, sources, destinations, carry, self._ended))
 
     def _all_to_all(
-        self,
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        into: list[tuple[int, int]],
-        parts: list[tuple[int, int]],
+        self, output: Tensor, given: Tensor, into: list[tuple[int, int]], parts: list[tuple[int, int]]
     ) -> dist.Work:
-        """Parts as (first byte, bytes) of the one tensor, or tensors by rank."""
-        single = (len(inputs) == 1 and len(into) == self._size and self._size > 1) or self._size == 1
+        """Parts are (first byte, bytes) by rank."""
 
-        def cut(tensors: Sequence[Tensor], spans: list[tuple[int, int]]) -> list[Tensor]:
-            if not single:
-                return [as_bytes(tensor) for tensor in tensors]
-            whole = as_bytes(tensors[0])
-            return [whole[first : first + count] for first, count in spans]
+        def cut(tensor: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
+            return [as_bytes(tensor)[first : first + count] for first, count in spans]
 
         def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            come, go = cut(brought, into), cut(read, parts)
+            come, go = cut(brought[0], into), cut(read[0], parts)
             come[self._me].copy_(go[self._me])
             others = [index for index in range(self._size) if index != self._me]
             works = [self._gloo.recv([come[i]], i, _DATA) for i in others if come[i].numel()]
@@ -116,8 +108,8 @@ class Stream(_Group):  # type: ignore[misc]
             for work in works:
                 self._done(work)
 
-        counts = [part.numel() for part in cut(inputs, parts)], [row.numel() for row in cut(outputs, into)]
-        return self._collective("all_to_all", inputs, outputs, carry, counts=counts)
+        counts = [count for _, count in parts], [count for _, count in into]
+        return self._collective("all_to_all", [given], [output], carry, counts=counts)
 
     def _parts(self, tensor: Tensor, rows: list[int] | None) -> list[tuple[int, int]]:
         """(first byte, bytes) by rank."""
@@ -200,12 +192,12 @@ class Stream(_Group):  # type: ignore[misc]
         if overlap(whole, part) and part.data_ptr() != own:
             raise NcclRuleError("in place", f"{kind}: rank {self._me}'s part lies elsewhere in the whole")
 
-    def _reduced(self, name: str, operation: str, read: list[Tensor], brought: list[Tensor]) -> None:
+    def _reduced(self, operation: str, read: list[Tensor], brought: list[Tensor]) -> None:
         """All-reduce over gloo, which has no mean."""
         options = dist.AllreduceOptions()
         options.reduceOp = getattr(dist.ReduceOp, "SUM" if operation == "AVG" else operation)
         value = read[0].clone()
-        self._done(getattr(self._gloo, name)([value], options))
+        self._done(self._gloo.allreduce([value], options))
         brought[0].copy_(value.div_(self._size) if operation == "AVG" else value)
 
     def _done(self, work: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,6 +20,7 @@ import impl
 from impl.comm.mesh import Mesh
 from impl.plan.policy import MemoryLimits, preset
 from impl.zero import shard
+from tests.support.training import update
 
 OURS = str(Path(impl.__file__).parent)
 FSDP2 = str(Path(fsdp.__file__).parent / "_fully_shard")
@@ -69,32 +70,25 @@ class Block(nn.Module):
         return x + self.linear(x)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> None:
-    model(torch.ones(4, WIDTH)).sum().backward()
-    finish()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def calls_of_step(mesh: Mesh, units: int, name: str = "zero3") -> tuple[Calls, Calls]:
     """Calls of a step, after three others, of ``units`` blocks sharded by this project and by FSDP2."""
-    model = nn.Sequential(*(Block() for _ in range(units)))
+    model, x = nn.Sequential(*(Block() for _ in range(units))), torch.ones(4, WIDTH)
     peer = copy.deepcopy(model)
     zero = shard(model, mesh=mesh, policy=preset(name))
     optimizer = torch.optim.SGD(zero.param_groups(), lr=1e-3)
     for _ in range(3):
-        _step(model, optimizer, zero.finish_backward)
+        update(optimizer, model(x).sum())
     with counted(OURS) as ours:
-        _step(model, optimizer, zero.finish_backward)
+        update(optimizer, model(x).sum())
     devices = init_device_mesh("cpu", (mesh.topology.world,))
     for block in peer:
         fsdp.fully_shard(block, mesh=devices)
     fsdp.fully_shard(peer, mesh=devices)
     other = torch.optim.SGD(peer.parameters(), lr=1e-3)
     for _ in range(3):
-        _step(peer, other, lambda: None)
+        update(other, peer(x).sum())
     with counted(FSDP2) as theirs:
-        _step(peer, other, lambda: None)
+        update(other, peer(x).sum())
     return summed(ours), summed(theirs)
 
 

@@ -6,6 +6,8 @@ they run 4 ranks in well under a second and have no send and receive.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -76,6 +78,34 @@ def on_threads(
     if real:
         raise real[0]
     return results
+
+
+def each_rank(
+    nodes: int = 0, ranks: int = 0, *, processes: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test, whose first parameter is the rank's mesh, on every rank: threads, unless processes.
+
+    Without numbers the ranks are those of the test's parameter ``topology``.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            topology = Topology(nodes, ranks) if nodes else given["topology"]
+            if processes:  # in which the name of the test is this function
+                on_processes(topology, _unwrapped, run, given)
+            else:
+                on_threads(topology, functools.partial(test, **given))
+
+        functools.update_wrapper(run, test)
+        parameters = list(inspect.signature(test).parameters.values())[1:]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what pytest gives
+        return run
+
+    return decorate
+
+
+def _unwrapped(mesh: Mesh, test: Any, given: dict[str, Any]) -> None:
+    test.__wrapped__(mesh, **given)
 
 
 def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:

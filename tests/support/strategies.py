@@ -26,10 +26,11 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.codecs.rounding_noise import Key
-from impl.plan.policy import Feedback, MemoryLimits, Policy, PolicyError, SecondaryFormat
+from impl.plan.policy import Feedback, MemoryLimits, Policy, PolicyError, SecondaryFormat, preset
 from impl.plan.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
+EXACT = preset("exact", memory=ROOMY)
 
 raw_codecs = st.sampled_from([FP32, BF16, FP16])
 
@@ -218,5 +219,7 @@ def as_published(draw: st.DrawFn, policy: Policy) -> Policy:
     for changes in ({"sums": "fp16"}, {"blocks": "shape"}, {"planes": 2}):
         if draw(st.booleans()):
             with contextlib.suppress(PolicyError):
-                policy = replace(policy, **changes)  # type: ignore[arg-type]  # checked by Policy itself
+                changed = replace(policy, **changes)  # type: ignore[arg-type]  # checked by Policy itself
+                changed.of_unit(trainable=False)  # refuses blocks by shape where frozen is of a format
+                policy = changed
     return policy

@@ -124,7 +124,6 @@ def _flushed(folder: Path, image: bytes) -> int:
     path = folder / "one.cubin"
     path.write_bytes(image)
     program = _disassembler()
-    assert program is not None
     text = subprocess.run([program, "-c", str(path)], capture_output=True, text=True, check=True).stdout
     assert "FMUL" in text
     return text.count("FMUL.FTZ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,22 +22,57 @@ def batch(step: int, rank: int, width: int = 16) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> nn.Module:
-    """A model with fixed values."""
-    torch.manual_seed(0)
-    return factory(**options)
+_DRAWING = threading.Lock()  # thread ranks share torch's random numbers
 
 
-def single(net: nn.Module, world: int, steps: int, accumulation: int = 1, width: int = 16) -> list[float]:
+def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> Any:
+    """A model with fixed values, the same on each thread rank that asks for it."""
+    with _DRAWING:
+        torch.manual_seed(0)
+        return factory(**options)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
+    """Take one step from the gradients of a loss, and clear them; the loss."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """What tests train with unless they say otherwise."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters: Any, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
+    """Plain steps."""
+    return torch.optim.SGD(parameters, lr=lr, **options)
+
+
+Optimize = Callable[[Any], torch.optim.Optimizer]
+LossOf = Callable[[Any, int, int], Tensor]  # of a model, the number of a micro-batch and a rank
+
+
+def single(  # noqa: PLR0917  # as train
+    net: nn.Module,
+    world: int,
+    steps: int,
+    accumulation: int = 1,
+    width: int = 16,
+    optimize: Optimize = adamw,
+    loss_of: LossOf | None = None,
+) -> list[float]:
     """Train ``net`` in one process on all ranks' batches; the mean loss of each step."""
     net = net.train()
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    loss_of = loss_of or (lambda net, number, rank: net(batch(number, rank, width)))
+    optimizer = optimize([p for p in net.parameters() if p.requires_grad])
     losses = []
     for step in range(steps):
         total = 0.0
         for micro in range(accumulation):
             for rank in range(world):
-                loss = net(batch(step * accumulation + micro, rank, width))
+                loss = loss_of(net, step * accumulation + micro, rank)
                 (loss / world).backward()
                 total += loss.item() / world / accumulation
         optimizer.step()
@@ -52,6 +88,8 @@ def train(  # noqa: PLR0917  # thread ranks pass by position
     steps: int,
     accumulation: int = 1,
     width: int = 16,
+    optimize: Optimize = adamw,
+    loss_of: LossOf | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor], Zero]:
     """The same with shards; this rank's losses, the final state, the engine.
@@ -59,21 +97,31 @@ def train(  # noqa: PLR0917  # thread ranks pass by position
     A policy that adds up locally reduces in the last micro-batch of a step only.
     """
     net = copy.deepcopy(net)
+    loss_of = loss_of or (lambda net, number, rank: net(batch(number, rank, width)))
     zero = shard(net, mesh=mesh, policy=policy, **options)
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
+    optimizer = optimize(zero.param_groups())
     losses = []
     for step in range(steps):
         total = 0.0
         for micro in range(accumulation):
             local = micro < accumulation - 1 and not policy.reduces_each_micro_batch
             with zero.accumulating() if local else contextlib.nullcontext():
-                loss = net(batch(step * accumulation + micro, mesh.rank, width))
+                loss = loss_of(net, step * accumulation + micro, mesh.rank)
                 zero.scaler.scaled(loss).backward()
             total += loss.item() / accumulation
         zero.step(optimizer)
         optimizer.zero_grad()
         losses.append(total)
     return losses, zero.full_state_dict(), zero
+
+
+def booked(zero: Zero, **where: str) -> int:
+    """Bytes that this rank sent under ledger keys whose fields are these."""
+    return sum(
+        sent.bytes
+        for key, sent in zero.wire.ledger.rows().items()
+        if all(getattr(key, field) == value for field, value in where.items())
+    )
 
 
 def mean_losses(results: list[Any]) -> list[float]:

@@ -12,14 +12,13 @@ import pytest
 
 from docs.tables import support
 from impl.codecs.codec import IntCodec
-from impl.plan.policy import LossScale, Policy, preset
+from impl.plan.policy import LossScale, Policy
 from impl.plan.topology import Topology
 from tests.support.models import Net
 from tests.support.ranks import on_threads
-from tests.support.strategies import ROOMY
+from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import mean_losses, model, single, train
 
-EXACT = preset("exact", memory=ROOMY)
 INT8 = IntCodec(8, 32)
 PARTS = support.parts(INT8, INT8, ROOMY)
 FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
@@ -30,7 +29,6 @@ STEPS, ACCUMULATION = 2, 2
 def net() -> Net:
     """A model with a frozen bias in each block."""
     made = model()
-    assert isinstance(made, Net)
     for block in made.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
     return made
@@ -81,7 +79,6 @@ def covering() -> list[tuple[str, ...]]:
 def test_pairs_train(names: tuple[str, ...]) -> None:
     """Every pair that is accepted, in combinations with others, follows a single process."""
     policy = support.combined(EXACT, *(PARTS[name] for name in names))
-    assert isinstance(policy, Policy)
     follows(Topology(2, 2), policy)
 
 

@@ -139,7 +139,7 @@ def _taking(change: Callable[[GradientReduction, Tensor], None]) -> Callable[[Ra
     """Means of which each unit's are changed from its fifth reduction on."""
 
     def patched(_: Rank) -> Patch:
-        taken, count = GradientReduction._take, dict[int, int]()
+        taken, count = GradientReduction._take_mean, dict[int, int]()
 
         def take(self: GradientReduction, mean: Tensor) -> None:
             count[id(self)] = count.get(id(self), 0) + 1
@@ -147,7 +147,7 @@ def _taking(change: Callable[[GradientReduction, Tensor], None]) -> Callable[[Ra
                 change(self, mean)
             taken(self, mean)
 
-        return mock.patch.object(GradientReduction, "_take", take)
+        return mock.patch.object(GradientReduction, "_take_mean", take)
 
     return patched
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.runs.trial_on_cluster import slowest
+from harness.cluster.link import slowest
 
 
 def test_the_slowest_node_counts() -> None:

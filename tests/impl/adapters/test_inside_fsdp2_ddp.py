@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from impl.plan.shard_layout import ParameterSpec
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent
 from tests.support.models import Net
-from tests.support.ranks import on_processes
+from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import engine_codecs, raw_codecs, topologies
 
 STEPS, ACCUMULATION = 3, 2
@@ -135,7 +136,6 @@ def train(mesh: Mesh, case: Case) -> Trained:
 
 def planned(case: Case, mesh: Mesh) -> Sequence[Any]:
     """Units as they are planned before anything runs."""
-    assert case.policy is not None
     with torch.device("meta"):
         return hosted_units(case.host, Net(width=WIDTH, hidden=42, depth=2), mesh.topology, case.policy)
 
@@ -160,66 +160,38 @@ def cases_of(host: Host) -> dict[str, Case]:
     }
 
 
-Runs = dict[str, list[Trained]]  # of each case, by rank
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_four_ranks(host: Host) -> None:
     """On 2x2 gloo processes each host with our collectives equals itself, trains when quantised, and sends
     what is predicted.
+
+    With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within 1e-6:
+    sums have another order.  Whatever the codecs, hops, chunks and transport, each rank's ledger is the
+    prediction, row by row.  Every rank decodes what was sent, its own part too: replicas of DDP cannot drift
+    apart.  With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a tenth of
+    the first, and halve; at most half of fp32's bytes cross between nodes.
     """
     cases = cases_of(host)
     ranks = on_processes(Topology(2, 2), _train_all, list(cases.values()))  # once: they are what takes time
     runs = {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
-    equals_its_host(runs)
-    sends_what_is_predicted(runs)
-    trains_when_quantised(runs)
-    has_equal_gradients_on_all_ranks(runs)
-    sends_less_between_nodes(runs)
-
-
-def equals_its_host(runs: Runs) -> None:
-    """With fp32 frames the first loss is the host's bit for bit, and all losses and gradients are within
-    1e-6: sums have another order.
-    """
     for own, ours in zip(runs["own"], runs["exact"], strict=True):
         assert ours.losses[0] == own.losses[0]
         assert ours.losses == pytest.approx(own.losses, abs=1e-6)
         for mine, theirs in zip(ours.gradients, own.gradients, strict=True):
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0)
-
-
-def sends_what_is_predicted(runs: Runs) -> None:
-    """Whatever the codecs, hops, chunks and transport, each rank's ledger is the prediction, row by row."""
+    means = {}
     for name, trained in runs.items():
         for rank in trained:
             assert rank.sent == rank.predicted, name
             assert name == "own" or rank.sent
-
-
-def trains_when_quantised(runs: Runs) -> None:
-    """With 4-bit gradients, and 8-bit weights in FSDP2, mean losses follow the host's within a tenth of the
-    first, and halve.
-    """
-    means = {
-        name: [math.fsum(losses) / 4 for losses in zip(*(rank.losses for rank in ranks), strict=True)]
-        for name, ranks in runs.items()
-    }
+            assert all(map(torch.equal, trained[0].gradients, rank.gradients))
+        means[name] = [
+            math.fsum(losses) / 4 for losses in zip(*(rank.losses for rank in trained), strict=True)
+        ]
     for name in ("quantised", "flat"):
         assert means[name] == pytest.approx(means["own"], abs=0.1 * means["own"][0])
         assert means[name] != means["exact"]
         assert means[name][-1] < means[name][0] / 2
-
-
-def has_equal_gradients_on_all_ranks(runs: Runs) -> None:
-    """Every rank decodes what was sent, its own part too: replicas of DDP cannot drift apart."""
-    for ranks in runs.values():
-        for other in ranks[1:]:
-            assert all(map(torch.equal, ranks[0].gradients, other.gradients))
-
-
-def sends_less_between_nodes(runs: Runs) -> None:
-    """Quantised, at most half of fp32's bytes cross between nodes."""
     exact, small = (
         sum(sent.bytes for key, sent in (runs[name][0].sent or {}).items() if key.link == "inter")
         for name in ("exact", "quantised")
@@ -227,21 +199,13 @@ def sends_less_between_nodes(runs: Runs) -> None:
     assert 0 < 2 * small < exact
 
 
-def _train_on_both(mesh: Mesh) -> list[tuple[Trained, Trained]]:
-    """Each host by itself and with fp32 frames, on two ranks as one node and as two."""
-    found = []
+@each_rank(1, 2, processes=True)
+def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
+    """With fp32 frames on two ranks, in one node or two, losses and gradients are the host's own bits."""
     for host in HOSTS:
         own = train(mesh, Case(host, clip=None))
         for topology in (Topology(1, 2), Topology(2, 1)):
-            split = Mesh(topology, mesh.rank, mesh.device)
-            found.append((own, train(split, Case(host, EXACT[host], clip=None))))
-    return found
-
-
-def test_two_ranks_equal_their_host_bit_for_bit() -> None:
-    """With fp32 frames on two ranks, in one node or two, losses and gradients are the host's own bits."""
-    for rank in on_processes(Topology(1, 2), _train_on_both):
-        for own, ours in rank:
+            ours = train(Mesh(topology, mesh.rank, mesh.device), Case(host, EXACT[host], clip=None))
             assert ours.losses == own.losses
             assert all(map(torch.equal, ours.gradients, own.gradients))
             assert ours.sent == ours.predicted
@@ -352,37 +316,29 @@ def test_a_scalar_parameter_is_refused() -> None:
         fsdp2_groups(model, [], Topology(1, 2))
 
 
-def _refusals(mesh: Mesh) -> list[str]:
-    """Messages of what the hosts refuse when they run."""
-    wire, said = Wire(mesh), []
+@each_rank(1, 2, processes=True)
+def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
+    """A model that is not sharded, replicas, one group of two modules, and a hook whose owner is gone are
+    each refused in one line.
+    """
 
-    def expect(body: Any) -> None:
-        with pytest.raises((HostError, PolicyError)) as caught:
-            body()
-        said.append(str(caught.value))
+    def refused(words: str) -> Any:
+        return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(words)}[^\n]*\Z")
 
-    expect(lambda: InFSDP2(net(), wire, EXACT["fsdp2"]))
-    expect(lambda: InFSDP2(net(), wire, replace(EXACT["fsdp2"], secondary="node")))
-    expect(lambda: InFSDP2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"]))
+    wire = Wire(mesh)
+    with refused("Net is not sharded"):
+        InFSDP2(net(), wire, EXACT["fsdp2"])
+    with refused("secondary = node"):
+        InFSDP2(net(), wire, replace(EXACT["fsdp2"], secondary="node"))
+    with refused("on a device mesh of (2, 1), expected (2,)"):
+        InFSDP2(wrapped("fsdp2", net(), (2, 1)), wire, EXACT["fsdp2"])
     pairs = net()
     fully_shard([pairs.embed, pairs.head], mesh=init_device_mesh("cpu", (2,)))
     fully_shard(pairs, mesh=init_device_mesh("cpu", (2,)))
     InFSDP2(pairs, wire, EXACT["fsdp2"])
-    expect(lambda: pairs(inputs(0, mesh.rank)))
+    with refused("call fully_shard() on one module at a time"):
+        pairs(inputs(0, mesh.rank))
     ddp = wrapped("ddp", net(), ())
     InDDP(ddp, wire, EXACT["ddp"])
-    expect(lambda: ddp(inputs(0, mesh.rank)).backward())
-    return said
-
-
-def test_what_a_host_refuses_when_it_runs() -> None:
-    """A model that is not sharded, replicas, one group of two modules, and a hook whose owner is gone are
-    each refused in one line.
-    """
-    for said in on_processes(Topology(1, 2), _refusals):
-        assert "Net is not sharded" in said[0]
-        assert "secondary = node" in said[1]
-        assert "on a device mesh of (2, 1), expected (2,)" in said[2]
-        assert "call fully_shard() on one module at a time" in said[3]
-        assert "the InDDP of its model is gone" in said[4]
-        assert all("\n" not in line for line in said)
+    with refused("the InDDP of its model is gone"):
+        ddp(inputs(0, mesh.rank)).backward()

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.checkpoint.resharding import Parts
-from impl.checkpoint.save_load import save
+from impl.checkpoint.save_load import Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, parse_budget, preset
+from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, parse_budget
 from impl.zero import shard
 from tests.support.models import Odd
 from tests.support.strategies import ROOMY
@@ -26,7 +26,6 @@ from tests.support.training import batch, model
 
 # Made once: thread ranks share torch's generator, and would draw each other's values.
 NET, ODD = model(), model(Odd)
-EXACT = preset("exact", memory=ROOMY)
 INT4 = parse("int4:8")
 NOISY = parse("int4:8:stochastic")
 
@@ -89,7 +88,6 @@ class Run:
             with self.zero.accumulating() if local else contextlib.nullcontext():
                 loss = self.net(batch(accumulation * number + micro, self.rank, self.width))
                 self.zero.scaler.scaled(loss).backward()
-                self.zero.finish_backward()
             total += loss.item()
         self.zero.step(*self.optimizers)
         for optimizer in self.optimizers:
@@ -99,6 +97,14 @@ class Run:
     def state(self) -> dict[str, Tensor]:
         """Weights, and this rank's codecs' state."""
         return {**self.zero.full_state_dict(), **self.zero.communication_state()}
+
+    def save(self, folder: Path, **options: Any) -> None:
+        """Save it, with its optimizers."""
+        save(folder, self.zero, self.optimizers, **options)
+
+    def load(self, folder: Path) -> Loaded:
+        """Go on from what is saved."""
+        return load(folder, self.zero, self.optimizers)
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> int:
@@ -130,11 +136,12 @@ class Dropping(nn.Module):
         self.passes = state["passes"]
 
 
-def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int) -> None:
+def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int = 16) -> None:
+    """Save a run after two steps."""
     run = Run(mesh, policy, net, width=width)
     run.step(0)
     run.step(1)
-    save(folder, run.zero, run.optimizers)
+    run.save(folder)
 
 
 def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

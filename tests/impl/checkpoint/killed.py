@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import torch
@@ -16,12 +15,10 @@ from impl.zero import Zero, shard
 from tests.support.strategies import ROOMY
 from tests.support.training import model
 
-NET = model(depth=1)
-
 
 def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> None:
     """Save a model of which every weight is ``number``."""
-    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=preset("zero3", memory=ROOMY))
+    zero = shard(model(depth=1), mesh=mesh, policy=preset("zero3", memory=ROOMY))
     with torch.no_grad():
         for unit in zero.units:
             for _, master in unit.master_shard.masters:
@@ -32,7 +29,7 @@ def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> 
 
 def sound(mesh: Mesh, folder: Path) -> int:
     """Load the newest checkpoint, and make sure that it is whole: the number that it was saved with."""
-    zero: Zero = shard(copy.deepcopy(NET), mesh=mesh, policy=preset("zero3", memory=ROOMY))
+    zero: Zero = shard(model(depth=1), mesh=mesh, policy=preset("zero3", memory=ROOMY))
     number = load(folder, zero).extra
     weights = [v for name, v in zero.full_state_dict().items() if name != "scale"]
     assert all(bool((value == number).all()) for value in weights)

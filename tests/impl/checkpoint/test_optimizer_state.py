@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from impl.checkpoint.commit import checkpoints
-from impl.checkpoint.save_load import CheckpointError, load, save
+from impl.checkpoint.save_load import CheckpointError, save
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from impl.zero import Zero
-from tests.impl.checkpoint.checkpointed import EXACT, NET, Run, contents, same
-from tests.support.ranks import on_threads
+from tests.impl.checkpoint.checkpointed import NET, Run, contents, same
+from tests.support.ranks import each_rank, on_threads
+from tests.support.strategies import EXACT
 
 
 @pytest.mark.parametrize(
@@ -40,10 +41,10 @@ def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) ->
 def _optimizer(mesh: Mesh, folder: Path, optimizer: Any, loads: bool) -> None:
     run = Run(mesh, EXACT, NET, optimizer=optimizer)
     if loads:
-        load(folder, run.zero, run.optimizers)
+        run.load(folder)
     else:
         run.step(0)
-    save(folder, run.zero, run.optimizers)
+    run.save(folder)
     run.step(1)
 
 
@@ -55,30 +56,24 @@ def _split(zero: Zero, at: int, lr: float = 1e-2) -> torch.optim.Optimizer:
     return torch.optim.AdamW([*halves, *rest], lr=1e-2)
 
 
-def _other_split(mesh: Mesh, folder: Path, at: int) -> str:
-    run = Run(mesh, EXACT, NET)
-    run.optimizers = [_split(run.zero, 1)]
-    run.step(0)
-    save(folder, run.zero, run.optimizers)
-    loss = run.step(1)
-    again = Run(mesh, EXACT, NET)
-    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
-    load(folder, again.zero, again.optimizers)
-    assert again.step(1) == loss
-    assert same(again.state(), run.state())
-    save(folder, again.zero, [_split(again.zero, 2, lr=0.5)])
-    with pytest.raises(CheckpointError) as told:
-        load(folder, again.zero, again.optimizers)
-    return str(told.value)
-
-
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_group_may_lie_on_two_devices(tmp_path: Path, at: int) -> None:
+@each_rank(1, 2)
+def test_a_group_may_lie_on_two_devices(mesh: Mesh, tmp_path: Path, at: int) -> None:
     """Whether, and where, an engine's group is two of the optimizer's makes no difference to a checkpoint;
     unless they have different options, which one group cannot take over.
     """
-    (told,) = set(on_threads(Topology(1, 2), _other_split, tmp_path, at))
-    assert "share options here, but not in it" in told
+    run, again = (Run(mesh, EXACT, NET) for _ in range(2))
+    run.optimizers = [_split(run.zero, 1)]
+    run.step(0)
+    run.save(tmp_path)
+    loss = run.step(1)
+    again.optimizers = [_split(again.zero, at)] if at else again.optimizers
+    again.load(tmp_path)
+    assert again.step(1) == loss
+    assert same(again.state(), run.state())
+    save(tmp_path, again.zero, [_split(again.zero, 2, lr=0.5)])
+    with pytest.raises(CheckpointError, match="share options here, but not in it"):
+        again.load(tmp_path)
 
 
 class Mixed(torch.optim.Optimizer):
@@ -107,22 +102,16 @@ class Mixed(torch.optim.Optimizer):
                 master.add_(state["mean"].float(), alpha=-group["lr"])
 
 
-def _mixed(mesh: Mesh, folder: Path) -> bool:
-    run = Run(mesh, EXACT, NET, optimizer=Mixed)
-    run.step(0)
-    save(folder, run.zero, run.optimizers)
-    again = Run(mesh, EXACT, NET, optimizer=Mixed)
-    load(folder, again.zero, again.optimizers)
-    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
-    equal = [
-        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key])
-        for one, other in zip(*states, strict=True)
-        for key in one
-    ]
-    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they found
-    return all(equal) and losses[0] == losses[1]
-
-
-def test_state_keeps_its_types(tmp_path: Path) -> None:
+@each_rank(1, 3)
+def test_state_keeps_its_types(mesh: Mesh, tmp_path: Path) -> None:
     """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
-    assert all(on_threads(Topology(1, 3), _mixed, tmp_path))
+    run, again = (Run(mesh, EXACT, NET, optimizer=Mixed) for _ in range(2))
+    run.step(0)
+    run.save(tmp_path)
+    again.load(tmp_path)
+    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they find
+    assert losses[0] == losses[1]
+    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
+    for one, other in zip(*states, strict=True):
+        assert {key: value.dtype for key, value in one.items()} == {k: v.dtype for k, v in other.items()}
+        assert same(one, other)

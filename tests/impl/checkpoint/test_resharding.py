@@ -11,29 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from impl.checkpoint.commit import CheckpointError, checkpoints, digest_of
 from impl.checkpoint.manifest import file_name, read_manifest
 from impl.checkpoint.resharding import Parts, held_ranges, saved_ranges, write_tensors
-from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.plan.policy import LossScale, Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from tests.impl.checkpoint.checkpointed import (
-    EMPTY,
-    EXACT,
-    NET,
-    ODD,
-    POLICIES,
-    Run,
-    contents,
-    same,
-    written,
-)
+from tests.impl.checkpoint.checkpointed import EMPTY, NET, ODD, POLICIES, Run, contents, same, written
+from tests.support.models import Hollow
 from tests.support.ranks import on_threads
-from tests.support.strategies import policies, topologies
+from tests.support.strategies import EXACT, policies, topologies
 from tests.support.training import model
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -124,17 +114,16 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def _passed_on(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, blocks: bool) -> tuple[str, ...]:
-    options = {} if blocks else {"blocks": []}
-    run = Run(mesh, policy, net, **options)
-    dropped = load(folder, run.zero, run.optimizers).dropped
-    save(folder, run.zero, run.optimizers)
+    run = Run(mesh, policy, net, **({} if blocks else {"blocks": []}))
+    dropped = run.load(folder).dropped
+    run.save(folder)
     run.step(2)  # and it trains on
     return dropped
 
 
 def test_resharding_loses_nothing(tmp_path: Path) -> None:
     """2x2 -> 1x4 -> 3x2 -> 1, by ZeRO++, one unit of stage 1, MiCS: all equal by name."""
-    on_threads(Topology(2, 2), written, tmp_path, POLICIES["zero3"], model(tied=True), 16)
+    on_threads(Topology(2, 2), written, tmp_path, POLICIES["zero3"], model(tied=True))
     hops = [
         (Topology(1, 4), POLICIES["zeropp"], True),
         (Topology(3, 2), POLICIES["zero1"], False),
@@ -162,8 +151,8 @@ def two_layouts(draw: st.DrawFn) -> list[tuple[Topology, Policy]]:
 
 def _odd_passed_on(mesh: Mesh, folder: Path, policy: Policy) -> None:
     run = Run(mesh, policy, ODD, width=7)
-    load(folder, run.zero, run.optimizers)
-    save(folder, run.zero, run.optimizers)
+    run.load(folder)
+    run.save(folder)
 
 
 @given(two_layouts())
@@ -184,7 +173,7 @@ def test_any_layout_hands_on_to_any_other(
 
 def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:
     """MiCS: every element is in one file alone, and all ranks write a part."""
-    on_threads(Topology(2, 2), written, tmp_path, POLICIES["mics"], NET, 16)
+    on_threads(Topology(2, 2), written, tmp_path, POLICIES["mics"], NET)
     manifest = read_manifest(tmp_path / "checkpoint-000001")
     parts = Parts(tmp_path / "checkpoint-000001", manifest)
     elements = [sum(map(len, parts.tensors(number, "weight").values())) for number in range(4)]
@@ -195,7 +184,7 @@ def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:
 def test_what_is_left_is_said(tmp_path: Path) -> None:
     """On another topology carried errors, random states and another loss scale are dropped, a line each."""
     policy = replace(POLICIES["feedback"], loss_scale=LossScale(initial=8.0))
-    on_threads(Topology(2, 2), written, tmp_path, policy, NET, 16)
+    on_threads(Topology(2, 2), written, tmp_path, policy, NET)
     other = replace(policy, loss_scale=None)
     (dropped,) = set(on_threads(Topology(1, 2), _passed_on, tmp_path, other, NET, True))
     assert dropped == (
@@ -205,23 +194,10 @@ def test_what_is_left_is_said(tmp_path: Path) -> None:
     )
 
 
-class Hollow(nn.Module):
-    """Parameters without elements: alone in a block, and beside others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(16, 16), nn.Linear(0, 0, bias=False), nn.Linear(16, 16)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, 16) to a loss."""
-        return self.blocks[2](self.blocks[0](x)).square().mean()
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_parameters_without_elements_go_between_layouts(tmp_path: Path) -> None:
     """They are parameters whether or not a unit holds them: one unit hands on to one per block, and back."""
     net = model(Hollow)
-    on_threads(Topology(1, 2), written, tmp_path, EXACT, net, 16)
+    on_threads(Topology(1, 2), written, tmp_path, EXACT, net)
     for blocks in (False, True):
         assert on_threads(Topology(1, 1), _passed_on, tmp_path, EXACT, net, blocks)
     for path in checkpoints(tmp_path):

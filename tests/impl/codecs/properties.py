@@ -8,8 +8,9 @@ its own tests say.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -99,13 +100,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def check(
-    backend: Backend,
-    codec: Codec,
-    x: Tensor,
-    out: torch.dtype,
-    *,
-    skew: int = 0,
-    noise: Noise | None = None,
+    backend: Backend, codec: Codec, x: Tensor, out: torch.dtype, *, skew: int = 0, noise: Noise | None = None
 ) -> None:
     """Encode ``x`` and decode it on both, and compare every byte."""
     noise = noise or noise_of(codec, x.shape[:-1])
@@ -154,6 +149,12 @@ def check_carried(
         assert same(there.error, here.error), f"errors, {what}"
 
 
+def hostile(text: str, x: Sequence[float], **others: Any) -> Any:
+    """An example of :func:`test_hostile_blocks_are_coded_as_the_reference_does`."""
+    usual = {"broken": torch.zeros(1), "kind": torch.float32, "out": torch.float32, "order": 0, "skew": 0}
+    return example(**{**usual, "codec": parse(text), "x": torch.tensor(x), **others})
+
+
 @BUDGET
 @given(
     codec=ALL_CODECS,
@@ -164,41 +165,18 @@ def check_carried(
     order=ORDERS,
     skew=st.sampled_from([0, 3]),
 )
-@example(
-    codec=parse("int4:8"),
-    x=torch.tensor([-1e-45, 0.0, 1e-45]),
-    broken=torch.zeros(1),
-    kind=torch.float32,
-    out=torch.float16,
-    order=0,
-    skew=0,
-)
-@example(
-    codec=parse("int3:shard:asym"),
-    x=torch.tensor([3.4028234e38, -3.4028234e38, 1.0]),
+@hostile("int4:8", [-1e-45, 0.0, 1e-45], out=torch.float16)
+@hostile(
+    "int3:shard:asym",
+    [3.4028234e38, -3.4028234e38, 1.0],
     broken=torch.tensor([torch.nan]),
-    kind=torch.float32,
     out=torch.bfloat16,
     order=1,
     skew=3,
 )
-@example(  # which zero the minimum is depends on the order
-    codec=parse("int2:2:asym"),
-    x=torch.tensor([0.0, -0.0]),
-    broken=torch.tensor([-0.0]),
-    kind=torch.float32,
-    out=torch.float32,
-    order=0,
-    skew=0,
-)
-@example(  # the largest sum of scale and rotation
-    codec=parse("int2:32:hadamard32"),
-    x=torch.full((32,), 3.4028234e38),
-    broken=torch.full((32,), torch.inf),
-    kind=torch.float32,
-    out=torch.float32,
-    order=0,
-    skew=0,
+@hostile("int2:2:asym", [0.0, -0.0], broken=torch.tensor([-0.0]))  # which zero the minimum is: by the order
+@hostile(  # the largest sum of scale and rotation
+    "int2:32:hadamard32", [3.4028234e38] * 32, broken=torch.full((32,), torch.inf)
 )
 def test_hostile_blocks_are_coded_as_the_reference_does(
     backend: Backend,
@@ -401,6 +379,12 @@ def test_sums_are_those_of_the_reference(
     assert same(got, wanted)
 
 
+def summed(first: str, second: str, x: Tensor, **others: Any) -> Any:
+    """An example of :func:`test_sums_encoded_again_are_those_of_the_reference`."""
+    usual = {"sizes": (2, 1), "seed": 0, "order": 7, "state": None}
+    return example(**{**usual, "hops": (parse(first), parse(second)), "x": x, **others})
+
+
 @BUDGET
 @given(
     hops=st.tuples(codecs, ALL_CODECS),
@@ -410,30 +394,12 @@ def test_sums_are_those_of_the_reference(
     order=ORDERS,
     state=st.one_of(st.none(), DTYPES),
 )
-@example(  # spare codes of the last octet decode to the offset, which once widened the block
-    hops=(parse("int2:shard:asym"), parse("int2:shard")),
-    sizes=(2, 1),
-    x=torch.tensor([0.1257, -0.1321]),
-    seed=0,
-    order=0,
-    state=None,
-)
-@example(  # threads that rotate back together are not neighbours where blocks of 24 are encoded
-    hops=(parse("int4:64:hadamard64"), parse("int4:24")),
-    sizes=(2, 1),
-    x=torch.arange(-80.0, 70.0),
-    seed=0,
-    order=7,
-    state=None,
-)
-@example(  # blocks of 32 cut groups of 64, but threads stay neighbours
-    hops=(parse("int4:64:hadamard64"), parse("mxfp4")),
-    sizes=(2, 1),
-    x=torch.arange(-80.0, 70.0),
-    seed=0,
-    order=7,
-    state=torch.float32,
-)
+# Spare codes of the last octet decode to the offset, which once widened the block.
+@summed("int2:shard:asym", "int2:shard", torch.tensor([0.1257, -0.1321]), order=0)
+# Threads that rotate back together are not neighbours where blocks of 24 are encoded.
+@summed("int4:64:hadamard64", "int4:24", torch.arange(-80.0, 70.0))
+# Blocks of 32 cut groups of 64, but threads stay neighbours.
+@summed("int4:64:hadamard64", "mxfp4", torch.arange(-80.0, 70.0), state=torch.float32)
 def test_sums_encoded_again_are_those_of_the_reference(
     backend: Backend,
     *,

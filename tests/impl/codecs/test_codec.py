@@ -20,16 +20,13 @@ def test_text_form_reads_back(codec: Codec) -> None:
 
 @given(every_codec, st.integers(0, 5000))
 def test_frames_hold_codes_and_scales_and_nothing_else(codec: Codec, numel: int) -> None:
-    """A frame is its codes and scales, each padded to 16 bytes, and grows with the elements."""
+    """A frame is its codes and scales, each padded to 16 bytes, and grows with the elements; scales are fp32,
+    4 bytes, or E8M0, 1 byte, one a block, and asymmetric blocks have an offset beside them.
+    """
     size = codec.frame_bytes(numel)
     assert size % 16 == 0
     assert 0 <= size - codec.code_bytes(numel) - codec.scale_bytes(numel) < 32
     assert codec.frame_bytes(numel + 1) >= size
-
-
-@given(every_codec, st.integers(1, 5000))
-def test_every_block_has_one_scale(codec: Codec, numel: int) -> None:
-    """Scales are fp32, 4 bytes, or E8M0, 1 byte; asymmetric blocks have an offset beside them."""
     width = 1 if isinstance(codec, FloatCodec) and codec.scale == "e8m0" else 4
     offsets = isinstance(codec, IntCodec) and codec.asymmetric
     assert codec.scale_bytes(numel) == codec.blocks(numel) * width * (2 if offsets else 1)

@@ -21,8 +21,9 @@ from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import blocks_of_values, engine_codecs, feedbacks, topologies
+from tests.support.training import batch, sgd, update
 
 STEPS = 40
 NET = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
@@ -101,67 +102,37 @@ def test_without_feedback_the_accumulated_error_grows() -> None:
     assert without > 10 * classic
 
 
-def _train(
-    mesh: Mesh,
-    policy: Policy,
-    steps: int,
-    load: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] | None = None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and communication state after ``steps`` of SGD, going on from what ``load`` holds."""
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy, blocks=[net[0], net[2]], seed=5)
-    first = 0
-    if load is not None:
-        weights, state = load[mesh.rank]
-        zero.load_full_state_dict(weights)
-        zero.load_communication_state(state)
-        first = int(state["step"])
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    for step in range(first, first + steps):
-        _backward(zero, net, step, mesh.rank)
-        optimizer.step()
-        optimizer.zero_grad()
+def _train(zero: Zero, steps: range, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and communication state after these steps."""
+    optimizer = sgd(zero.param_groups())
+    for step in steps:
+        update(optimizer, _loss(zero, step, rank))
     return zero.full_state_dict(), zero.communication_state()
 
 
-def _backward(zero: Zero, net: nn.Module, step: int, rank: int, scale: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    net(torch.randn(4, 16, generator=generator) * scale).square().mean().backward()
-    zero.finish_backward()
-
-
-def _resumed(mesh: Mesh, policy: Policy) -> bool:
-    through, end = _train(mesh, policy, 4)
-    half = _train(mesh, policy, 2)
-    again, state = _train(mesh, policy, 2, {mesh.rank: half})
-    same = all(torch.equal(through[name], again[name]) for name in through)
-    return same and all(torch.equal(end[name], state[name]) for name in end)
+def _loss(zero: Zero, step: int, rank: int, scale: float = 1.0) -> Tensor:
+    return zero.model(batch(step, rank) * scale).square().mean()
 
 
 @pytest.mark.parametrize("text", ["int4:8", "int4:8:stochastic"])
 @pytest.mark.parametrize("feedback", [None, Feedback(hops="all"), Feedback(decay=0.8, reset=3, state="bf16")])
-def test_a_resumed_run_equals_an_uninterrupted_one(text: str, feedback: Feedback | None) -> None:
+@each_rank(2, 2)
+def test_a_resumed_run_equals_an_uninterrupted_one(mesh: Mesh, text: str, feedback: Feedback | None) -> None:
     """With weights and communication state restored, training goes on bit for bit as it would have."""
     codec = parse(text)
     policy = replace(INT4, weights=codec, gradients=(codec, codec), feedback=feedback)
-    assert all(on_threads(Topology(2, 2), _resumed, policy))
+    whole, half, again = (_engine(mesh, policy) for _ in range(3))
+    through, end = _train(whole, range(4), mesh.rank)
+    weights, state = _train(half, range(2), mesh.rank)
+    again.load_full_state_dict(weights)
+    again.load_communication_state(state)
+    resumed, last = _train(again, range(2, 4), mesh.rank)
+    assert all(torch.equal(through[name], resumed[name]) for name in through)
+    assert all(torch.equal(end[name], last[name]) for name in end)
 
 
-def _reset(mesh: Mesh, micro_batches: int) -> list[bool]:
-    """Before each step, whether any error is carried."""
-    net = copy.deepcopy(NET)
-    policy = replace(INT4, feedback=Feedback(decay=0.5, reset=2, hops="all"))
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizers = [torch.optim.SGD([group], lr=0.1) for group in zero.param_groups()]
-    optimizers.append(optimizers[0])  # two that step after one backward pass are one step
-    carried = []
-    for step in range(5):
-        carried.append(_any_error(zero))
-        for _ in range(micro_batches):
-            _backward(zero, net, step, mesh.rank)
-        for optimizer in optimizers:
-            optimizer.step()
-    return carried
+def _engine(mesh: Mesh, policy: Policy) -> Zero:
+    return shard(copy.deepcopy(NET), mesh=mesh, policy=policy, seed=5)
 
 
 def _any_error(zero: Zero) -> bool:
@@ -174,44 +145,46 @@ def _any_error(zero: Zero) -> bool:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_resets_are_counted_in_optimizer_steps(micro_batches: int) -> None:
+@each_rank(2, 2)
+def test_resets_are_counted_in_optimizer_steps(mesh: Mesh, micro_batches: int) -> None:
     """With reset=2 errors are forgotten before every second step, whatever the accumulation."""
-    for carried in on_threads(Topology(2, 2), _reset, micro_batches):
-        assert carried == [False, True, False, True, False]
-
-
-def _overflow(mesh: Mesh, how: str) -> tuple[bool, bool, bool]:
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=replace(INT4, feedback=Feedback(hops="all")))
-    _backward(zero, net, 0, mesh.rank)
-    before = _any_error(zero)
-    torch.optim.SGD(zero.param_groups(), lr=0.1).zero_grad()
-    _backward(zero, net, 1, mesh.rank, scale=float("inf") if mesh.rank == 3 else 1.0)
-    overflowed = zero.overflowed() if how == "overflowed" else not zero.clip_grad_norm_(1.0).isfinite()
-    return before, bool(overflowed), _any_error(zero)
+    zero = _engine(mesh, replace(INT4, feedback=Feedback(decay=0.5, reset=2, hops="all")))
+    optimizers = [sgd([group]) for group in zero.param_groups()]
+    optimizers.append(optimizers[0])  # two that step after one backward pass are one step
+    for step in range(5):
+        assert _any_error(zero) == (step % 2 == 1)
+        for _ in range(micro_batches):
+            _loss(zero, step, mesh.rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 @pytest.mark.parametrize("how", ["overflowed", "clip_grad_norm_"])
-def test_an_overflow_clears_the_errors_of_all_ranks(how: str) -> None:
+@each_rank(2, 2)
+def test_an_overflow_clears_the_errors_of_all_ranks(mesh: Mesh, how: str) -> None:
     """When one rank's gradient is infinite, no rank carries an error into the next step."""
-    assert on_threads(Topology(2, 2), _overflow, how) == [(True, True, False)] * 4
+    zero = _engine(mesh, replace(INT4, feedback=Feedback(hops="all")))
+    _loss(zero, 0, mesh.rank).backward()
+    assert _any_error(zero)
+    sgd(zero.param_groups()).zero_grad()
+    _loss(zero, 1, mesh.rank, scale=torch.inf if mesh.rank == 3 else 1.0).backward()
+    assert zero.overflowed() if how == "overflowed" else not zero.clip_grad_norm_(1.0).isfinite()
+    assert not _any_error(zero)
 
 
-def _held(mesh: Mesh, policy: Policy) -> tuple[dict[str, int], dict[str, int]]:
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy)
-    _backward(zero, net, 0, mesh.rank)
-    formula = memory(policy, mesh.topology, [unit.geometry for unit in zero.units])
-    return zero.memory(), formula
+def _held(mesh: Mesh, policy: Policy) -> None:
+    zero = _engine(mesh, policy)
+    _loss(zero, 0, mesh.rank).backward()
+    formula = memory(policy, mesh.topology, [unit.geometry for unit in zero.units])["feedback"]
+    assert zero.memory()["feedback"] == formula
+    assert (formula > 0) == (mesh.topology.world > 1)
 
 
 @given(topologies(6), feedbacks, st.sampled_from(["two_hop", "one_hop"]))
 def test_kept_errors_are_the_formulas(topology: Topology, feedback: Feedback, reduce: str) -> None:
     """The bytes of kept errors are what impl.plan.memory says: sharded inside the node for hops=last."""
     policy = replace(preset("zeropp", memory=MemoryLimits(max_padding=1e9)), reduce=reduce, feedback=feedback)
-    for held, formula in on_threads(topology, _held, policy):
-        assert held["feedback"] == formula["feedback"]
-        assert (formula["feedback"] > 0) == (topology.world > 1)
+    on_threads(topology, _held, policy)
 
 
 def test_foreign_state_is_refused() -> None:
@@ -224,19 +197,14 @@ def test_foreign_state_is_refused() -> None:
         errors.load({**state, "hop1": torch.zeros(3, 8)})
 
 
-def _foreign(mesh: Mesh) -> str:
-    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=replace(INT4, feedback=Feedback()))
+@each_rank(2, 2)
+def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh) -> None:
+    """Errors of another shape raise, naming their unit, and change nothing."""
+    zero = _engine(mesh, replace(INT4, feedback=Feedback()))
     before = zero.communication_state()
     *_, last = (name for name in before if "/hop" in name)
     given = {name: value + 1 for name, value in before.items()} | {last: before[last][..., 1:]}
-    with pytest.raises(ZeroError) as caught:
+    with pytest.raises(ZeroError, match=r"^feedback state of unit '"):
         zero.load_communication_state(given)
     after = zero.communication_state()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    return str(caught.value)
-
-
-def test_state_that_does_not_fit_is_refused_whole() -> None:
-    """Errors of another shape raise, naming their unit, and change nothing."""
-    for message in on_threads(Topology(2, 2), _foreign):
-        assert message.startswith("feedback state of unit '")

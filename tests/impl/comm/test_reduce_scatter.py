@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.codecs.codec import BF16, FP32, Codec, Sums, parse
+from impl.codecs.codec import BF16, FP32, Codec, parse
 from impl.codecs.rounding_noise import Clock
 from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
@@ -19,9 +20,10 @@ from impl.comm.reduce_scatter import Average, Reduction
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import chunked
-from impl.plan.topology import Topology
+from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Tag
-from tests.support.ranks import on_processes, on_threads
+from tests.support.params import nightly
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import as_published, policies, topologies
 
 GRADIENTS = Tag("backward", "gradients", "u")
@@ -37,38 +39,27 @@ def reduced(
         hops=policy.reduce_axes(mesh.topology),
         tag=GRADIENTS,
         piece=shard,
-        ring=policy.reduce == "ring",
         chunks=chunked(shard, policy.chunks, policy.grain),
         sums=policy.sums,
+        ring=policy.reduce == "ring",
     )
     key = Clock(7).gradients("u", mesh.rank)
     return Average(how, gradient, key=key, errors=errors).finish()
 
 
-ALL_SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
-
-
-def _partition_indices(mesh: Mesh, reduce: str) -> list[float]:
-    gradient = torch.arange(mesh.topology.world).repeat_interleave(32).float()
-    return reduced(mesh, Policy(gradients=(FP32, FP32), reduce=reduce), gradient).tolist()
+SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
 
 
 @pytest.mark.parametrize(
-    "topology", [t for t in ALL_SHAPES if t.world <= 12], ids=str
-)  # larger ones: nightly
+    "topology", [t for t in SHAPES if t.world <= 12] + nightly(*(t for t in SHAPES if t.world > 12)), ids=str
+)
 @pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "ring"])
-def test_each_rank_receives_its_own_partition(topology: Topology, reduce: str) -> None:
+@each_rank()
+def test_each_rank_receives_its_own_partition(mesh: Mesh, topology: Topology, reduce: Any) -> None:
     """With partitions filled with their own index, rank r ends with r, for every shape."""
-    for rank, got in enumerate(on_threads(topology, _partition_indices, reduce)):
-        assert got == [rank] * 32
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("topology", [t for t in ALL_SHAPES if t.world > 12], ids=str)
-def test_each_rank_receives_its_own_partition_at_large(topology: Topology) -> None:
-    """The same up to 6 x 6."""
-    for rank, got in enumerate(on_threads(topology, _partition_indices, "two_hop")):
-        assert got == [rank] * 32
+    gradient = torch.arange(topology.world).repeat_interleave(32).float()
+    got = reduced(mesh, Policy(gradients=(FP32, FP32), reduce=reduce), gradient)
+    assert got.tolist() == [mesh.rank] * 32
 
 
 def test_without_the_transpose_values_end_at_wrong_ranks() -> None:
@@ -82,9 +73,13 @@ def test_without_the_transpose_values_end_at_wrong_ranks() -> None:
     assert [int(right[rank % 4, rank // 4]) for rank in range(8)] == list(range(8))
 
 
+def values(mesh: Mesh, numel: int, seed: int = 0) -> torch.Tensor:
+    """A rank's gradient."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed + mesh.rank))
+
+
 def _mean_and_bound(mesh: Mesh, policy: Policy, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed + mesh.rank)
-    gradient = torch.randn(mesh.topology.world * policy.grain, generator=generator)
+    gradient = values(mesh, mesh.topology.world * policy.grain, seed)
     return gradient.clone(), reduced(mesh, policy, gradient)
 
 
@@ -121,25 +116,14 @@ def test_every_reduction_is_the_mean_within_the_bound_of_its_hops(data: st.DataO
         assert (got.double() - mean[rank]).abs().max().item() <= bound
 
 
-def _exactly_summable(mesh: Mesh, reduce: str, transport: str) -> list[float]:
-    gradient = torch.full((mesh.topology.world * 32,), float(2**mesh.rank))
-    policy = Policy(gradients=(BF16, BF16), reduce=reduce)
-    return reduced(mesh, policy, gradient, Wire(mesh, transport=transport)).tolist()
-
-
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("reduce", ["two_hop", "one_hop", "ring"])
-def test_the_mean_is_exact_on_processes(reduce: str, transport: str) -> None:
+@each_rank(2, 2, processes=True)
+def test_the_mean_is_exact_on_processes(mesh: Mesh, reduce: str, transport: str) -> None:
     """With powers of two as gradients the mean over real processes has no error at all."""
-    for got in on_processes(Topology(2, 2), _exactly_summable, reduce, transport):
-        assert got == [15 / 4] * 32
-
-
-def _by_chunks(mesh: Mesh, codecs: tuple[Codec, Codec]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(mesh.rank)
-    gradient = torch.randn(mesh.topology.world * 7 * 64, generator=generator)
-    policies = [Policy(gradients=codecs, chunks=chunks) for chunks in (1, 2, 3, 8)]
-    return [reduced(mesh, policy, gradient.clone()) for policy in policies]
+    policy, gradient = Policy(gradients=(BF16, BF16), reduce=reduce), torch.full((4 * 32,), 2.0**mesh.rank)
+    got = reduced(mesh, policy, gradient, Wire(mesh, transport=transport))
+    assert got.tolist() == [15 / 4] * 32
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 2), Topology(1, 3)], ids=str)
@@ -152,27 +136,33 @@ def _by_chunks(mesh: Mesh, codecs: tuple[Codec, Codec]) -> list[torch.Tensor]:
         ("int4:64:hadamard32", "int4:32:asym:stochastic"),
     ],
 )
-def test_chunks_change_no_bit(topology: Topology, texts: tuple[str, str]) -> None:
+@each_rank()
+def test_chunks_change_no_bit(mesh: Mesh, topology: Topology, texts: tuple[str, str]) -> None:
     """However a shard is cut into chunks, the mean has the same bits, also with stochastic rounding."""
-    codecs = parse(texts[0]), parse(texts[1])
-    for whole, *others in on_threads(topology, _by_chunks, codecs):
-        for other in others:
-            assert torch.equal(other, whole)
+    gradient, codecs = values(mesh, topology.world * 7 * 64), (parse(texts[0]), parse(texts[1]))
+    whole, *others = (
+        reduced(mesh, Policy(gradients=codecs, chunks=chunks), gradient.clone()) for chunks in (1, 2, 3, 8)
+    )
+    assert all(torch.equal(other, whole) for other in others)
 
 
-def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
-    """Axes of the exchanges in the order of opening, how many when it is made, and whether the mean
-    survives that the gradient is overwritten there.
+@pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
+@each_rank(2, 2)
+def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, before: int) -> None:
+    """Each chunk's second hop is posted right after the first hop of the chunk behind it, on all ranks alike;
+    once it is made all first hops are posted, and the gradient is the caller's again.
     """
     wire, codecs = Wire(mesh), (parse("int8:64"), parse("int4:32"))
-    gradient = torch.randn(mesh.topology.world * 8 * 64, generator=torch.Generator().manual_seed(mesh.rank))
+    gradient = values(mesh, mesh.topology.world * 8 * 64)
     expected = reduced(mesh, Policy(gradients=codecs), gradient.clone())
     opened: list[str] = []
     all_to_all = wire.all_to_all
-    wire.all_to_all = lambda axis, *rest, **named: (
-        opened.append(axis.name),
-        all_to_all(axis, *rest, **named),
-    )[1]  # type: ignore[method-assign,assignment]
+
+    def noted(axis: Axis, *rest: Any, **named: Any) -> Any:
+        opened.append(axis.name)
+        return all_to_all(axis, *rest, **named)
+
+    wire.all_to_all = noted  # type: ignore[method-assign]
     how = Reduction(
         wire=wire,
         hops=Policy(gradients=codecs).reduce_axes(mesh.topology),
@@ -181,24 +171,14 @@ def _opened_in_order(mesh: Mesh, chunks: int) -> tuple[list[str], int, bool]:
         chunks=chunked(8 * 64, chunks, 64),
     )
     average = Average(how, gradient)
-    before = len(opened)
+    assert len(opened) == before
     gradient.fill_(math.nan)
-    return opened, before, torch.equal(average.finish(), expected)
-
-
-@pytest.mark.parametrize(("chunks", "before"), [(1, 1), (2, 3), (4, 7)])
-def test_a_chunk_goes_on_while_later_ones_are_encoded(chunks: int, before: int) -> None:
-    """Each chunk's second hop is posted right after the first hop of the chunk behind it, on all ranks alike;
-    once it is made all first hops are posted, and the gradient is the caller's again.
-    """
-    order = ["local", *["local", "node"] * (chunks - 1), "node"]
-    assert on_threads(Topology(2, 2), _opened_in_order, chunks) == [(order, before, True)] * 4
+    assert torch.equal(average.finish(), expected)
+    assert opened == ["local", *["local", "node"] * (chunks - 1), "node"]
 
 
 def _ring_and_hops(mesh: Mesh) -> list[float]:
-    generator = torch.Generator().manual_seed(mesh.rank)
-    gradient = torch.randn(mesh.topology.world * 512, generator=generator)
-    codecs = (parse("int4:64"),) * 2
+    gradient, codecs = values(mesh, mesh.topology.world * 512), (parse("int4:64"),) * 2
     every = [Policy(gradients=codecs, reduce=reduce) for reduce in ("ring", "two_hop")]
     exact = reduced(mesh, Policy(gradients=(FP32, FP32)), gradient.clone())
     return [float((reduced(mesh, policy, gradient.clone()) - exact).square().mean()) for policy in every]
@@ -213,21 +193,16 @@ def test_a_quantised_ring_errs_more_than_two_hops() -> None:
     assert ring > 2 * hops
 
 
-def _beyond_fp16(mesh: Mesh, codecs: tuple[Codec, Codec], sums: Sums) -> tuple[float, float]:
-    gradient = torch.ones(mesh.topology.world * 64)
-    gradient[::32] = 40_000.0  # of two ranks beyond 65504
-    mean = reduced(mesh, Policy(gradients=codecs, sums=sums), gradient)
-    return float(mean[0]), float(mean[1])
-
-
 @pytest.mark.parametrize("texts", [("fp32", "fp32"), ("int8:32", "int8:32"), ("fp32", "int8:32")])
-def test_a_sum_beyond_fp16_arrives_as_no_number(texts: tuple[str, str]) -> None:
+@each_rank(2, 2)
+def test_a_sum_beyond_fp16_arrives_as_no_number(mesh: Mesh, texts: tuple[str, str]) -> None:
     """Where DeepSpeed's sums overflow ours do: what was cast is infinite, a block that was encoded NaN; in
     fp32 the mean is there.
     """
-    codecs = parse(texts[0]), parse(texts[1])
-    for top, beside in on_threads(Topology(2, 2), _beyond_fp16, codecs, "fp16"):
-        assert not math.isfinite(top)
-        assert math.isfinite(beside) == (texts[1] == "fp32")
-    for top, _ in on_threads(Topology(2, 2), _beyond_fp16, codecs, "fp32"):
-        assert top == pytest.approx(40_000, rel=0.02)
+    gradient, codecs = torch.ones(mesh.topology.world * 64), (parse(texts[0]), parse(texts[1]))
+    gradient[::32] = 40_000.0  # of two ranks beyond 65504
+    top, beside = reduced(mesh, Policy(gradients=codecs, sums="fp16"), gradient.clone())[:2].tolist()
+    assert not math.isfinite(top)
+    assert math.isfinite(beside) == (texts[1] == "fp32")
+    mean = reduced(mesh, Policy(gradients=codecs, sums="fp32"), gradient)
+    assert float(mean[0]) == pytest.approx(40_000, rel=0.02)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,26 +16,14 @@ from impl.codecs import reference
 from impl.codecs.codec import IntCodec, Raw, parse
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
-from tests.impl.codecs.properties import (  # noqa: F401  # tests that run here too
+from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every backend
+from tests.impl.codecs.properties import (
     Backend,
     check,
     encoded,
     garbage,
     noise_of,
     same,
-    test_blocks_at_the_limits_of_each_version,
-    test_elements_need_not_be_contiguous,
-    test_error_feedback_in_each_version,
-    test_error_feedback_is_that_of_the_reference,
-    test_every_edge_between_two_levels_is_rounded_as_the_reference_does,
-    test_hostile_blocks_are_coded_as_the_reference_does,
-    test_large_sums_encoded_again,
-    test_lengths_at_the_edges_of_octets_and_tiles,
-    test_rotations_of_every_size,
-    test_strided_batches_are_coded_in_place,
-    test_sums_are_those_of_the_reference,
-    test_sums_encoded_again_are_those_of_the_reference,
-    test_the_full_product,
     use_all,
     without_reference,
 )
@@ -223,36 +211,10 @@ def test_threads_code_at_once(backend: Backend, text: str) -> None:
         carried = reference.Carried(error[row])
         backend.kernels.encode(codec, x[row], got[row], noise=noise, carried=carried)
 
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert torch.equal(got, wanted)
     assert same(error, expected)
-
-
-def test_what_a_kernel_cannot_do_is_refused(backend: Backend) -> None:
-    """Impossible types, strides and shapes raise one line, with the numbers."""
-    kernels, codec = backend.kernels, parse("int8:8")
-    frames = torch.zeros(16, 48, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames of 32 uint8, got \(33,\)"):
-        kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"elements are fp32, bf16 or fp16, got torch.float64"):
-        kernels.encode(codec, torch.zeros(16, 32, dtype=torch.float64), frames)
-    with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 48\)"):
-        kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
-    with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
-        kernels.decode_sum(codec, frames.view(4, 4, 48), torch.zeros(4, 32, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"elements and frames on \['cpu', 'meta'\]"):
-        kernels.encode(codec, torch.zeros(16, 32, device="meta"), frames)
-    with pytest.raises(ValueError, match=r"\(16, 32\) elements carry as many errors .* got \(16, 31\)"):
-        kernels.encode(codec, torch.zeros(16, 32), frames, carried=reference.Carried(torch.zeros(16, 31)))
-    with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
-        kernels.encode(parse("int8:8:stochastic"), torch.zeros(16, 32), frames)
-    many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
-    with pytest.raises(ValueError, match="the C\\+\\+ kernels take 8"):
-        kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
 
 
 REFUSED = {
@@ -261,6 +223,11 @@ REFUSED = {
     "a scalar": ((), torch.float32, "elements have at least one dimension, got a scalar"),
     "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames of"),
 }
+
+
+def no_launch(launch: object, device: object) -> None:
+    """Where no launch is expected."""
+    raise AssertionError(launch, device)
 
 
 @pytest.mark.parametrize("text", ["fp32", "bf16", "int8:8", "mxfp4"])
@@ -287,9 +254,27 @@ def test_all_backends_refuse_alike(
             kernels.decode_sum(codec, frames[0, 0], torch.zeros(2, 8))
 
 
-def no_launch(launch: object, device: object) -> None:
-    """Where no launch is expected."""
-    raise AssertionError(launch, device)
+def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
+    """Impossible strides, places and numbers of errors raise one line, with the numbers; noise is asked for
+    by the reference too.
+    """
+    codec, x = parse("int8:8"), torch.zeros(16, 32)
+    frames = torch.zeros(16, 48, dtype=torch.uint8)
+    for kernels in (backend.kernels, CudaKernels(no_launch)):
+        with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames of 32 uint8, got \(33,\)"):
+            kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
+        with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 48\)"):
+            kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
+        with pytest.raises(ValueError, match=r"on \['cpu', 'meta'\]"):
+            kernels.encode(codec, x.to("meta"), frames)
+        with pytest.raises(ValueError, match=r"\(16, 32\) elements carry as many errors .* got \(16, 31\)"):
+            kernels.encode(codec, x, frames, carried=reference.Carried(torch.zeros(16, 31)))
+    for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
+        with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
+            kernels.encode(parse("int8:8:stochastic"), x, frames)
+    many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
+    with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
+        backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -323,10 +308,10 @@ def test_a_block_beyond_the_row_is_the_row(backend: Backend, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["fp32", "int4:8", "int3:7:asym", "int4:32:hadamard8", "mxfp4"])
 def test_nothing_is_done_for_nothing(backend: Backend, text: str) -> None:
-    """Empty rows and empty batches are left alone."""
+    """Empty rows and empty batches are left alone, and launch no kernel."""
     codec = parse(text)
     size = codec.frame_bytes(8)
-    for kernels in (reference, backend.kernels):
+    for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         kernels.encode(codec, torch.zeros(3, 0), torch.zeros(3, 0, dtype=torch.uint8))
         kernels.encode(codec, torch.zeros(0, 8), torch.zeros(0, size, dtype=torch.uint8))
         kernels.decode(codec, torch.zeros(0, size, dtype=torch.uint8), torch.zeros(0, 8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,30 +16,31 @@ from torch import nn
 
 from impl.codecs import reference
 from impl.codecs.codec import BF16, FP16, FP32, IntCodec
-from impl.comm.mesh import Mesh
 from impl.deepspeed.keys import KEYS, SECTIONS, ZERO, DeepSpeedError
 from impl.deepspeed.recipe import QGZ, QWZ, AdamOptions, Finding, Recipe, laid_out, recipe
 from impl.engine.unit_planning import find_blocks, plan_units
-from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, preset
+from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Load, predict
-from impl.zero import ZeroError, shard
-from tests.support.models import Net
+from impl.zero import ZeroError
+from tests.support.history import lived
 from tests.support.ranks import on_threads
 from tests.support.training import batch, mean_losses, model, single, train
 
 FOUR: Final = Topology(2, 2)
 
 # As they stand in the tutorials, character for character.
-ZERO_TUTORIAL_STAGE_1: Final = """\
+# As they stand in the tutorials, character for character.
+SNIPPETS: Final = {
+    "zero_tutorial stage 1": """\
 {
     "zero_optimization": {
         "stage":1,
         "reduce_bucket_size": 5e8
     }
 }
-"""
-ZERO_TUTORIAL_STAGE_2: Final = """\
+""",
+    "zero_tutorial stage 2": """\
 {
     "zero_optimization": {
         "stage":2,
@@ -51,8 +51,8 @@ ZERO_TUTORIAL_STAGE_2: Final = """\
         "allgather_bucket_size": 5e8
     }
 }
-"""
-ZERO_TUTORIAL_STAGE_3_OFFLOAD: Final = """\
+""",
+    "zero_tutorial stage 3 offload": """\
 {
   "zero_optimization": {
     "stage": 3,
@@ -68,8 +68,8 @@ ZERO_TUTORIAL_STAGE_3_OFFLOAD: Final = """\
     "sub_group_size": 1e6
   }
 }
-"""
-ZEROPP_TUTORIAL: Final = """\
+""",
+    "zeropp_tutorial": """\
 {
     "zero_optimization": {
         "stage": 3,
@@ -84,13 +84,9 @@ ZEROPP_TUTORIAL: Final = """\
         "overlap_comm": true
     }
 }
-"""
-SNIPPETS: Final = {
-    "zero_tutorial stage 1": ZERO_TUTORIAL_STAGE_1,
-    "zero_tutorial stage 2": ZERO_TUTORIAL_STAGE_2,
-    "zero_tutorial stage 3 offload": ZERO_TUTORIAL_STAGE_3_OFFLOAD,
-    "zeropp_tutorial": ZEROPP_TUTORIAL,
+""",
 }
+ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, _, ZEROPP_TUTORIAL = SNIPPETS.values()
 
 
 def of(found: Recipe, name: str) -> Finding:
@@ -104,27 +100,39 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {ZERO: {"stage": 3, **keys}}
 
 
-def test_zero_tutorial_stage_1() -> None:
-    """Stage 1 with a bucket of 5e8 elements; without fp16 or bf16, all in fp32 as DeepSpeed has it."""
-    found = recipe(ZERO_TUTORIAL_STAGE_1, topology=Topology(1, 8))
+def warmed(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A configuration whose learning rate warms up."""
+    return {"scheduler": {"type": "WarmupLR", "params": parameters}}
+
+
+def policy_of(**keys: Any) -> Policy:
+    """The policy of such a configuration on 2x2 ranks, for a model as small as ours."""
+    policy = recipe(zero(**keys), topology=FOUR).policy
+    return replace(policy, memory=replace(policy.memory, max_padding=1e9))
+
+
+def follows(policy: Policy, net: nn.Module, steps: int, tolerance: float = 1e-5) -> None:
+    """Assert that training in shards on 2x2 ranks is training in one process."""
+    results = on_threads(FOUR, train, net, policy, steps)
+    assert mean_losses(results) == pytest.approx(single(net, 4, steps), rel=tolerance)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_tutorial_stages_1_and_2(stage: Stage) -> None:
+    """A bucket of 5e8 elements; without fp16 or bf16, all in fp32 as DeepSpeed has it; the knobs of stage 2's
+    buffers are accepted and said to be without effect.
+    """
+    found = recipe(SNIPPETS[f"zero_tutorial stage {stage}"], topology=Topology(2, 16))
     limits = MemoryLimits(reduce_bucket=500_000_000)
-    assert found.policy == Policy(stage=1, weights=FP32, gradients=(FP32, FP32), memory=limits)
+    assert found.policy == Policy(stage=stage, weights=FP32, gradients=(FP32, FP32), memory=limits)
     assert (found.clip, found.accumulation, found.micro_batch, found.optimizer) == (None, 1, None, None)
-
-
-def test_zero_tutorial_stage_2() -> None:
-    """Stage 2; the knobs of its buffers are accepted and said to be without effect."""
-    found = recipe(ZERO_TUTORIAL_STAGE_2, topology=Topology(2, 16))
-    limits = MemoryLimits(reduce_bucket=500_000_000)
-    assert found.policy == Policy(stage=2, weights=FP32, gradients=(FP32, FP32), memory=limits)
-    assert {name: of(found, name).kind for name in ("contiguous_gradients", "allgather_bucket_size")} == {
-        "contiguous_gradients": "without effect", "allgather_bucket_size": "without effect",
-    }  # fmt: skip
+    for name in ("contiguous_gradients", "allgather_bucket_size") if stage == 2 else ():
+        assert of(found, name).kind == "without effect"
 
 
 def test_zero_tutorial_stage_3_offload() -> None:
     """Both offloads by their deprecated switches, and the misspelt threshold, understood and reported."""
-    found = recipe(ZERO_TUTORIAL_STAGE_3_OFFLOAD, topology=FOUR)
+    found = recipe(SNIPPETS["zero_tutorial stage 3 offload"], topology=FOUR)
     assert found.policy.stage == 3
     assert found.policy.offload == Offload(optimizer=1.0, weights=1.0)
     assert found.policy.memory == MemoryLimits(
@@ -141,22 +149,22 @@ def test_zero_tutorial_stage_3_offload() -> None:
 
 
 def test_zeropp_tutorial() -> None:
-    """All three techniques; hpZ groups of 16 on its 4 nodes of 16, of all ranks where there are fewer."""
-    found = recipe(ZEROPP_TUTORIAL, topology=Topology(4, 16))
-    policy = found.policy
+    """All three techniques; hpZ groups of 16 on its 4 nodes of 16, of all ranks where there are fewer, and
+    none where a rank is alone.
+    """
+    on_64, on_4, on_a_node, alone = (
+        recipe(ZEROPP_TUTORIAL, topology=Topology(*shape)) for shape in ((4, 16), (2, 2), (1, 4), (1, 1))
+    )
+    policy = on_64.policy
     assert (policy.stage, policy.weights, policy.gradients, policy.secondary) == (3, QWZ, (QGZ, QGZ), 16)
     assert policy.memory.reduce_bucket == 10_000_000
-    assert of(found, "zero_hpz_partition_size").kind == "honoured"
-    fewer = recipe(ZEROPP_TUTORIAL, topology=FOUR)
-    assert fewer.policy.secondary == 4
-    assert of(fewer, "zero_hpz_partition_size") == Finding(
-        f"{ZERO}.zero_hpz_partition_size",
-        16,
-        "changed",
-        "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes",
+    assert of(on_64, "zero_hpz_partition_size").kind == "honoured"
+    assert (on_4.policy.secondary, alone.policy.secondary) == (4, 0)
+    words = "the hpZ group became all 4 ranks, which span 2 nodes: then hpZ saves no traffic between nodes"
+    assert of(on_4, "zero_hpz_partition_size") == Finding(
+        f"{ZERO}.zero_hpz_partition_size", 16, "changed", words
     )
-    alone = recipe(ZEROPP_TUTORIAL, topology=Topology(1, 4))
-    assert of(alone, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
+    assert of(on_a_node, "zero_hpz_partition_size").text == "the hpZ group became all 4 ranks"
 
 
 def test_an_hpz_group_of_all_ranks_saves_no_traffic_between_nodes() -> None:
@@ -172,11 +180,6 @@ def test_an_hpz_group_of_all_ranks_saves_no_traffic_between_nodes() -> None:
         for of_one in (policy, without)
     ]
     assert sent[0] == sent[1] > 0
-
-
-def test_zeropp_tutorial_on_one_rank_has_no_hpz() -> None:
-    """min(16, 1) ranks share a copy: none."""
-    assert recipe(ZEROPP_TUTORIAL, topology=Topology(1, 1)).policy.secondary == 0
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -196,15 +199,12 @@ def test_a_model_trains_with_a_snippet(name: str, persistent: bool) -> None:
 
     Within 1e-5 in fp32, within 2 % where ZeRO++ quantises.
     """
-    table = json.loads(SNIPPETS[name])
-    if not persistent and table[ZERO]["stage"] == 3:
-        table[ZERO].pop("stage3_param_persitance_threshold", None)
-        table[ZERO]["stage3_param_persistence_threshold"] = 0
-    policy = recipe(table, topology=FOUR).policy
-    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))  # of a model this small
-    results = on_threads(FOUR, train, model(), roomy, 3)
-    tolerance = 0.02 if policy.weights == QWZ else 1e-5
-    assert mean_losses(results) == pytest.approx(single(model(), 4, 3), rel=tolerance)
+    keys = json.loads(SNIPPETS[name])[ZERO]
+    if not persistent and keys["stage"] == 3:
+        keys.pop("stage3_param_persitance_threshold", None)
+        keys["stage3_param_persistence_threshold"] = 0
+    policy = policy_of(**keys)
+    follows(policy, model(), 3, 0.02 if policy.weights == QWZ else 1e-5)
 
 
 # Any configuration
@@ -303,24 +303,27 @@ def test_a_misspelt_key_names_the_nearest(written: str, meant: str) -> None:
 # What is honoured
 
 
-def test_hpz_qwz_qgz_each_alone() -> None:
-    """Each switch is its own technique."""
-    plain = recipe(zero(), topology=FOUR).policy
-    assert recipe(zero(zero_quantized_weights=True), topology=FOUR).policy == replace(plain, weights=QWZ)
-    assert recipe(zero(zero_quantized_gradients=True), topology=FOUR).policy == replace(
-        plain, gradients=(QGZ, QGZ)
-    )
-    assert recipe(zero(zero_hpz_partition_size=2), topology=FOUR).policy == replace(plain, secondary=2)
-    assert recipe(zero(zero_quantized_nontrainable_weights=True), topology=FOUR).policy == replace(
-        plain, frozen=QWZ
-    )
-    assert recipe(zero(mics_shard_size=2), topology=FOUR).policy == replace(plain, group=2)
+@pytest.mark.parametrize(
+    ("key", "value", "changes"),
+    [
+        ("zero_quantized_weights", True, {"weights": QWZ}),
+        ("zero_quantized_gradients", True, {"gradients": (QGZ, QGZ)}),
+        ("zero_hpz_partition_size", 2, {"secondary": 2}),
+        ("zero_quantized_nontrainable_weights", True, {"frozen": QWZ}),
+        ("mics_shard_size", 2, {"group": 2}),
+        ("offload_optimizer", {"device": "cpu", "ratio": 0.3, "pin_memory": True},
+         {"offload": Offload(optimizer=0.3)}),
+    ],
+)  # fmt: skip
+def test_hpz_qwz_qgz_each_alone(key: str, value: object, changes: dict[str, Any]) -> None:
+    """Each switch is its own technique; an offloaded share has the ratio of stage 3."""
+    plain, found = (recipe(zero(**keys), topology=FOUR).policy for keys in ({}, {key: value}))
+    assert found == replace(plain, **changes)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [(QWZ, 8), (QGZ, 4)])
 def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
     """Its kernels send q = clamp(rne(x * 2^b / (2 absmax))), and decode q * 2 absmax / 2^b."""
-    assert isinstance(codec.block, int)
     assert codec.bits == bits
     x = torch.randn(8, codec.block, generator=torch.Generator().manual_seed(0)).double()
     x[:4] *= (
@@ -401,23 +404,21 @@ def test_adam_is_adamw_unless_it_says_otherwise() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_torch_s_own_adam_has_its_own_decay(kind: str) -> None:
-    """With torch_adam DeepSpeed makes torch's AdamW, whose weight_decay is 0.01 unless it is given."""
-    for params, wanted in (
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
         ({}, 0.0),
         ({"torch_adam": True}, 0.01),
         ({"torch_adam": True, "weight_decay": 0.0}, 0.0),
         ({"torch_adam": True, "weight_decay": "auto"}, 0.01),
-    ):
+        ({"torch_adam": True, "adam_w_mode": False}, 0.0),  # torch.optim.Adam's
+    ],
+)
+def test_torch_s_own_adam_has_its_own_decay(params: dict[str, Any], wanted: float) -> None:
+    """With torch_adam DeepSpeed makes torch's AdamW, whose weight_decay is 0.01 unless it is given."""
+    for kind in ("Adam", "AdamW") if "adam_w_mode" not in params else ("Adam",):
         found = recipe({"optimizer": {"type": kind, "params": params}}, topology=FOUR).optimizer
-        assert found is not None
         assert found.weight_decay == wanted
-    if kind == "Adam":
-        plain = {"type": kind, "params": {"torch_adam": True, "adam_w_mode": False}}
-        found = recipe({"optimizer": plain}, topology=FOUR).optimizer
-        assert found is not None
-        assert found.weight_decay == 0  # torch.optim.Adam's
 
 
 def test_what_huggingface_writes() -> None:
@@ -432,12 +433,6 @@ def test_what_huggingface_writes() -> None:
     assert found.policy == recipe(zero(), topology=FOUR).policy
     assert found.micro_batch is None
     assert {finding.kind for finding in found.findings if finding.value == "auto"} == {"changed"}
-
-
-def test_a_share_of_the_optimizer_is_offloaded() -> None:
-    """The ratio of stage 3."""
-    table = zero(offload_optimizer={"device": "cpu", "ratio": 0.3, "pin_memory": True})
-    assert recipe(table, topology=FOUR).policy.offload == Offload(optimizer=0.3)
 
 
 def test_weights_are_offloaded_where_there_is_something_to_offload() -> None:
@@ -470,43 +465,35 @@ def test_findings_print_on_one_line_whatever_the_value() -> None:
         assert "\n" not in str(finding)
 
 
+IDLE = "all parameters persist"
+
+
 def test_zeropp_without_effect_is_told_where_every_parameter_persists() -> None:
     """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised."""
-    table = json.loads(ZEROPP_TUTORIAL)
-    found = recipe(table, topology=FOUR)
-    told = laid_out(found, plan_units(model(), FOUR, found.policy))
+    keys = json.loads(ZEROPP_TUTORIAL)[ZERO]
+    told = laid_out(recipe(zero(**keys), topology=FOUR), plan_units(model(), FOUR, policy_of(**keys)))
     for name in ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients"):
         assert of(told, name).kind == "without effect"
-        assert of(told, name).text.startswith("all parameters persist")
+        assert of(told, name).text.startswith(IDLE)
         assert "threshold = 100,000" in of(told, name).text
-    table[ZERO]["stage3_param_persistence_threshold"] = 16
-    found = recipe(table, topology=FOUR)
-    roomy = replace(found.policy, memory=replace(found.policy.memory, max_padding=1e9))
-    assert laid_out(found, plan_units(model(), FOUR, roomy)) == found
+    keys["stage3_param_persistence_threshold"] = 16
+    found = recipe(zero(**keys), topology=FOUR)
+    assert laid_out(found, plan_units(model(), FOUR, policy_of(**keys))) == found
 
 
 def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
     """LoCo, prefetching and reuse too; "auto" keeps its own finding, what is off is not told."""
-    keys: dict[str, Any] = {
-        "zero_quantized_weights": "auto",
+    idle = {
         "zero_quantized_gradients": True,
         "zero_hpz_partition_size": 2,
         "zeropp_loco_param": {"err_beta": 0.5},
         "stage3_prefetch_bucket_size": 5,
-        "stage3_max_reuse_distance": 0,
-        "stage3_max_live_parameters": 1e9,
     }
-    found = recipe(zero(**keys), topology=FOUR)
+    others = {"zero_quantized_weights": "auto", "stage3_max_reuse_distance": 0}
+    found = recipe(zero(**idle, **others, stage3_max_live_parameters=1e9), topology=FOUR)
     told = laid_out(found, plan_units(model(), FOUR, found.policy))
-    idle = {
-        one.key.removeprefix(f"{ZERO}.")
-        for one in told.findings
-        if one.text.startswith("all parameters persist")
-    }
-    assert idle == {
-        "zero_quantized_gradients", "zeropp_loco_param.err_beta", "zero_hpz_partition_size",
-        "stage3_prefetch_bucket_size",
-    }  # fmt: skip
+    named = {one.key.split(".")[1] for one in told.findings if one.text.startswith(IDLE)}
+    assert named == idle.keys()
 
 
 # What is refused
@@ -516,24 +503,21 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
     ("table", "words"),
     [
         (
-            {ZERO: {"stage": 2, "zero_hpz_partition_size": 2}},
+            zero(stage=2, zero_hpz_partition_size=2),
             "zero_hpz_partition_size = 2: hpZ is of stage 3, but .*stage = 2",
         ),
-        (
-            {ZERO: {"stage": 2, "mics_shard_size": 2}},
-            "mics_shard_size = 2: MiCS is of stage 3, but .*stage = 2",
-        ),
-        ({ZERO: {"stage": 1, "zero_quantized_weights": True}}, "zero_quantized_weights.*stage = 1"),
-        ({ZERO: {"stage": 2, "zero_quantized_gradients": True}}, "zero_quantized_gradients.*stage = 2"),
-        ({ZERO: {"stage": 4}}, "stage = 4: expected 0, 1, 2 or 3"),
+        (zero(stage=2, mics_shard_size=2), "mics_shard_size = 2: MiCS is of stage 3, but .*stage = 2"),
+        (zero(stage=1, zero_quantized_weights=True), "zero_quantized_weights.*stage = 1"),
+        (zero(stage=2, zero_quantized_gradients=True), "zero_quantized_gradients.*stage = 2"),
+        (zero(stage=4), "stage = 4: expected 0, 1, 2 or 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled.*bf16.enabled"),
         (zero(zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter = false"),
         (zero(mics_shard_size=2, zero_hpz_partition_size=2), "mics_shard_size = 2.*zero_hpz_partition_size"),
         (zero(offload_param={"device": "nvme"}), 'offload_param.device = "nvme"'),
         (zero(offload_param={"device": "nvme", "nvme_path": "/n"}), "nvme"),
-        ({ZERO: {"stage": 2, "offload_param": {"device": "cpu"}}}, "offload_param.device.*stage = 2"),
+        (zero(stage=2, offload_param={"device": "cpu"}), "offload_param.device.*stage = 2"),
         (
-            {ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
             "ratio = 0.5: a part is offloaded at stage 3 only, but .*stage = 2",
         ),
         ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "^fp16: loss scale 65536 .* and least 1e"),
@@ -554,20 +538,17 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR: expected scheduler.params.total"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler without scheduler.type"),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.5, "warmup_max_lr": 0.1}}},
+            warmed({"warmup_min_lr": 0.5, "warmup_max_lr": 0.1}),
             "warmup_min_lr = 0.5: expected 0 to the learning rate that the warm-up ends at, 0.1",
         ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
-            'warmup_type = "cubic": expected log or linear',
-        ),
+        (warmed({"warmup_type": "cubic"}), 'warmup_type = "cubic": expected log or linear'),
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
         ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
         ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
         (zero(zeropp_loco_param={}), "zeropp_loco_param.*zero_quantized_gradients"),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -> None:
     """In one line that names the keys and their values."""
     with pytest.raises(DeepSpeedError, match=words) as caught:
@@ -601,22 +582,17 @@ def test_what_is_no_configuration_is_one_line(text: str, words: str, tmp_path: P
 @pytest.mark.parametrize("most", [700, 1400, 10_000])
 def test_no_unit_is_larger_than_asked_and_the_model_trains(most: int) -> None:
     """Blocks of 1344 elements are cut into their linear layers where they do not fit; losses stay."""
-    table = zero(stage3_max_live_parameters=most, stage3_param_persistence_threshold=0)
-    policy = recipe(table, topology=FOUR).policy
-    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))
-    units = plan_units(model(), FOUR, roomy)
+    policy = policy_of(stage3_max_live_parameters=most, stage3_param_persistence_threshold=0)
+    units = plan_units(model(), FOUR, policy)
     assert max(unit.numel for unit in units) <= most
     names = [slot.spec.name for unit in units for slot in unit.slots]
     assert sorted(names) == sorted(name for name, _ in model().named_parameters())
-    results = on_threads(FOUR, train, model(), roomy, 2)
-    assert mean_losses(results) == pytest.approx(single(model(), 4, 2), rel=1e-5)
+    follows(policy, model(), 2)
 
 
 def test_what_cannot_be_cut_is_refused_with_its_size() -> None:
     """A linear layer of 680 elements where 600 may be live."""
-    policy = recipe(
-        zero(stage3_max_live_parameters=600, stage3_param_persistence_threshold=0), topology=FOUR
-    ).policy
+    policy = policy_of(stage3_max_live_parameters=600, stage3_param_persistence_threshold=0)
     with pytest.raises(ZeroError, match=r"'blocks.0.up' is one Linear, with 680 elements, .* = 600"):
         plan_units(model(), FOUR, policy)
 
@@ -638,18 +614,13 @@ class Direct(nn.Module):
 def test_a_block_s_own_parameters_have_a_home_when_it_is_cut() -> None:
     """The root's; modules that are not called themselves are never units."""
     net = model()
-    assert isinstance(net, Net)
     net.blocks = nn.ModuleList([Direct()])
-    blocks = find_blocks(net, most=300)
-    assert not any(isinstance(block, nn.ModuleList) for block in blocks)
-    policy = Policy(
-        weights=FP32, gradients=(FP32, FP32), memory=MemoryLimits(largest_unit=300, max_padding=1e9)
-    )
+    assert not any(isinstance(block, nn.ModuleList) for block in find_blocks(net, most=300))
+    memory = MemoryLimits(largest_unit=300, max_padding=1e9)
+    policy = Policy(weights=FP32, gradients=(FP32, FP32), memory=memory)
     units = {unit.name: unit for unit in plan_units(net, FOUR, policy)}
     assert "blocks.0.gain" in [slot.spec.name for slot in units["root"].slots]
-    results = on_threads(FOUR, train, net, policy, 2)
-    wanted = single(net, 4, 2)
-    assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
+    follows(policy, net, 2)
 
 
 class Borrowing(nn.Module):
@@ -667,31 +638,17 @@ class Borrowing(nn.Module):
 def test_a_cut_block_may_use_a_part_without_calling_it(*, frozen: bool) -> None:
     """The part's unit is gathered where it is used: the same losses, in training and in evaluation."""
     net = model()
-    assert isinstance(net, Net)
     net.blocks = nn.ModuleList([Borrowing(frozen=frozen), Borrowing(frozen=frozen)])
-    policy = recipe(
-        zero(stage3_max_live_parameters=300, stage3_param_persistence_threshold=0), topology=FOUR
-    ).policy
-    roomy = replace(policy, memory=replace(policy.memory, max_padding=1e9))
-    assert "blocks.0.two" in [unit.block for unit in plan_units(net, FOUR, roomy)]
-    results = on_threads(FOUR, train, net, roomy, 3)
-    evaluated = on_threads(FOUR, _evaluated, net, roomy)[0]
+    policy = policy_of(stage3_max_live_parameters=300, stage3_param_persistence_threshold=0)
+    assert "blocks.0.two" in [unit.block for unit in plan_units(net, FOUR, policy)]
+    evaluated = on_threads(FOUR, lived, net, policy, ["evaluate"] * 2)[0].seen
     with torch.no_grad():
-        assert evaluated == pytest.approx([net(batch(0, 0)).item()] * 2, rel=1e-6)
-    assert mean_losses(results) == pytest.approx(single(net, 4, 3), rel=1e-5)
-
-
-def _evaluated(mesh: Mesh, net: nn.Module, policy: Policy) -> list[float]:
-    net = copy.deepcopy(net)
-    shard(net, mesh=mesh, policy=policy)
-    with torch.no_grad():
-        return [net(batch(0, 0)).item() for _ in range(2)]
+        assert evaluated == pytest.approx([net(batch(0, 0)).item(), net(batch(1, 0)).item()], rel=1e-6)
+    follows(policy, net, 3)
 
 
 def test_small_parameters_persist_up_to_their_limit() -> None:
     """stage3_model_persistence_threshold: those that would exceed it stay with their block."""
-    table = zero(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40)
-    policy = recipe(table, topology=FOUR).policy
-    units = plan_units(model(), FOUR, replace(policy, memory=replace(policy.memory, max_padding=1e9)))
-    (persistent,) = [unit for unit in units if unit.persistent]
+    policy = policy_of(stage3_param_persistence_threshold=16, stage3_model_persistence_threshold=40)
+    (persistent,) = [unit for unit in plan_units(model(), FOUR, policy) if unit.persistent]
     assert 0 < persistent.numel <= 40

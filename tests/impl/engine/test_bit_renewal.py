@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,15 +14,17 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
+from impl.engine.optimizer_step import Stepped
 from impl.plan.bit_budget import shares_of
 from impl.plan.memory import memory
 from impl.plan.policy import Feedback, LossScale, Policy, PolicyError, parse_budget, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Decision, Event, LedgerKey, Sent, predict
+from impl.plan.traffic import Decision
 from impl.zero import Zero, ZeroError, shard
-from tests.support.ranks import on_threads
+from tests.support.history import History, gathered, lived
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY
-from tests.support.training import batch, model, train
+from tests.support.training import batch, model, sgd, train, update
 
 NET = model()
 OWN = {"weights": parse("int4:8"), "gradients": (parse("int8:32"), parse("int4:8")), "memory": ROOMY}
@@ -32,88 +32,23 @@ BOTH = parse_budget("weights gradients every 2 of int2:8 int3:8 int6:8:stochasti
 KINDS = ("train", "train", "train", "accumulate", "evaluate", "skip", "rehearse", "drop", "again")
 
 
-class History:
-    """A run of one rank, step by step, with what it should have sent."""
-
-    def __init__(self, mesh: Mesh, policy: Policy) -> None:
-        self.net, self.mesh, self.policy = copy.deepcopy(NET), mesh, policy
-        self.zero = shard(self.net, mesh=mesh, policy=policy)
-        self.optimizer = torch.optim.SGD(self.zero.param_groups(), lr=0.1)
-        self.events: list[Event] = []
-
-    def act(self, kind: str, number: int) -> None:
-        """One thing that may happen in a run."""
-        zero, x = self.zero, batch(number, self.mesh.rank)
-        if kind in ("train", "accumulate", "skip"):
-            local = kind == "accumulate" and not self.policy.reduces_each_micro_batch
-            with zero.accumulating() if local else contextlib.nullcontext():
-                self.net(x).backward()
-                zero.finish_backward()
-            self.events += ["forward", "accumulate" if local else "backward"]
-            if kind == "train":
-                zero.step(self.optimizer, max_norm=1.0)
-                self.events += ["norm", "step"]
-            if kind != "accumulate":
-                self.optimizer.zero_grad()
-        elif kind == "evaluate":
-            with torch.no_grad():
-                self.net(x)
-            self.events.append("evaluate")
-        elif kind == "rehearse":
-            zero.drop_gradients()
-            self.optimizer.zero_grad()
-            with zero.wire.observed(Nobody()), zero.rehearsing():
-                self.net(x).backward()
-                zero.finish_backward()
-            self.events += ["dropped", "forgotten"]
-        elif kind == "drop":
-            zero.drop_gradients()
-            self.events.append("dropped")
-        else:
-            zero.load_communication_state(zero.communication_state())
-
-    def foreseen(self) -> dict[LedgerKey, Sent]:
-        """What this rank sends, from its decisions."""
-        units = [unit.geometry for unit in self.zero.units]
-        return predict(
-            self.policy, self.mesh.topology, units, self.mesh.rank, self.events, decisions=chosen(self.zero)
-        ).sent
-
-
-class Nobody:
-    """An observer that looks at nothing."""
-
-    def local(self, *_: object) -> None: ...
-
-    def encoded(self, *_: object) -> None: ...
-
-    def averaged(self, *_: object) -> None: ...
+def begun(mesh: Mesh, policy: Policy) -> History:
+    """A run whose steps clip."""
+    return History(mesh, NET, policy, optimize=sgd, max_norm=1.0)
 
 
 def chosen(zero: Zero) -> list[Decision]:
     """The decisions of an engine that has a budget."""
-    assert zero.renewal is not None
     return zero.renewal.decisions
-
-
-def gathered(zero: Zero) -> list[Tensor]:
-    """What each unit gathers now, whole."""
-    found = []
-    for unit in zero.units:
-        unit.all_gather("evaluate")
-        found += [member.parameter.detach().clone() for member in unit.members]
-        unit.release()
-    return found
 
 
 def _run(
     mesh: Mesh, policy: Policy, kinds: Sequence[str]
 ) -> tuple[list[Tensor], list[Decision], dict[str, int], Zero]:
-    history = History(mesh, policy)
-    for number, kind in enumerate(kinds):
-        history.act(kind, number)
+    history = lived(mesh, NET, policy, kinds, optimize=sgd, max_norm=1.0)
     rows = history.zero.wire.ledger.rows()  # buffers travel whatever the codecs
-    assert {k: sent for k, sent in rows.items() if k.purpose != "buffers"} == history.foreseen()
+    foreseen = history.foreseen(decisions=chosen(history.zero)).sent
+    assert {k: sent for k, sent in rows.items() if k.purpose != "buffers"} == foreseen
     held = history.zero.memory()
     return gathered(history.zero), chosen(history.zero), held, history.zero
 
@@ -183,19 +118,11 @@ def test_a_decision_says_the_error_of_the_weights_that_are_sent() -> None:
 
 def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision], list[Tensor]]:
     """Rank 1 meets an infinity in its first step, which is measured."""
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    done = []
+    history = begun(mesh, policy)
     for step in range(3):
-        x = batch(step, mesh.rank)
-        if step == 0 and mesh.rank == 1:
-            x[0, 0] = torch.inf
-        zero.scaler.scaled(net(x)).backward()
-        zero.finish_backward()
-        done.append(zero.step(optimizer, max_norm=1.0).done)
-        optimizer.zero_grad()
-    return done, chosen(zero), gathered(zero)
+        history.act("spike" if step == 0 and mesh.rank == 1 else "train", step)
+    done = [one.done for one in history.seen if isinstance(one, Stepped)]
+    return done, chosen(history.zero), gathered(history.zero)
 
 
 def test_what_a_skipped_step_measured_is_dropped() -> None:
@@ -211,56 +138,39 @@ def test_what_a_skipped_step_measured_is_dropped() -> None:
         assert all(torch.equal(one, other) for one, other in zip(weights, gathers, strict=True))
 
 
-def _not_finite(mesh: Mesh, policy: Policy) -> list[Decision]:
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.0)
-    (net(batch(0, mesh.rank)) * (torch.inf if mesh.rank == 0 else 1)).backward()
-    optimizer.step()
-    return chosen(zero)
-
-
-def test_gradients_that_are_not_finite_choose_nothing() -> None:
+@each_rank(2, 1)
+def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
     """Without a loss scale the step is taken, and the codecs stay as they are."""
     policy = preset("zero3", **OWN, budget=parse_budget("gradients every 1 of int2:8 int8:8"))
-    assert on_threads(Topology(2, 1), _not_finite, policy) == [[], []]
-
-
-def _resumed(mesh: Mesh, policy: Policy, stop: int, steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights after ``steps``, of a run that went on, and of one that was begun anew after ``stop``."""
-    history = History(mesh, policy)
-    for number in range(stop):
-        history.act("train", number)
-    kept = history.zero.full_state_dict(), history.zero.communication_state()
-    other = History(mesh, policy)
-    other.zero.load_full_state_dict(kept[0])
-    other.zero.load_communication_state(kept[1])
-    for number in range(stop, steps):
-        history.act("train", number)
-        other.act("train", number)
-    return gathered(history.zero), gathered(other.zero)
+    zero = shard(net := model(), mesh=mesh, policy=policy)
+    update(sgd(zero.param_groups(), lr=0.0), net(batch(0, mesh.rank)) * (torch.inf if mesh.rank == 0 else 1))
+    assert chosen(zero) == []
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_resumed_run_goes_on_in_the_chosen_codecs(stop: int) -> None:
+@each_rank(2, 2)
+def test_a_resumed_run_goes_on_in_the_chosen_codecs(mesh: Mesh, stop: int) -> None:
     """Loaded into a new engine, the state makes it send, choose and train the same bits."""
     policy = preset("hpz", **OWN, budget=BOTH)
-    for one, other in on_threads(Topology(2, 2), _resumed, policy, stop, 6):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    history, other = begun(mesh, policy), begun(mesh, policy)
+    for number in range(stop):
+        history.act("train", number)
+    other.zero.load_full_state_dict(history.zero.full_state_dict())
+    other.zero.load_communication_state(history.zero.communication_state())
+    for number in range(stop, 6):
+        history.act("train", number)
+        other.act("train", number)
+    assert all(map(torch.equal, gathered(history.zero), gathered(other.zero)))
 
 
-def _loading_another(mesh: Mesh, policy: Policy, saved: Policy) -> None:
-    state = shard(copy.deepcopy(NET), mesh=mesh, policy=saved).communication_state()
-    shard(copy.deepcopy(NET), mesh=mesh, policy=policy).load_communication_state(state)
-
-
-def test_a_state_of_another_budget_is_refused() -> None:
+@each_rank(2, 1)
+def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
     """By a policy without one, and, without one, by a policy that has."""
     plain = preset("zero3", **OWN)
-    budgeted = replace(plain, budget=BOTH)
-    for policy, saved in ((plain, budgeted), (budgeted, plain)):
+    one, other = (shard(model(), mesh=mesh, policy=each) for each in (plain, replace(plain, budget=BOTH)))
+    for zero, saved in ((one, other), (other, one)):
         with pytest.raises(ZeroError, match="state of a budget"):
-            on_threads(Topology(2, 1), _loading_another, policy, saved)
+            zero.load_communication_state(saved.communication_state())
 
 
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:

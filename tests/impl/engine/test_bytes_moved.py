@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
-from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank
 from tests.support.strategies import ROOMY
+from tests.support.training import sgd
 
 WIDTH, DEPTH = 64, 6
 MOST = 16  # bytes a parameter: a cast into the flat buffer is 6, and one into the masters' gradients 6
@@ -35,22 +35,15 @@ class _Moved(TorchDispatchMode):
         return out
 
 
-def _moved(mesh: Mesh) -> float:
-    """Bytes moved a parameter in a forward and a backward pass, after a step."""
+@each_rank(1, 1)
+def test_one_rank_moves_no_byte_twice(mesh: Mesh) -> None:
+    """Weights are cast straight to where they are computed with, gradients to where they are stepped from."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
     zero = shard(net, mesh=mesh, policy=preset("zero3", compute="bf16", memory=ROOMY))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    x = torch.ones(1, WIDTH)
-    for _ in range(2):
+    optimizer = sgd(zero.param_groups())
+    for _ in range(2):  # after a step
         with _Moved() as moved:
-            loss = net(x).sum()
-            loss.backward()
+            net(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return moved.nbytes / (DEPTH * WIDTH * WIDTH)
-
-
-def test_one_rank_moves_no_byte_twice() -> None:
-    """Weights are cast straight to where they are computed with, gradients to where they are stepped from."""
-    [nbytes] = on_threads(Topology(1, 1), _moved)
-    assert 0 < nbytes <= MOST
+    assert 0 < moved.nbytes / (DEPTH * WIDTH * WIDTH) <= MOST

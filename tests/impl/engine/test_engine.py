@@ -21,37 +21,28 @@ from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.checkpoint.checkpointed import Dropping
 from tests.impl.test_zero_models import WIDTH, Stack, data
-from tests.support.ranks import on_threads
-from tests.support.strategies import ROOMY
-from tests.support.training import batch, model
-
-EXACT = preset("exact", memory=ROOMY)
-MODEL = model()
-
+from tests.support.ranks import each_rank, on_threads
+from tests.support.strategies import EXACT, ROOMY
+from tests.support.training import batch, model, sgd, update
 
 # How long it lives
 
 
-def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model() -> None:
+@each_rank(1, 1)
+def test_an_engine_that_nobody_keeps_lives_as_long_as_its_model(mesh: Mesh) -> None:
     """What finds it by its parameters and optimizers works on, as in a function that returns its model."""
-
-    def body(mesh: Mesh) -> None:
-        net = model()
-        optimizer = torch.optim.SGD(shard(net, mesh=mesh, policy=EXACT).param_groups(), lr=0.1)
-        gc.collect()
-        found = find(net.head.weight)
-        assert found is not None
-        net(batch(0, 0)).backward()
-        found.engine.finish_backward()
-        optimizer.step()
-        del found
-        gc.collect()
-        net.zero_grad()
-        assert all(master.grad is None for group in optimizer.param_groups for master in group["params"])
-        with GatheredParameters(net.head.weight, modifier_rank=0):
-            net.head.weight.data.zero_()
-
-    on_threads(Topology(1, 1), body)
+    net = model()
+    optimizer = torch.optim.SGD(shard(net, mesh=mesh, policy=EXACT).param_groups(), lr=0.1)
+    gc.collect()
+    found = find(net.head.weight)
+    net(batch(0, 0)).backward()
+    optimizer.step()
+    del found
+    gc.collect()
+    net.zero_grad()
+    assert all(master.grad is None for group in optimizer.param_groups for master in group["params"])
+    with GatheredParameters(net.head.weight, modifier_rank=0):
+        net.head.weight.data.zero_()
 
 
 @pytest.mark.parametrize("passes", ["none", "forward", "both"])
@@ -59,13 +50,10 @@ def test_a_dropped_engine_is_freed(passes: str) -> None:
     """Without references, model, engine and masters go: no hook and no graph keeps them."""
 
     def body(mesh: Mesh) -> weakref.ref[Zero]:
-        net = Stack()
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        if passes != "none":
-            loss = net(data(0, 0))
+        zero = shard(net := Stack(), mesh=mesh, policy=EXACT)
+        loss = net(data(0, 0)) if passes != "none" else None
         if passes == "both":
             loss.backward()
-            zero.finish_backward()
         return weakref.ref(zero)
 
     [reference] = on_threads(Topology(1, 1), body)
@@ -74,41 +62,36 @@ def test_a_dropped_engine_is_freed(passes: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(frozen: bool) -> None:
+@each_rank(1, 1)
+def test_a_graph_that_outlives_its_engine_leads_back_to_the_inputs(mesh: Mesh, frozen: bool) -> None:
     """Its hooks have nothing to do then, what it saved finds its weights; a weight's gradient is refused."""
-
-    def body(mesh: Mesh) -> None:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(not frozen)
-        x = torch.randn(2, 8, requires_grad=True)
-        (wanted,) = torch.autograd.grad(net(x).square().sum(), x)
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        loss = net(x).square().sum()
-        hooks = weakref.ref(zero.hooks)
-        for module in net.modules():  # whoever takes them off lets go of the engine
-            module._forward_pre_hooks.clear()
-            module._forward_hooks.clear()
-        del zero, net, module
-        gc.collect()
-        assert hooks() is None
-        torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
-        if not frozen:
-            with pytest.raises(ZeroError, match="a sharded model whose engine is gone"):
-                loss.backward()
-
-    on_threads(Topology(1, 1), body)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).requires_grad_(not frozen)
+    x = torch.randn(2, 8, requires_grad=True)
+    (wanted,) = torch.autograd.grad(net(x).square().sum(), x)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    loss = net(x).square().sum()
+    hooks = weakref.ref(zero.hooks)
+    for module in net.modules():  # whoever takes them off lets go of the engine
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    del zero, net, module
+    gc.collect()
+    assert hooks() is None
+    torch.testing.assert_close(torch.autograd.grad(loss, x, retain_graph=True)[0], wanted)
+    if not frozen:
+        with pytest.raises(ZeroError, match="a sharded model whose engine is gone"):
+            loss.backward()
 
 
 def _loop(mesh: Mesh, stage: Stage, *, calls: bool) -> list[Tensor]:
     """Masters after steps that accumulate and clip, of a loop that may say when a backward pass ends."""
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=replace(EXACT, stage=stage, reduce_every="step"))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    zero = shard(net := model(), mesh=mesh, policy=replace(EXACT, stage=stage, reduce_every="step"))
+    optimizer = sgd(zero.param_groups())
     for number in range(4):
         zero.accumulate(on=number == 2)
         net(batch(number, mesh.rank)).backward()
-        if calls:
-            zero.finish_backward()
+        for _ in range(2 if calls else 0):
             zero.finish_backward()
         if number != 2:
             zero.clip_grad_norm_(1.0)
@@ -127,56 +110,7 @@ def test_a_loop_ends_its_backward_passes_by_itself(stage: Stage) -> None:
         assert all(map(torch.equal, plain, called))
 
 
-def test_a_backward_pass_after_an_interrupted_forward_pass_is_refused() -> None:
-    """What the forward pass left open is not taken for a call of the model inside itself."""
-
-    def body(mesh: Mesh) -> None:
-        zero = shard(net := copy.deepcopy(MODEL), mesh=mesh, policy=EXACT)
-
-        def interrupt(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        handle = net.head.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            net(batch(0, 0))
-        handle.remove()
-        with pytest.raises(ZeroError, match=r"interrupted: call drop_gradients\(\)"):
-            net(batch(0, 0)).backward()
-        zero.drop_gradients()
-        net(batch(0, 0)).backward()
-
-    on_threads(Topology(1, 1), body)
-
-
 # Misuse
-
-
-def _misuse(mesh: Mesh, how: str) -> str:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    name = "Adafactor" if how == "adafactor" else "AdamW"
-    optimizer = getattr(torch.optim, name)(zero.param_groups())
-    try:
-        net(batch(0, mesh.rank)).backward()
-        optimizer.step()
-        if how == "outside":
-            net.head.weight + 1
-            return str((net.head.weight + 1).device)
-    except ZeroError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("adafactor", "Adafactor is not elementwise"),
-        ("outside", "is used outside of a forward pass, where its values are sharded"),
-    ],
-)
-def test_misuse_is_a_clear_error(how: str, words: str) -> None:
-    """Using the engine so that it would train something else raises, and never crashes the process."""
-    assert all(words in said for said in on_threads(Topology(1, 2), _misuse, how))
 
 
 class _Boom(torch.autograd.Function):
@@ -191,110 +125,92 @@ class _Boom(torch.autograd.Function):
         raise ValueError("boom")
 
 
-def _fails(mesh: Mesh, base: nn.Module, how: str) -> str:
-    net = copy.deepcopy(base)
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    try:
-        match how:
-            case "pass after a failed one" | "step after a failed one" | "norm after a failed one":
-                with pytest.raises(ValueError, match="boom"):
-                    net(_Boom.apply(data(0, 0).requires_grad_())).backward()
-                if how.startswith("step"):
-                    torch.optim.SGD(zero.param_groups(), lr=1.0).step()
-                if how.startswith("norm"):
-                    zero.grad_norm()
-                net(data(1, mesh.rank))
-            case "module's optimizer":
-                optimizer = torch.optim.AdamW(net.parameters())
-                net(data(0, 0)).backward()
-                zero.finish_backward()
-                optimizer.step()
-            case "load_state_dict":
-                net.load_state_dict(base.state_dict())
-            case "step between":
-                first, second = net(data(0, 0)), net(data(1, 0))
-                first.backward()
-                zero.finish_backward()
-                torch.optim.SGD(zero.param_groups(), lr=1.0).step()
-                second.backward()
-            case "create_graph":
-                x = data(0, 0).requires_grad_()
-                torch.autograd.grad(net(x), x, create_graph=True)
-            case "frozen later":
-                net.head.weight.requires_grad_(requires_grad=False)
-                net(data(0, 0))
-            case "in place":
-                x = net.embed
-                hidden = torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
-                return str(hidden.device) + str(x)
-    except (ZeroError, RuntimeError) as error:
-        return str(error)
-    return "no error"
+def _fails(net: nn.Module, zero: Zero, how: str) -> None:
+    match how:
+        case "pass after a failed one" | "step after a failed one" | "norm after a failed one":
+            with pytest.raises(ValueError, match="boom"):
+                net(_Boom.apply(data(0, 0).requires_grad_())).backward()
+            if how.startswith("step"):
+                sgd(zero.param_groups()).step()
+            if how.startswith("norm"):
+                zero.grad_norm()
+            net(data(1, zero.wire.mesh.rank))
+        case "Adafactor":
+            update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))
+        case "module's optimizer":
+            update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))
+        case "load_state_dict":
+            net.load_state_dict(model(Stack).state_dict())
+        case "step between":
+            first, second = net(data(0, 0)), net(data(1, 0))
+            first.backward()
+            sgd(zero.param_groups()).step()
+            second.backward()
+        case "create_graph":
+            x = data(0, 0).requires_grad_()
+            torch.autograd.grad(net(x), x, create_graph=True)
+        case "frozen later":
+            net.head.weight.requires_grad_(requires_grad=False)
+            net(data(0, 0))
+        case "outside":
+            _ = net.head.weight + 1
+        case "in place":
+            torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (
-            "pass after a failed one",
-            "a forward pass after a backward pass that failed: call",
-        ),
-        (
-            "step after a failed one",
-            "optimizer.step() after a backward pass that failed: call",
-        ),
-        ("norm after a failed one", "grad_norm() after a backward pass that failed: call"),
-        ("module's optimizer", "construct it with Zero.param_groups()"),
-        ("load_state_dict", "use Zero.load_full_state_dict()"),
+        ("pass after a failed one", "a forward pass after a backward pass that failed: call"),
+        ("step after a failed one", r"optimizer.step\(\) after a backward pass that failed: call"),
+        ("norm after a failed one", r"grad_norm\(\) after a backward pass that failed: call"),
+        ("Adafactor", "Adafactor is not elementwise"),
+        ("module's optimizer", r"construct it with Zero.param_groups\(\)"),
+        ("load_state_dict", r"use Zero.load_full_state_dict\(\)"),
         ("step between", "changed between its forward and its backward pass"),
         ("create_graph", "gradients of gradients are not supported"),
         ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
+        ("outside", "is used outside of a forward pass, where its values are sharded"),
         ("in place", "is used outside of a forward pass, where its values are sharded"),
     ],
 )
-def test_what_would_train_something_else_raises(how: str, words: str) -> None:
+@each_rank(1, 2)
+def test_what_would_train_something_else_raises(mesh: Mesh, how: str, words: str) -> None:
     """Misuse that plain torch would notice, or that would silently do nothing, is a clear error."""
-    torch.manual_seed(0)
-    assert all(words in said for said in on_threads(Topology(1, 2), _fails, Stack(), how))
+    zero = shard(net := model(Stack), mesh=mesh, policy=EXACT)
+    with pytest.raises((ZeroError, RuntimeError), match=words):
+        _fails(net, zero, how)
 
 
-def test_arguments_of_other_types_are_refused() -> None:
+@each_rank(1, 1)
+def test_arguments_of_other_types_are_refused(mesh: Mesh) -> None:
     """By the engine, in its words."""
-
-    def body(mesh: Mesh) -> None:
-        zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
-        for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
-            with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
-                zero.param_groups(options)  # type: ignore[arg-type]
-        with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
-            zero.accumulate(on="yes")  # type: ignore[arg-type]
-
-    on_threads(Topology(1, 1), body)
+    zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
+    for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
+        with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
+            zero.param_groups(options)  # type: ignore[arg-type]
+    with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
+        zero.accumulate(on="yes")  # type: ignore[arg-type]
 
 
-def _copied(mesh: Mesh) -> None:
-    zero = shard(copy.deepcopy(MODEL), mesh=mesh, policy=EXACT)
-    for copied in (zero.model, zero.model.blocks[1]):
+@each_rank(1, 2)
+def test_a_copy_of_a_sharded_model_is_refused(mesh: Mesh) -> None:
+    """One clear error, also for one of its blocks."""
+    net = model()
+    shard(net, mesh=mesh, policy=EXACT)
+    for copied in (net, net.blocks[1]):
         with pytest.raises(ZeroError, match=r"deepcopy\(\) of a sharded model"):
             copy.deepcopy(copied)
-
-
-def test_a_copy_of_a_sharded_model_is_refused() -> None:
-    """One clear error, also for one of its blocks."""
-    on_threads(Topology(1, 2), _copied)
 
 
 # State
 
 
-def _extra_state(mesh: Mesh) -> int:
+@each_rank(1, 2)
+def test_loading_a_full_state_sets_extra_states(mesh: Mesh) -> None:
+    """Zero.load_full_state_dict() gives modules the extra state that full_state_dict() took from them."""
     zero = shard(model(Dropping), mesh=mesh, policy=EXACT)
     state = zero.full_state_dict()
     state["_extra_state"]["passes"] = 5
     zero.load_full_state_dict(state)
-    return zero.model.passes
-
-
-def test_loading_a_full_state_sets_extra_states() -> None:
-    """Zero.load_full_state_dict() gives modules the extra state that full_state_dict() took from them."""
-    assert on_threads(Topology(1, 2), _extra_state) == [5, 5]
+    assert zero.model.passes == 5

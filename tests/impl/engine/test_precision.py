@@ -18,12 +18,11 @@ from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import Stack, data
+from tests.support.history import History
 from tests.support.models import Net
-from tests.support.ranks import on_processes, on_threads
-from tests.support.strategies import ROOMY
-from tests.support.training import batch, mean_losses, model, single, train
-
-EXACT = preset("exact", memory=ROOMY)
+from tests.support.ranks import each_rank, on_processes, on_threads
+from tests.support.strategies import EXACT, ROOMY
+from tests.support.training import batch, mean_losses, model, sgd, single, train
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -44,45 +43,22 @@ def test_a_model_in_fp32_may_be_computed_in_16_bits(compute: Dtype, stage: Stage
     )
 
 
-def _overflowing(
-    mesh: Mesh, policy: Policy, net: nn.Module
-) -> tuple[list[bool], list[float], list[Tensor], int]:
-    """Rank 1 meets an infinity in the second step."""
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
-    done, scales, weights = [], [], []
-    for step in range(4):
-        x = batch(step, mesh.rank)
-        if step == 1 and mesh.rank == 1:
-            x[0, 0] = torch.inf
-        zero.scaler.scaled(net(x)).backward()
-        zero.finish_backward()
-        done.append(zero.step(optimizer, max_norm=1.0).done)
-        optimizer.zero_grad()
-        scales.append(zero.scaler.scale)
-        weights.append(torch.cat([unit.master_shard.master.clone() for unit in zero.units]))
-    kept = sum(
-        int(value.count_nonzero())
-        for unit in zero.units
-        for name, value in unit.reduction.feedback_state().items()
-        if name != "since"
-    )
-    return done, scales, weights, kept
-
-
 @pytest.mark.parametrize("codec", ["fp16", "int8:32", "int4:32:asym", "fp8e5m2:32"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(codec: str) -> None:
+@each_rank(2, 2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh: Mesh, codec: str) -> None:
     """Through every gradient codec: no rank steps, the scale halves everywhere, and training goes on."""
-    policy = preset(
-        "zero3", gradients=(parse(codec),) * 2, loss_scale=LossScale(initial=4.0, window=2), memory=ROOMY
-    )
-    for done, scales, weights, _ in on_threads(Topology(2, 2), _overflowing, policy, model()):
-        assert done == [True, False, True, True]
-        assert scales == [4.0, 2.0, 2.0, 4.0]
-        assert torch.equal(weights[0], weights[1])
-        assert not torch.equal(weights[1], weights[2])
-        assert all(torch.isfinite(each).all() for each in weights)
+    scale = LossScale(initial=4.0, window=2)
+    policy = preset("zero3", gradients=(parse(codec),) * 2, loss_scale=scale, memory=ROOMY)
+    history, scales, weights = History(mesh, model(), policy, max_norm=1.0), [], []
+    for step in range(4):
+        history.act("spike" if step == 1 and mesh.rank == 1 else "train", step)
+        scales.append(history.zero.scaler.scale)
+        weights.append(torch.cat([unit.master_shard.master.clone() for unit in history.zero.units]))
+    assert [one.done for one in history.seen[1::2]] == [True, False, True, True]
+    assert scales == [4.0, 2.0, 2.0, 4.0]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert all(torch.isfinite(each).all() for each in weights)
 
 
 def test_the_scale_moves_as_it_says() -> None:
@@ -109,27 +85,8 @@ def test_a_fixed_scale_stays() -> None:
     assert (scaler.scale, scaler.skipped) == (512.0, 1)
 
 
-def _frozen(
-    mesh: Mesh, policy: Policy, net: nn.Module
-) -> tuple[list[float], dict[str, Tensor], int, list[int]]:
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy)
-    held = [unit.master_shard.held.nbytes for unit in zero.units if not unit.geometry.trainable]
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        loss = net(batch(step, mesh.rank))
-        loss.backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, zero.full_state_dict(), zero.memory()["frozen"], held
-
-
 def _half_frozen() -> Net:
     net = model()
-    assert isinstance(net, Net)
     for block in net.blocks:
         block.up.weight.requires_grad_(requires_grad=False)
     return net
@@ -138,20 +95,20 @@ def _half_frozen() -> Net:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_weights_may_be_held_as_codes(stage: Stage) -> None:
     """They take the codec's bytes instead of 4 an element, are sent so, and train what is not frozen."""
-    policy = replace(EXACT, stage=stage, frozen=parse("int8:32"))
-    results = on_threads(Topology(1, 2), _frozen, policy, _half_frozen())
-    codec = parse("int8:32")
-    net = _half_frozen()
-    for _, state, held, each in results:
-        assert held == sum(each) == 3 * codec.frame_bytes(320)  # 16 x 40 weights a block, on two ranks
+    codec, net = parse("int8:32"), _half_frozen()
+    policy = replace(EXACT, stage=stage, frozen=codec)
+    results = on_threads(Topology(1, 2), train, _half_frozen(), policy, 3)
+    for _, state, zero in results:
+        held = sum(unit.master_shard.held.nbytes for unit in zero.units if not unit.geometry.trainable)
+        # 16 x 40 weights a block, on two ranks
+        assert zero.memory()["frozen"] == held == 3 * codec.frame_bytes(320)
         for index, block in enumerate(net.blocks):
             got, original = state[f"blocks.{index}.up.weight"], block.up.weight
             assert (got - original).abs().max() <= original.abs().max() / 127
     with torch.no_grad():
         for index, block in enumerate(net.blocks):
             block.up.weight.copy_(results[0][1][f"blocks.{index}.up.weight"])
-    losses = [sum(pair) / 2 for pair in zip(*(result[0] for result in results), strict=True)]
-    assert losses == pytest.approx(single(net, 2, 3), rel=1e-5)
+    assert mean_losses(results) == pytest.approx(single(net, 2, 3), rel=1e-5)
 
 
 class Normed(nn.Module):
@@ -177,7 +134,6 @@ def _buffers(mesh: Mesh, net: nn.Module, policy: Policy) -> Any:
     net.derived.fill_(mesh.rank)
     for step in range(2):
         net(batch(step, mesh.rank)).backward()
-        zero.finish_backward()
         optimizer.step()
         optimizer.zero_grad()
     own = {name: buffer.clone() for name, buffer in net.named_buffers()}
@@ -203,110 +159,67 @@ def test_buffers_are_kept_equal() -> None:
         assert loss == results[0][2]
 
 
-def _misused(mesh: Mesh, net: nn.Module, how: str) -> str:
-    zero = shard(
-        copy.deepcopy(net),
-        mesh=mesh,
-        policy=preset("exact", memory=ROOMY, loss_scale=LossScale(initial=8.0)),
-        group_of=lambda name, _: int("head" in name),
-    )
-    one, other = (torch.optim.SGD([group], lr=0.1) for group in zero.param_groups())
-    zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
-    zero.finish_backward()
-    before = torch.cat([unit.master_shard.master.clone() for unit in zero.units])
-    if how == "together":
-        assert zero.step(one, other, max_norm=1e9).done
-        moved = torch.cat([unit.master_shard.master for unit in zero.units]) - before
-        gradient = torch.cat([unit.master_shard.mean_gradient() for unit in zero.units])  # type: ignore[misc]
-        assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
-        return "together"
-    with pytest.raises(ZeroError) as caught:
-        zero.step(one) if how == "one" else zero.clip_grad_norm_(1.0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("together", "together"), ("one", "give all optimizers to one step"), ("clip", "give max_norm to step")],
-)
-def test_scaled_gradients_are_unscaled_once(how: str, words: str) -> None:
+@each_rank(1, 2)
+def test_scaled_gradients_are_unscaled_once(mesh: Mesh) -> None:
     """Several optimizers step together under one scale; one alone, or clipping before, is refused."""
-    assert all(words in said for said in on_threads(Topology(1, 2), _misused, model(), how))
+    policy = replace(EXACT, loss_scale=LossScale(initial=8.0))
+    zero = shard(model(), mesh=mesh, policy=policy, group_of=lambda name, _: int("head" in name))
+    one, other = (sgd([group]) for group in zero.param_groups())
+    zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
+    with pytest.raises(ZeroError, match="give all optimizers to one step"):
+        zero.step(one)
+    with pytest.raises(ZeroError, match="give max_norm to step"):
+        zero.clip_grad_norm_(1.0)
+    before = torch.cat([unit.master_shard.master.clone() for unit in zero.units])
+    assert zero.step(one, other, max_norm=1e9).done
+    moved = torch.cat([unit.master_shard.master for unit in zero.units]) - before
+    gradient = torch.cat([unit.master_shard.mean_gradient() for unit in zero.units])
+    assert torch.allclose(moved, -0.1 * gradient, atol=1e-6)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "policy", [{"stage": 0}, {"stage": 1}, {"stage": 3, "reduce_every": "step"}], ids=str
 )
-def test_micro_batches_add_up_in_fp32(policy: dict[str, Any], compute: Dtype) -> None:
+@each_rank(1, 2)
+def test_micro_batches_add_up_in_fp32(mesh: Mesh, policy: dict[str, Any], compute: Dtype) -> None:
     """Sums that no 16-bit type holds on the way arrive: 4096 + 1 + 1 + 1 - 4096 = 3, as do 64 thirds."""
-
-    def body(mesh: Mesh) -> tuple[list[float], list[float]]:
-        means = []
-        for gradients in ([4096.0, 1.0, 1.0, 1.0, -4096.0], [1 / 3] * 64):
-            zero = shard(net := nn.Linear(8, 8), mesh=mesh, policy=replace(EXACT, compute=compute, **policy))
-            for number, gradient in enumerate(gradients):
-                zero.accumulate(on=number < len(gradients) - 1)
-                (net(torch.eye(8)) * gradient).sum().backward()
-                zero.finish_backward()
-            means.append(
-                torch.cat([unit.master_shard.mean_gradient() for unit in zero.units]).unique().tolist()
-            )
-        return means[0], means[1]
-
-    exact, thirds = (
-        set(parts[0] + parts[1]) for parts in zip(*on_threads(Topology(1, 2), body), strict=True)
-    )
-    third = torch.tensor(1 / 3).to(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]))
-    assert 3.0 in exact
-    assert 64 * float(third) in thirds
+    third = torch.tensor(1 / 3).to({"bf16": torch.bfloat16, "fp16": torch.float16}[compute])
+    for gradients, total in (([4096.0, 1.0, 1.0, 1.0, -4096.0], 3.0), ([1 / 3] * 64, 64 * float(third))):
+        zero = shard(net := nn.Linear(8, 8), mesh=mesh, policy=replace(EXACT, compute=compute, **policy))
+        for number, gradient in enumerate(gradients):
+            zero.accumulate(on=number < len(gradients) - 1)
+            (net(torch.eye(8)) * gradient).sum().backward()
+        means = torch.cat([unit.master_shard.mean_gradient() for unit in zero.units])
+        assert {total, 8 * total} & set(means.tolist())  # of weights, or of the bias, in this rank's shard
 
 
-def test_a_loss_that_was_not_scaled_is_noticed() -> None:
+@each_rank(1, 2)
+def test_a_loss_that_was_not_scaled_is_noticed(mesh: Mesh) -> None:
     """Its gradients would be divided by the scale: step() refuses, of each pass of a step, until dropped."""
-
-    def body(mesh: Mesh) -> None:
-        policy = preset("exact", memory=ROOMY, loss_scale=LossScale(initial=8.0))
-        zero = shard(net := copy.deepcopy(base), mesh=mesh, policy=policy)
-        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-        for scaled in ((True, False), (False, True), (True, True)):
-            for one in scaled:
-                loss = net(batch(0, mesh.rank))
-                (zero.scaler.scaled(loss / 2) if one else loss / 2).backward()
-                zero.finish_backward()
-            if all(scaled):
-                assert zero.step(optimizer).done
-            else:
-                with pytest.raises(ZeroError, match=r"1 backward passes .*loss scale of 8; run zero.scaler"):
-                    zero.step(optimizer)
-                net.zero_grad()
-
-    base = model()
-    on_threads(Topology(1, 2), body)
-
-
-def _in_bf16(mesh: Mesh) -> float:
-    torch.manual_seed(0)
-    net = Stack().bfloat16()
-    zero = shard(net, mesh=mesh, policy=preset("zero3", memory=ROOMY, compute="bf16"))
+    policy = replace(EXACT, loss_scale=LossScale(initial=8.0))
+    zero = shard(net := model(), mesh=mesh, policy=policy)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    for step in range(3):
-        loss = net(data(step, 0).bfloat16())
-        loss.backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
+    for scaled in ((True, False), (False, True), (True, True)):
+        for one in scaled:
+            loss = net(batch(0, mesh.rank))
+            (zero.scaler.scaled(loss / 2) if one else loss / 2).backward()
+        if all(scaled):
+            assert zero.step(optimizer).done
+        else:
+            with pytest.raises(ZeroError, match=r"1 backward passes .*loss scale of 8; run zero.scaler"):
+                zero.step(optimizer)
+            net.zero_grad()
+
+
+def _in_bf16(mesh: Mesh) -> list[float]:
+    net, policy = model(Stack).bfloat16(), preset("zero3", memory=ROOMY, compute="bf16")
+    loss_of = lambda net, step, _: net(data(step, 0).bfloat16())  # noqa: E731
+    return train(mesh, net, policy, 3, optimize=sgd, loss_of=loss_of)[0]
 
 
 def test_a_bf16_model_trains_with_fp32_masters() -> None:
     """A policy that computes in bf16 trains a bf16 model."""
-    losses = on_processes(Topology(1, 2), _in_bf16)
-    assert losses[0] == losses[1]
-    assert losses[0] < first_bf16_loss()
-
-
-def first_bf16_loss() -> float:
-    """Before any step, in one process."""
-    torch.manual_seed(0)
-    return Stack().bfloat16()(data(0, 0).bfloat16()).item()
+    first, other = on_processes(Topology(1, 2), _in_bf16)
+    assert first == other
+    assert first[-1] < model(Stack).bfloat16()(data(0, 0).bfloat16()).item()

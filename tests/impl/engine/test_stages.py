@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,17 +16,24 @@ from impl.comm.wire import Wire
 from impl.plan.memory import memory
 from impl.plan.policy import MemoryLimits, Policy, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Phase
 from impl.zero import ZeroError, shard
+from tests.support.history import lived
 from tests.support.models import Odd
 from tests.support.params import nightly
-from tests.support.ranks import on_processes, on_threads
-from tests.support.strategies import ROOMY
-from tests.support.training import batch, close, mean_losses, model, single, train
+from tests.support.ranks import each_rank, on_processes, on_threads
+from tests.support.strategies import EXACT, ROOMY
+from tests.support.training import batch, booked, close, mean_losses, model, sgd, single, train
 
-EXACT = preset("exact", memory=ROOMY)
 STAGES: list[Stage] = [0, 1, 2, 3]
 NET = model(depth=4)
+
+
+def follows(topology: Topology, policy: Policy) -> None:
+    """Assert that every rank learns, with accumulation, what one process does."""
+    results, net = on_threads(topology, train, model(), policy, 3, 2), model()
+    assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
+    for result in results:
+        assert close(result[1], net.state_dict(), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -35,11 +42,7 @@ NET = model(depth=4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_stages_learn_what_one_process_learns(stage: Stage, topology: Topology) -> None:
     """Unquantised, losses and weights are a single process's within 1e-5, with accumulation."""
-    results = on_threads(topology, train, model(), replace(EXACT, stage=stage), 3, 2)
-    net = model()
-    assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
-    for result in results:
-        assert close(result[1], net.state_dict(), 1e-4)
+    follows(topology, replace(EXACT, stage=stage))
 
 
 @pytest.mark.parametrize(
@@ -54,12 +57,7 @@ def test_all_stages_learn_what_one_process_learns(stage: Stage, topology: Topolo
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_in_groups_learn_the_same(topology: Topology, group: Any, stage: Stage) -> None:
     """MiCS and HSDP, at any group size inside, at and across a node: as one process, on every rank."""
-    policy = replace(EXACT, group=group, stage=stage)
-    results = on_threads(topology, train, model(), policy, 3, 2)
-    net = model()
-    assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
-    for result in results:
-        assert close(result[1], net.state_dict(), 1e-4)
+    follows(topology, replace(EXACT, group=group, stage=stage))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -68,6 +66,8 @@ def test_odd_models_train_at_every_stage(stage: Stage) -> None:
     results = on_threads(Topology(3, 2), train, model(Odd), replace(EXACT, stage=stage), 3, 2, 7)
     net = model(Odd)
     assert mean_losses(results) == pytest.approx(single(net, 6, 3, 2, 7), rel=1e-5)
+    assert results[0][1].keys() == net.state_dict().keys()
+    assert torch.equal(results[0][1]["frozen"], net.frozen)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -85,15 +85,11 @@ def test_quantised_stages_follow(stage: Stage, group: Any) -> None:
         assert all(torch.equal(state[name], value) for name, value in first.items())
 
 
-def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> dict[tuple[Phase, str], int]:
-    """Bytes of one step from this rank to anywhere, by phase and purpose."""
-    zero = train(mesh, NET, policy, 1, accumulation)[2]
-    sent: dict[tuple[Phase, str], int] = {}
-    for key, total in zero.wire.ledger.rows().items():
-        if key.purpose not in ("state", "buffers"):
-            where = key.phase, key.purpose
-            sent[where] = sent.get(where, 0) + total.bytes
-    return sent
+def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> list[int]:
+    """Bytes of one step: of weights in forward and in backward, and of gradients."""
+    zero = train(mesh, model(depth=4), policy, 1, accumulation)[2]
+    weights = [booked(zero, purpose="weights", phase=phase) for phase in ("forward", "backward")]
+    return [*weights, booked(zero, purpose="gradients", phase="backward")]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -103,29 +99,30 @@ def test_what_each_stage_sends(stage: Stage) -> None:
     """
     policy = replace(EXACT, stage=stage, memory=replace(ROOMY, max_reuse=0))
     one, three = (on_threads(Topology(1, 4), _crossings, policy, n)[0] for n in (1, 3))
-    scatter = on_threads(Topology(1, 4), _crossings, EXACT, 1)[0]["backward", "gradients"]
+    scatter = on_threads(Topology(1, 4), _crossings, EXACT, 1)[0][2]
     gather = 0 if stage == 0 else scatter
-    assert one.get(("forward", "weights"), 0) == gather
-    assert one.get(("backward", "weights"), 0) == (scatter if stage == 3 else 0)
-    assert one["backward", "gradients"] == (2 * scatter if stage == 0 else scatter)
-    times = 3 if stage >= 2 else 1
-    assert three["backward", "gradients"] == times * one["backward", "gradients"]
-    assert three.get(("forward", "weights"), 0) == (3 if stage == 3 else 1) * gather
+    assert one == [gather, scatter if stage == 3 else 0, 2 * scatter if stage == 0 else scatter]
+    assert three[2] == (3 if stage >= 2 else 1) * one[2]
+    assert three[0] == (3 if stage == 3 else 1) * gather
 
 
 @pytest.mark.parametrize("micro_batches", [2, *nightly(1)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}, {"compute": "bf16"}],
+    [
+        *({}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}, {"compute": "bf16"}),
+        *({"secondary": "node"}, {"secondary": "node", "weights": parse("int8:32")}),
+        {"secondary": "node", "weights": parse("int8:32"), "secondary_format": "bf16"},
+    ],
     ids=str,
 )
 def test_memory_is_the_formulas_at_every_stage(
     stage: Stage, changes: dict[str, Any], micro_batches: int
 ) -> None:
     """What the engine held at most, by part, is what the formula says, to the byte."""
-    if stage == 0 and "group" in changes:
-        pytest.skip("stage 0 shards nothing")
+    if (stage == 0 and "group" in changes) or (stage < 3 and "secondary" in changes):
+        pytest.skip("nothing is sharded so")
     net = model(depth=4)
     for block in net.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
@@ -139,38 +136,19 @@ def test_memory_is_the_formulas_at_every_stage(
     }
 
 
-def _stops(mesh: Mesh, policy: Policy, how: str) -> None:
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    if how == "accumulate":
-        with zero.accumulating():
-            net(batch(0, mesh.rank)).backward()
-            zero.finish_backward()
-        optimizer.step()
-    else:
-        with zero.accumulating():
-            pass
-
-
-def test_a_step_on_gradients_that_were_not_reduced_is_refused() -> None:
+@each_rank(1, 2)
+def test_a_step_on_gradients_that_were_not_reduced_is_refused(mesh: Mesh) -> None:
     """An optimizer step after accumulating passes alone says what is missing."""
+    history = lived(mesh, NET, replace(EXACT, stage=1), ["accumulate"])
     with pytest.raises(ZeroError, match="run the last micro-batch outside"):
-        on_threads(Topology(1, 2), _stops, replace(EXACT, stage=1), "accumulate")
+        history.optimizer.step()
 
 
-def test_accumulating_locally_is_refused_where_each_micro_batch_is_reduced() -> None:
+@each_rank(1, 2)
+def test_accumulating_locally_is_refused_where_each_micro_batch_is_reduced(mesh: Mesh) -> None:
     """Stage 3 by default adds up in shards; asking for less traffic there names the setting."""
     with pytest.raises(ZeroError, match="reduce_every to 'step'"):
-        on_threads(Topology(1, 2), _stops, EXACT, "enter")
-
-
-def _peak(mesh: Mesh, policy: Policy, net: nn.Module) -> tuple[int, int, int]:
-    """Most gathered elements, and the elements of the root and of the largest block."""
-    zero = train(mesh, net, policy, 2)[2]
-    sizes = [(unit.geometry.outer, unit.geometry.padded) for unit in zero.units]
-    outer = sum(size for is_outer, size in sizes if is_outer)
-    return zero.memory()["gathered"] // 4, outer, max(size for is_outer, size in sizes if not is_outer)
+        shard(model(), mesh=mesh, policy=EXACT).accumulate(on=True)
 
 
 @pytest.mark.parametrize("max_live", [0, 2500, *nightly(5000, 10**9)])
@@ -178,8 +156,11 @@ def _peak(mesh: Mesh, policy: Policy, net: nn.Module) -> tuple[int, int, int]:
 def test_no_more_is_gathered_than_allowed(max_live: int, max_reuse: int) -> None:
     """With any prefetch, the gathered elements stay within max_live, or what is in use if that is more."""
     limits = replace(ROOMY, max_live=max_live, max_reuse=max_reuse, prefetch=10**9)
-    peak, outer, block = on_threads(Topology(1, 2), _peak, replace(EXACT, memory=limits), model(depth=5))[0]
-    assert peak <= max(max_live, outer + block)
+    zero = on_threads(Topology(1, 2), train, model(depth=5), replace(EXACT, memory=limits), 2)[0][2]
+    sizes = [(unit.geometry.outer, unit.geometry.padded) for unit in zero.units]
+    outer = sum(size for is_outer, size in sizes if is_outer)
+    block = max(size for is_outer, size in sizes if not is_outer)
+    assert zero.memory()["gathered"] // 4 <= max(max_live, outer + block)
 
 
 @pytest.mark.parametrize(("max_reuse", "kept"), [(0, 0), (1, 1), (3000, 2), (10**9, 5)])
@@ -207,27 +188,23 @@ def test_what_backward_needs_first_is_not_gathered_again_at_once(name: str) -> N
     assert not any(unit.gathered for unit in zero.units)
 
 
-def test_nothing_stays_where_no_backward_pass_follows() -> None:
+@each_rank(1, 2)
+def test_nothing_stays_where_no_backward_pass_follows(mesh: Mesh) -> None:
     """After an evaluation and after a forward pass that failed all units are sharded."""
-
-    def body(mesh: Mesh) -> None:
-        net = model(depth=2)
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        with torch.no_grad():
-            net(batch(0, mesh.rank))
-        assert not any(unit.gathered for unit in zero.units)
-        with pytest.raises(RuntimeError):
-            net(torch.zeros(3, 5))
-        assert not any(unit.gathered for unit in zero.units)
-
-    on_threads(Topology(1, 2), body)
+    net = model(depth=2)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    with torch.no_grad():
+        net(batch(0, mesh.rank))
+    assert not any(unit.gathered for unit in zero.units)
+    with pytest.raises(RuntimeError):
+        net(torch.zeros(3, 5))
+    assert not any(unit.gathered for unit in zero.units)
 
 
-def _under_way(mesh: Mesh, policy: Policy) -> int:
-    """Most elements of gradients under way at once."""
-    net = copy.deepcopy(NET)
-    zero = shard(net, mesh=mesh, policy=policy)
-    seen = [0]
+def _under_way(mesh: Mesh, bucket: int) -> tuple[int, int]:
+    """Most elements of gradients under way at once, and the elements of the largest unit."""
+    policy = replace(EXACT, memory=replace(ROOMY, reduce_bucket=bucket))
+    zero, seen = shard(model(depth=4), mesh=mesh, policy=policy), [0]
     reductions = zero.units[0].reduction.queue
     start = reductions._start
 
@@ -236,24 +213,15 @@ def _under_way(mesh: Mesh, policy: Policy) -> int:
         seen.append(reductions.elements_under_way)
 
     reductions._start = watched  # type: ignore[method-assign]
-    net(batch(0, mesh.rank)).backward()
-    zero.finish_backward()
-    return max(seen)
+    zero.model(batch(0, mesh.rank)).backward()
+    return max(seen), max(unit.geometry.padded for unit in zero.units)
 
 
 def test_gradients_under_way_stay_within_the_bucket() -> None:
     """A reduction waits for earlier ones as long as both would exceed reduce_bucket."""
-    free, held = (
-        on_threads(Topology(2, 2), _under_way, replace(EXACT, memory=replace(ROOMY, reduce_bucket=bucket)))[0]
-        for bucket in (10**9, 1500)
-    )
-    block = max(unit.geometry.padded for unit in on_threads(Topology(2, 2), _sharded)[0])
+    (free, block), (held, _) = (on_threads(Topology(2, 2), _under_way, size)[0] for size in (10**9, 1500))
     assert free > block
     assert held <= max(1500, block)
-
-
-def _sharded(mesh: Mesh) -> Any:
-    return shard(copy.deepcopy(NET), mesh=mesh, policy=EXACT).units
 
 
 def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None:
@@ -262,9 +230,8 @@ def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None
     zero = on_threads(Topology(1, 2), train, model(depth=3), policy, 2, 3)[0][2]
     small = next(unit.geometry for unit in zero.units if unit.geometry.persistent)
     assert {slot.spec.numel for slot in small.slots} == {16, 40}
-    rows = {key: sent for key, sent in zero.wire.ledger.rows().items() if key.purpose == "persistent"}
-    assert {key.phase for key in rows} == {"forward"}
-    assert sum(sent.bytes for sent in rows.values()) == 2 * 4 * small.shard  # steps x bytes of fp32
+    sent = booked(zero, purpose="persistent")
+    assert sent == booked(zero, purpose="persistent", phase="forward") == 2 * 4 * small.shard  # steps, fp32
 
 
 class _Skipping(nn.Module):
@@ -291,7 +258,6 @@ def _skips(mesh: Mesh, policy: Policy) -> float:
     zero = shard(net, mesh=mesh, policy=policy, wire=wire)
     for _ in range(2):
         net(torch.ones(2, 16) * (1 + mesh.rank), mesh.rank).backward()
-        zero.finish_backward()
     wire.check_order()
     return float(zero.grad_norm())
 
@@ -322,34 +288,23 @@ class _Chooses(nn.Module):
         return torch.tanh(self.blocks[choice % 6](self.embed(x))).square().mean()
 
 
-def _chosen(mesh: Mesh, base: nn.Module, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
-    net, wire = copy.deepcopy(base), Wire(mesh, timeout=20.0)
-    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.5)
-    losses = []
-    for step in range(4):
-        loss = net(batch(step, mesh.rank), 3 * mesh.rank + step)
-        loss.backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+def _choice(net: nn.Module, step: int, rank: int) -> Tensor:
+    return net(batch(step, rank), 3 * rank + step)
+
+
+def _chosen(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
+    wire, optimize = Wire(mesh, timeout=20.0), partial(sgd, lr=0.5)
+    found = train(mesh, model(_Chooses), policy, 4, optimize=optimize, loss_of=_choice, wire=wire)
     wire.check_order()
-    return losses, zero.full_state_dict()
+    return found[:2]
 
 
 @pytest.mark.parametrize("processes", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ranks_may_call_different_blocks_below_stage_3(stage: Stage, processes: bool) -> None:
     """Each rank another one of six: all gather all in one order, and learn what one process learns."""
-    run = on_processes if processes else on_threads
-    results = run(Topology(1, 2), _chosen, model(_Chooses), replace(EXACT, stage=stage))
-    net = model(_Chooses)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    for step in range(4):
-        losses = [net(batch(step, rank), 3 * rank + step) for rank in range(2)]
-        (sum(losses) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        assert [got[step] for got, _ in results] == pytest.approx([x.item() for x in losses], rel=1e-5)
+    run, net = on_processes if processes else on_threads, model(_Chooses)
+    results = run(Topology(1, 2), _chosen, replace(EXACT, stage=stage))
+    wanted = single(net, 2, 4, optimize=partial(sgd, lr=0.5), loss_of=_choice)
+    assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
     assert close(results[0][1], dict(net.state_dict()), 1e-4)

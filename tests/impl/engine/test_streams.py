@@ -53,7 +53,6 @@ def _trained(mesh: Mesh, transport: str, policy: Policy, net: torch.nn.Module) -
         x = torch.randn(4, 32, generator=torch.Generator().manual_seed(100 * number + mesh.rank))
         loss = net(x.to(mesh.device))
         zero.scaler.scaled(loss).backward()
-        zero.finish_backward()
         losses.append(loss.detach())  # read later: nothing here waits for the device
         if number % 2:
             zero.step(optimizer)

@@ -12,10 +12,8 @@ from impl.plan.shard_layout import GeometryError, PaddingError
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.support.models import Net
-from tests.support.ranks import on_threads
-from tests.support.strategies import ROOMY
-
-EXACT = preset("exact", memory=ROOMY)
+from tests.support.ranks import each_rank
+from tests.support.strategies import EXACT
 
 
 def test_blocks_are_the_children_of_containers() -> None:
@@ -52,20 +50,15 @@ def test_one_refusal_names_the_padding_of_all_units() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_lazy_modules_without_shapes_are_refused_by_name(kind: str) -> None:
+@each_rank(1, 1)
+def test_lazy_modules_without_shapes_are_refused_by_name(mesh: Mesh, kind: str) -> None:
     """With the advice to call the model once; after that it is sharded as any other."""
-
-    def body(mesh: Mesh) -> None:
-        norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
-        net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
-        name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"
-        with pytest.raises(
-            ZeroError, match=rf"{name} of a lazy module has no shape yet: call the model once"
-        ):
-            shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
-        with torch.no_grad():
-            net(torch.ones(2, 4))
-        shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
-        net(torch.ones(2, 4)).sum().backward()
-
-    on_threads(Topology(1, 1), body)
+    norm = nn.LazyBatchNorm1d(affine=kind == "parameter")
+    net = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4) if kind == "parameter" else norm)
+    name = r"'1\.weight'" if kind == "parameter" else r"'1\.running_mean'"
+    with pytest.raises(ZeroError, match=rf"{name} of a lazy module has no shape yet: call the model once"):
+        shard(net, mesh=mesh, policy=EXACT)
+    with torch.no_grad():
+        net(torch.ones(2, 4))
+    shard(net, mesh=mesh, policy=EXACT)
+    net(torch.ones(2, 4)).sum().backward()

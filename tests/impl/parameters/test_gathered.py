@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
@@ -15,14 +14,13 @@ from impl.errors import ZeroError
 from impl.parameters.access import set_full_fp32_param
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import MemoryLimits, Policy, preset
-from impl.plan.topology import Topology
 from impl.zero import Zero, shard
 from tests.support.models import Net
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank
+from tests.support.strategies import EXACT
 from tests.support.training import batch, model
 
 ROOMY = MemoryLimits(max_padding=99.0)
-EXACT = preset("exact", memory=ROOMY)
 NAME = "blocks.1.up.weight"
 POLICIES: dict[str, Policy] = {
     **{f"stage {stage}": replace(EXACT, stage=stage) for stage in (1, 2, 3)},
@@ -49,322 +47,245 @@ def weight(net: nn.Module) -> nn.Parameter:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_change_of_the_modifier_is_seen_by_all_ranks(name: str) -> None:
+@each_rank(2, 2)
+def test_a_change_of_the_modifier_is_seen_by_all_ranks(mesh: Mesh, name: str) -> None:
     """What rank 1 writes is every rank's, in whole; others' writes go; other parameters stay bit for bit."""
     policy = POLICIES[name]
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, policy)
-        with torch.no_grad():
-            before = zero.full_state_dict()
-            net(batch(0, mesh.rank))
-            with GatheredParameters(weight(net), modifier_rank=1):
-                shown = weight(net)
-                assert shown.shape == before[NAME].shape
-                assert torch.equal(shown, before[NAME].to(shown.dtype))
-                shown.fill_(0.25 if mesh.rank == 1 else 7.0)
-                shown[0] = before[NAME][0]
-            after = zero.full_state_dict()
-            net(batch(0, mesh.rank))
-        for entry, value in before.items():
-            wanted = value
-            if entry == NAME:
-                wanted = torch.full_like(value, 0.25)
-                wanted[0] = value[0]
-            bound = 0.01 if policy.frozen is not None and entry == NAME else 0.0
-            assert (after[entry] - wanted).abs().max() <= bound, entry
-
-    on_threads(Topology(2, 2), body)
+    net, zero = made(mesh, policy)
+    with torch.no_grad():
+        before = zero.full_state_dict()
+        net(batch(0, mesh.rank))
+        with GatheredParameters(weight(net), modifier_rank=1):
+            shown = weight(net)
+            assert shown.shape == before[NAME].shape
+            assert torch.equal(shown, before[NAME].to(shown.dtype))
+            shown.fill_(0.25 if mesh.rank == 1 else 7.0)
+            shown[0] = before[NAME][0]
+        after = zero.full_state_dict()
+        net(batch(0, mesh.rank))
+    changed = after.pop(NAME)
+    bound = 0.01 if policy.frozen is not None else 0.0
+    assert (changed[0] - before[NAME][0]).abs().max() <= bound
+    assert (changed[1:] - 0.25).abs().max() <= bound
+    assert all(torch.equal(value, before[entry]) for entry, value in after.items())
 
 
 @pytest.mark.parametrize("name", ["stage 3", "bf16"])
-def test_elements_that_were_not_changed_keep_their_masters(name: str) -> None:
+@each_rank(1, 2)
+def test_elements_that_were_not_changed_keep_their_masters(mesh: Mesh, name: str) -> None:
     """In a policy that computes in bf16, too: fp32 masters are not rounded by being looked at."""
-
-    def body(mesh: Mesh) -> bool:
-        net, zero = made(mesh, POLICIES[name])
-        with torch.no_grad(), GatheredParameters(list(net.parameters()), modifier_rank=0):
-            weight(net)[0, 0] = 3.0
-        after = zero.full_state_dict()[NAME]
-        same = after == VALUES[NAME]
-        return bool(after[0, 0] == 3.0) and int((~same).sum()) == 1
-
-    assert all(on_threads(Topology(1, 2), body))
+    net, zero = made(mesh, POLICIES[name])
+    with torch.no_grad(), GatheredParameters(list(net.parameters()), modifier_rank=0):
+        weight(net)[0, 0] = 3.0
+    after = zero.full_state_dict()[NAME]
+    assert after[0, 0] == 3.0
+    assert int((after != VALUES[NAME]).sum()) == 1
 
 
-def test_a_change_without_modifier_is_an_error_on_all_ranks() -> None:
+@each_rank(1, 2)
+def test_a_change_without_modifier_is_an_error_on_all_ranks(mesh: Mesh) -> None:
     """One rank's write makes all ranks raise, naming it, and the values are what they were."""
-
-    def body(mesh: Mesh) -> bool:
-        net, zero = made(mesh, EXACT)
-        with (
-            pytest.raises(ZeroError, match="1 of 2 gathered parameters were changed, on ranks 1, without"),
-            GatheredParameters([weight(net), net.get_parameter("head.bias")]),
-            torch.no_grad(),
-        ):
-            weight(net).mul_(1 - mesh.rank)
-        return torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
-
-    assert all(on_threads(Topology(1, 2), body))
+    net, zero = made(mesh, EXACT)
+    with (
+        pytest.raises(ZeroError, match="1 of 2 gathered parameters were changed, on ranks 1, without"),
+        GatheredParameters([weight(net), net.get_parameter("head.bias")]),
+        torch.no_grad(),
+    ):
+        weight(net).mul_(1 - mesh.rank)
+    assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
 
 
-def test_a_change_ends_the_life_of_the_secondary() -> None:
+@each_rank(2, 2)
+def test_a_change_ends_the_life_of_the_secondary(mesh: Mesh) -> None:
     """What hpZ keeps of changed weights is stale, and training goes on with the new ones (DeepSpeed 4851)."""
-
-    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
-        policy = replace(EXACT, secondary=2)
-        net, zero = made(mesh, policy)
-        loss = net(batch(0, mesh.rank))
-        unit = next(unit for unit in zero.units if unit.geometry.name == "blocks.1")
-        assert unit.weight_gather.secondary._version is not None
-        loss.backward()
-        zero.finish_backward()
-        with torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
-            weight(net).mul_(2)
-        assert unit.weight_gather.secondary._version is None
-        with torch.no_grad():
-            return loss, net(batch(0, mesh.rank))
-
-    def wanted(rank: int) -> Tensor:
-        net = Net()
-        net.load_state_dict(VALUES)
-        with torch.no_grad():
-            weight(net).mul_(2)
-            return torch.as_tensor(net(batch(0, rank)))
-
-    for rank, (_, loss) in enumerate(on_threads(Topology(2, 2), body)):
-        assert torch.allclose(loss, wanted(rank), rtol=1e-5)
+    net, zero = made(mesh, replace(EXACT, secondary=2))
+    loss = net(batch(0, mesh.rank))
+    unit = next(unit for unit in zero.units if unit.geometry.name == "blocks.1")
+    assert unit.weight_gather.secondary._version is not None
+    loss.backward()
+    alone = model()
+    with torch.no_grad(), GatheredParameters(weight(net), modifier_rank=0):
+        weight(net).mul_(2)
+        weight(alone).mul_(2)
+    assert unit.weight_gather.secondary._version is None
+    with torch.no_grad():
+        assert torch.allclose(net(batch(0, mesh.rank)), alone(batch(0, mesh.rank)), rtol=1e-5)
 
 
-def test_what_was_taken_before_the_context_is_filled_in_it() -> None:
+@each_rank(1, 2)
+def test_what_was_taken_before_the_context_is_filled_in_it(mesh: Mesh) -> None:
     """Stand-ins from ``parameters()``, and parameters taken inside a pass, are whole in the context too."""
-
-    def body(mesh: Mesh) -> None:
-        net, _ = made(mesh, replace(EXACT, stage=2))
-        taken: list[nn.Parameter] = [weight(net)]
-        module = net.get_submodule("blocks.1.up")
-        module.register_forward_hook(lambda *_: taken.append(weight(net)))
-        with torch.no_grad():
-            net(batch(0, mesh.rank))
-        for parameter in taken:
-            with GatheredParameters([parameter, parameter]):
-                for one in (*taken, weight(net)):
-                    assert torch.equal(one, VALUES[NAME])
-        with pytest.raises(ZeroError, match="outside of a forward pass"):
-            taken[0].sum()
-
-    on_threads(Topology(1, 2), body)
-
-
-def test_contexts_nest_and_overlap_by_parameter() -> None:
-    """Two parameters of one unit may be in two contexts, left in any order; one cannot be in both."""
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
-        bias = net.get_parameter("blocks.1.up.bias")
-        outer = GatheredParameters(weight(net), modifier_rank=0)
-        inner = GatheredParameters(bias, modifier_rank=1)
-        with torch.no_grad():
-            outer.__enter__()
-            inner.__enter__()
-            weight(net).fill_(1.0 + mesh.rank)
-            bias.fill_(1.0 + mesh.rank)
-            with pytest.raises(ZeroError, match="inside another one of it"):
-                GatheredParameters([net.get_parameter("head.bias"), bias]).__enter__()
-            outer.__exit__(None, None, None)
-            inner.__exit__(None, None, None)
-        state = zero.full_state_dict()
-        assert (state[NAME] == 1).all()
-        assert (state["blocks.1.up.bias"] == 2).all()
-        assert torch.equal(state["head.bias"], VALUES["head.bias"])
-
-    on_threads(Topology(1, 2), body)
-
-
-def _in_a_pass(net: nn.Module, _: Mesh) -> None:
-    def enter(*_: object) -> None:
-        with GatheredParameters(weight(net)):
-            pass
-
-    net.get_submodule("blocks.0").register_forward_hook(enter)
-    net(batch(0, 0))
-
-
-def _in_backward(net: nn.Module, mesh: Mesh) -> None:
-    x = batch(0, mesh.rank).requires_grad_()
-
-    def enter(_: Tensor) -> None:
-        with GatheredParameters(weight(net)):
-            pass
-
-    x.register_hook(enter)
-    net(x).backward()
-
-
-def _pass_inside(net: nn.Module, mesh: Mesh) -> None:
-    with GatheredParameters(weight(net)):
+    net, _ = made(mesh, replace(EXACT, stage=2))
+    taken: list[nn.Parameter] = [weight(net)]
+    module = net.get_submodule("blocks.1.up")
+    module.register_forward_hook(lambda *_: taken.append(weight(net)))
+    with torch.no_grad():
         net(batch(0, mesh.rank))
+    for parameter in taken:
+        with GatheredParameters([parameter, parameter]):
+            for one in (*taken, weight(net)):
+                assert torch.equal(one, VALUES[NAME])
+    with pytest.raises(ZeroError, match="outside of a forward pass"):
+        taken[0].sum()
 
 
-def _foreign_rank(net: nn.Module, _: Mesh) -> None:
-    with GatheredParameters(weight(net), modifier_rank=2):
-        pass
+@each_rank(1, 2)
+def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
+    """Two parameters of one unit may be in two contexts, left in any order; one cannot be in both."""
+    net, zero = made(mesh, EXACT)
+    bias = net.get_parameter("blocks.1.up.bias")
+    outer = GatheredParameters(weight(net), modifier_rank=0)
+    inner = GatheredParameters(bias, modifier_rank=1)
+    with torch.no_grad():
+        outer.__enter__()
+        inner.__enter__()
+        weight(net).fill_(1.0 + mesh.rank)
+        bias.fill_(1.0 + mesh.rank)
+        with pytest.raises(ZeroError, match="inside another one of it"):
+            GatheredParameters([net.get_parameter("head.bias"), bias]).__enter__()
+        outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+    state = zero.full_state_dict()
+    assert (state[NAME] == 1).all()
+    assert (state["blocks.1.up.bias"] == 2).all()
+    assert torch.equal(state["head.bias"], VALUES["head.bias"])
 
 
-@pytest.mark.parametrize(
-    ("misuse", "words"),
-    [
-        (_in_a_pass, "GatheredParameters inside a forward or backward pass"),
-        (_in_backward, "GatheredParameters inside a forward or backward pass"),
-        (_pass_inside, "a pass inside GatheredParameters of 'blocks.1.up.weight'"),
-        (_foreign_rank, "modifier_rank 2 of 2 ranks"),
-    ],
-)
-def test_misuse_is_a_clear_error(misuse: Callable[[nn.Module, Mesh], None], words: str) -> None:
+@each_rank(1, 2)
+def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
     """Passes and contexts do not mix, and the rank must be one."""
+    inside = "GatheredParameters inside a forward or backward pass"
 
-    def body(mesh: Mesh) -> None:
-        net, _ = made(mesh, EXACT)
-        with pytest.raises(ZeroError, match=words):
-            misuse(net, mesh)
+    def enter(*_: object, **options: int) -> None:
+        with GatheredParameters(weight(net), **options):
+            pass
 
-    on_threads(Topology(1, 2), body)
+    net, _ = made(mesh, EXACT)
+    net.get_submodule("blocks.0").register_forward_hook(enter)
+    with pytest.raises(ZeroError, match=inside):
+        net(batch(0, 0))
+    net, _ = made(mesh, EXACT)
+    with (
+        pytest.raises(ZeroError, match=r"a pass inside GatheredParameters of 'blocks.1.up.weight'"),
+        GatheredParameters(weight(net)),
+    ):
+        net(batch(0, mesh.rank))
+    with pytest.raises(ZeroError, match="modifier_rank 2 of 2 ranks"):
+        enter(modifier_rank=2)
+    net, _ = made(mesh, EXACT)
+    x = batch(0, mesh.rank).requires_grad_()
+    x.register_hook(enter)
+    with pytest.raises(ZeroError, match=inside):
+        net(x).backward()
 
 
-def test_an_exception_inside_writes_nothing_back() -> None:
+@each_rank(1, 2)
+def test_an_exception_inside_writes_nothing_back(mesh: Mesh) -> None:
     """The exception comes through, and the weights are what they were."""
+    net, zero = made(mesh, EXACT)
 
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
+    def fails() -> None:
+        weight(net).zero_()
+        raise KeyError("mine")
 
-        def fails() -> None:
-            weight(net).zero_()
-            raise KeyError("mine")
-
-        with (
-            pytest.raises(KeyError, match="mine"),
-            torch.no_grad(),
-            GatheredParameters(weight(net), modifier_rank=0),
-        ):
-            fails()
-        assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
-
-    on_threads(Topology(1, 2), body)
+    with (
+        pytest.raises(KeyError, match="mine"),
+        torch.no_grad(),
+        GatheredParameters(weight(net), modifier_rank=0),
+    ):
+        fails()
+    assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
 
 
-def test_plain_parameters_and_disabled_contexts_are_left_alone() -> None:
+@each_rank(1, 2)
+def test_plain_parameters_and_disabled_contexts_are_left_alone(mesh: Mesh) -> None:
     """Code written for sharded models runs on a plain one; ``enabled=False`` does nothing at all."""
     net = nn.Linear(3, 3)
     with torch.no_grad(), GatheredParameters(net.weight, modifier_rank=0):
         net.weight.zero_()
     assert not net.weight.any()
-
-    def body(mesh: Mesh) -> None:
-        sharded, _ = made(mesh, EXACT)
-        taken = weight(sharded)
-        with GatheredParameters(taken, enabled=False), pytest.raises(ZeroError, match="outside of a forward"):
-            taken.sum()
-
-    on_threads(Topology(1, 2), body)
+    taken = weight(made(mesh, EXACT)[0])
+    with GatheredParameters(taken, enabled=False), pytest.raises(ZeroError, match="outside of a forward"):
+        taken.sum()
 
 
-def test_a_parameter_taken_before_sharding_is_refused() -> None:
+@each_rank(1, 1)
+def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
     """It is not in the model any more: the error says so, by name."""
-
-    def body(mesh: Mesh) -> None:
-        net = Net()
-        taken = weight(net)
-        shard(net, mesh=mesh, policy=EXACT)
-        for use in (lambda: GatheredParameters(taken).__enter__(), taken.sum):
-            with pytest.raises(ZeroError, match=f"'{NAME}'.*was taken from its module before"):
-                use()
-
-    on_threads(Topology(1, 1), body)
+    net = Net()
+    taken = weight(net)
+    shard(net, mesh=mesh, policy=EXACT)
+    for use in (lambda: GatheredParameters(taken).__enter__(), taken.sum):
+        with pytest.raises(ZeroError, match=f"'{NAME}'.*was taken from its module before"):
+            use()
 
 
-def test_a_backward_pass_to_gathered_parameters_is_an_error() -> None:
+@each_rank(1, 2)
+def test_a_backward_pass_to_gathered_parameters_is_an_error(mesh: Mesh) -> None:
     """No optimizer would see the gradient: it is not lost in silence."""
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
-        lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, which no optimizer")
-        with lost, GatheredParameters(weight(net)):
-            weight(net).square().sum().backward()
-        net(batch(0, mesh.rank)).backward()
-        zero.finish_backward()
-
-    on_threads(Topology(1, 2), body)
+    net, _ = made(mesh, EXACT)
+    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, which no optimizer")
+    with lost, GatheredParameters(weight(net)):
+        weight(net).square().sum().backward()
+    net(batch(0, mesh.rank)).backward()
 
 
-def test_what_writes_weights_is_refused_while_parameters_are_seen_whole() -> None:
+@each_rank(1, 2)
+def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Mesh) -> None:
     """Leaving the context would undo it: steps, loads and sets say so instead."""
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
-        optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-        net(batch(0, mesh.rank)).backward()
-        zero.finish_backward()
-        whole = zero.full_state_dict()
-        with GatheredParameters(weight(net)):
-            for what, write in {
-                r"optimizer\.step\(\)": optimizer.step,
-                r"load_full_state_dict\(\)": lambda: zero.load_full_state_dict(whole),
-                r"set_full_fp32_param\(\)": lambda: set_full_fp32_param(zero, NAME, whole[NAME]),
-            }.items():
-                with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
-                    write()
-        optimizer.step()
-
-    on_threads(Topology(1, 2), body)
+    net, zero = made(mesh, EXACT)
+    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
+    net(batch(0, mesh.rank)).backward()
+    whole = zero.full_state_dict()
+    with GatheredParameters(weight(net)):
+        for what, write in {
+            r"optimizer\.step\(\)": optimizer.step,
+            r"load_full_state_dict\(\)": lambda: zero.load_full_state_dict(whole),
+            r"set_full_fp32_param\(\)": lambda: set_full_fp32_param(zero, NAME, whole[NAME]),
+        }.items():
+            with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
+                write()
+    optimizer.step()
 
 
-def test_a_graph_of_gathered_parameters_does_not_outlive_their_context() -> None:
+@each_rank(1, 1)
+def test_a_graph_of_gathered_parameters_does_not_outlive_their_context(mesh: Mesh) -> None:
     """What backward would need of them is gone: an error, not gradients of nothing."""
-
-    def body(mesh: Mesh) -> None:
-        net, _ = made(mesh, EXACT)
-        with GatheredParameters(weight(net)):
-            loss = weight(net).square().sum()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-    on_threads(Topology(1, 1), body)
+    net, _ = made(mesh, EXACT)
+    with GatheredParameters(weight(net)):
+        loss = weight(net).square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("where", ["context", "module", "block"])
-def test_a_replaced_parameter_object_is_an_error(where: str) -> None:
+@each_rank(1, 2)
+def test_a_replaced_parameter_object_is_an_error(mesh: Mesh, where: str) -> None:
     """A parameter put in another one's place would train nothing: all ranks say so, and it is put back."""
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
-        up = net.get_submodule("blocks.1.up")
-        refused = pytest.raises(ZeroError, match=f"'{NAME}' was replaced by another object")
-        if where != "context":
-            up.weight = nn.Parameter(torch.zeros(up.get_parameter("weight").shape))
-            with refused:
-                (net if where == "module" else net.get_submodule("blocks.1"))(batch(0, mesh.rank))
-            return
-        before = zero.full_state_dict()[NAME]
-        with refused, GatheredParameters(weight(net), modifier_rank=0):
-            if mesh.rank == 0:
-                up.weight = nn.Parameter(torch.zeros(weight(net).shape))
-        assert torch.equal(zero.full_state_dict()[NAME], before)
-        net(batch(0, mesh.rank)).backward()
-
-    on_threads(Topology(1, 2), body)
+    net, zero = made(mesh, EXACT)
+    up = net.get_submodule("blocks.1.up")
+    refused = pytest.raises(ZeroError, match=f"'{NAME}' was replaced by another object")
+    if where != "context":
+        up.weight = nn.Parameter(torch.zeros(up.get_parameter("weight").shape))
+        with refused:
+            (net if where == "module" else net.get_submodule("blocks.1"))(batch(0, mesh.rank))
+        return
+    before = zero.full_state_dict()[NAME]
+    with refused, GatheredParameters(weight(net), modifier_rank=0):
+        if mesh.rank == 0:
+            up.weight = nn.Parameter(torch.zeros(weight(net).shape))
+    assert torch.equal(zero.full_state_dict()[NAME], before)
+    net(batch(0, mesh.rank)).backward()
 
 
-def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole() -> None:
+@each_rank(1, 2)
+def test_load_state_dict_loads_a_model_whose_parameters_are_all_seen_whole(mesh: Mesh) -> None:
     """Each rank loads, as buffers are its own; without all parameters it stays an error."""
-
-    def body(mesh: Mesh) -> None:
-        net, zero = made(mesh, EXACT)
-        ones = {name: torch.ones_like(value) for name, value in VALUES.items()}
-        with GatheredParameters(net.parameters(), modifier_rank=0):
-            net.load_state_dict(ones)
-        assert all(bool((value == 1).all()) for value in zero.full_state_dict().values())
-        loads = pytest.raises(ZeroError, match="GatheredParameters of all its parameters")
-        with loads, GatheredParameters(weight(net), modifier_rank=0):
-            net.load_state_dict(ones)
-
-    on_threads(Topology(1, 2), body)
+    net, zero = made(mesh, EXACT)
+    ones = {name: torch.ones_like(value) for name, value in VALUES.items()}
+    with GatheredParameters(net.parameters(), modifier_rank=0):
+        net.load_state_dict(ones)
+    assert all(bool((value == 1).all()) for value in zero.full_state_dict().values())
+    loads = pytest.raises(ZeroError, match="GatheredParameters of all its parameters")
+    with loads, GatheredParameters(weight(net), modifier_rank=0):
+        net.load_state_dict(ones)

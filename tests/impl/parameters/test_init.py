@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from impl.plan.policy import MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, shard
 from tests.support.models import Block, Net
-from tests.support.ranks import on_processes, on_threads
+from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.training import batch
 
 EXACT = preset("exact", memory=MemoryLimits(max_padding=99.0))
@@ -71,7 +72,6 @@ def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, 
         if unit.geometry.block.startswith("blocks") and blocks == (Block,) and not decay:
             assert not [key for key in zero.wire.ledger.rows() if key.unit == unit.geometry.name]
     net(batch(0, mesh.rank)).backward()
-    zero.finish_backward()
     return sent
 
 
@@ -96,7 +96,8 @@ def test_values_and_layout_are_those_of_plain_construction(
     on_threads(topology, lambda mesh: compare(mesh, policy, blocks, decay=decay))
 
 
-def test_slices_that_fit_are_taken_over_without_a_message() -> None:
+@each_rank(2, 2)
+def test_slices_that_fit_are_taken_over_without_a_message(mesh: Mesh) -> None:
     """Blocks that shard() lays out as Init did cost nothing; what is in no block costs its own gather."""
 
     class Blocks(nn.Module):
@@ -104,15 +105,12 @@ def test_slices_that_fit_are_taken_over_without_a_message() -> None:
             super().__init__()
             self.blocks = nn.ModuleList([Block(16, 40), Block(16, 40)])
 
-    def body(mesh: Mesh) -> int:
-        def inside() -> nn.Module:
-            with Init(mesh=mesh, policy=EXACT, blocks=lambda kind: kind.__name__ == "Block"):
-                return Blocks()
+    def inside() -> nn.Module:
+        with Init(mesh=mesh, policy=EXACT, blocks=lambda kind: kind.__name__ == "Block"):
+            return Blocks()
 
-        zero = shard(drawn(inside), mesh=mesh, policy=EXACT)
-        return sum(zero.wire.ledger.total(link) for link in ("inter", "intra"))
-
-    assert on_threads(Topology(2, 2), body) == [0] * 4
+    zero = shard(drawn(inside), mesh=mesh, policy=EXACT)
+    assert sum(zero.wire.ledger.total(link) for link in ("inter", "intra")) == 0
 
 
 def resets(module: nn.Module) -> None:
@@ -128,46 +126,39 @@ def resets(module: nn.Module) -> None:
     [(Topology(1, 1), False), (Topology(1, 3), False), (Topology(2, 2), False), (Topology(1, 1), True)],
     ids=str,
 )
-def test_a_meta_model_is_given_the_values_of_plain_construction(topology: Topology, *, tied: bool) -> None:
+@each_rank()
+def test_a_meta_model_is_given_the_values_of_plain_construction(
+    mesh: Mesh, topology: Topology, *, tied: bool
+) -> None:
     """Block by block in the order of construction: bit for bit, and never more than a block whole."""
+    plain = shard(drawn(lambda: Net(depth=2)), mesh=mesh, policy=EXACT)
+    with Init(mesh=mesh, policy=EXACT, remote_device="meta"):
+        net = Net(depth=2, tied=tied)
+    assert all(parameter.is_meta for parameter in net.parameters())
+    most = 0
 
-    def body(mesh: Mesh) -> None:
-        plain = shard(drawn(lambda: Net(depth=2)), mesh=mesh, policy=EXACT)
-        with Init(mesh=mesh, policy=EXACT, remote_device="meta"):
-            net = Net(depth=2, tied=tied)
-        assert all(parameter.is_meta for parameter in net.parameters())
-        most = 0
+    def initialise(module: nn.Module) -> None:
+        nonlocal most
+        resets(module)
+        most = max(most, sum(held(p) for p in net.parameters() if not p.is_meta))
 
-        def initialise(module: nn.Module) -> None:
-            nonlocal most
-            resets(module)
-            most = max(most, sum(held(p) for p in net.parameters() if not p.is_meta))
-
-        drawn(lambda: give_values(net, find_blocks(net), mesh, EXACT, initialise) or net)
-        assert most < sum(4 * p.numel() for p in net.parameters()) / 2
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        for unit, wanted in zip(zero.units, plain.units, strict=True):
-            assert tied or torch.equal(unit.master_shard.master, wanted.master_shard.master)
-        net(batch(0, mesh.rank)).backward()
-        zero.finish_backward()
-
-    on_threads(topology, body)
+    drawn(lambda: give_values(net, find_blocks(net), mesh, EXACT, initialise) or net)
+    assert most < sum(4 * p.numel() for p in net.parameters()) / 2
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    for unit, wanted in zip(zero.units, plain.units, strict=True):
+        assert tied or torch.equal(unit.master_shard.master, wanted.master_shard.master)
+    net(batch(0, mesh.rank)).backward()
 
 
-def test_shard_gives_a_meta_model_its_values_and_names_modules_that_cannot() -> None:
+@each_rank(1, 1)
+def test_shard_gives_a_meta_model_its_values_and_names_modules_that_cannot(mesh: Mesh) -> None:
     """``reset_parameters()`` by default; a module without it is an error that names it."""
-
-    def body(mesh: Mesh) -> None:
-        with torch.device("meta"):
-            good, bad = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Net()
-        zero = shard(good, mesh=mesh, policy=EXACT)
-        assert all(value.abs().sum() > 0 for value in zero.full_state_dict().values())
-        with pytest.raises(
-            ZeroError, match=r"the model \(Net\) has 'scale' on the meta device and no reset_par"
-        ):
-            shard(bad, mesh=mesh, policy=EXACT)
-
-    on_threads(Topology(1, 1), body)
+    with torch.device("meta"):
+        good, bad = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Net()
+    zero = shard(good, mesh=mesh, policy=EXACT)
+    assert all(value.abs().sum() > 0 for value in zero.full_state_dict().values())
+    with pytest.raises(ZeroError, match=r"the model \(Net\) has 'scale' on the meta device and no reset_par"):
+        shard(bad, mesh=mesh, policy=EXACT)
 
 
 class Initialised(nn.Module):
@@ -212,25 +203,20 @@ class Initialised(nn.Module):
         return x.square().mean()
 
 
-def _constructs(mesh: Mesh, how: str) -> bool:
-    torch.manual_seed(5)
-    plain = Initialised(how, 0).state_dict()
-    torch.manual_seed(5)
-    with Init(mesh=mesh, policy=EXACT, blocks=nn.Linear, whole_below=0):
-        net = Initialised(how, 1)
-    assert all(cut_of(parameter) is not None for parameter in net.parameters())
-    zero = shard(net, mesh=mesh, policy=EXACT)
-    net(torch.arange(4)).backward()
-    zero.finish_backward()
-    state = zero.full_state_dict()
-    return all(torch.equal(state[name], value) for name, value in plain.items())
-
-
-def _constructs_all(mesh: Mesh) -> list[str]:
-    return [how for how in HOW if not _constructs(mesh, how)]
-
-
-HOW = ("apply", "named_parameters", "copies", "gathered")
+def _constructs(mesh: Mesh) -> list[bool]:
+    equal = []
+    for how in ("apply", "named_parameters", "copies", "gathered"):
+        torch.manual_seed(5)
+        plain = Initialised(how, 0).state_dict()
+        torch.manual_seed(5)
+        with Init(mesh=mesh, policy=EXACT, blocks=nn.Linear, whole_below=0):
+            net = Initialised(how, 1)
+        assert all(cut_of(parameter) is not None for parameter in net.parameters())
+        zero = shard(net, mesh=mesh, policy=EXACT)
+        net(torch.arange(4)).backward()
+        state = zero.full_state_dict()
+        equal.append(all(torch.equal(state[name], value) for name, value in plain.items()))
+    return equal
 
 
 def test_constructors_may_use_what_was_cut() -> None:
@@ -238,41 +224,37 @@ def test_constructors_may_use_what_was_cut() -> None:
 
     In processes, since thread ranks share torch's random numbers.
     """
-    assert on_processes(Topology(1, 2), _constructs_all) == [[]] * 2
+    assert on_processes(Topology(1, 2), _constructs) == [[True] * 4] * 2
 
 
-def test_after_init_a_use_is_an_error_and_gathered_parameters_work() -> None:
+@each_rank(1, 2)
+def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -> None:
     """Between Init and shard() values are read and changed under GatheredParameters alone."""
 
-    def body(mesh: Mesh) -> None:
-        def inside() -> nn.Module:
-            with Init(mesh=mesh, policy=EXACT, blocks=Block):
-                return Net()
+    def inside() -> nn.Module:
+        with Init(mesh=mesh, policy=EXACT, blocks=Block):
+            return Net()
 
-        net = drawn(inside)
-        weight = net.get_parameter("blocks.1.up.weight")
-        for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
-            with pytest.raises(ZeroError, match="is used after Init cut it"):
-                use()
-        with torch.no_grad():
-            with GatheredParameters(net.get_submodule("blocks.1").parameters(), modifier_rank=1):
-                weight.fill_(mesh.rank)
-            with (
-                pytest.raises(
-                    ZeroError, match="1 of 1 gathered parameters were changed, on ranks 0, without"
-                ),
-                GatheredParameters(weight),
-            ):
-                weight.add_(mesh.rank == 0)
-        assert isinstance(weight, nn.Parameter)
-        state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
-        assert (state["blocks.1.up.weight"] == 1).all()
-        assert torch.equal(state["blocks.0.up.weight"], drawn(Net).state_dict()["blocks.0.up.weight"])
-
-    on_threads(Topology(1, 2), body)
+    net = drawn(inside)
+    weight = net.get_parameter("blocks.1.up.weight")
+    for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
+        with pytest.raises(ZeroError, match="is used after Init cut it"):
+            use()
+    with torch.no_grad():
+        with GatheredParameters(net.get_submodule("blocks.1").parameters(), modifier_rank=1):
+            weight.fill_(mesh.rank)
+        with (
+            pytest.raises(ZeroError, match="1 of 1 gathered parameters were changed, on ranks 0, without"),
+            GatheredParameters(weight),
+        ):
+            weight.add_(mesh.rank == 0)
+    state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
+    assert (state["blocks.1.up.weight"] == 1).all()
+    assert torch.equal(state["blocks.0.up.weight"], drawn(Net).state_dict()["blocks.0.up.weight"])
 
 
-def test_a_backward_pass_before_the_model_is_sharded_is_an_error() -> None:
+@each_rank(1, 2)
+def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> None:
     """Nobody would average such gradients: of what is cut or is yet to be, inside Init and after it."""
 
     class Own(nn.Module):
@@ -289,36 +271,28 @@ def test_a_backward_pass_before_the_model_is_sharded_is_an_error() -> None:
                 weight.square().sum().backward()
             assert weight.grad is None
 
-    def body(mesh: Mesh) -> None:
-        with Init(mesh=mesh, policy=EXACT, blocks=Own):
-            net = nn.Sequential(Own(), Own())
-            trained(net[0].weight)
-        trained(net[1].weight)
-        zero = shard(net, mesh=mesh, policy=EXACT)
-        assert zero.full_state_dict()["0.weight"].eq(1).all()
-
-    on_threads(Topology(1, 2), body)
+    with Init(mesh=mesh, policy=EXACT, blocks=Own):
+        net = nn.Sequential(Own(), Own())
+        trained(net[0].weight)
+    trained(net[1].weight)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    assert zero.full_state_dict()["0.weight"].eq(1).all()
 
 
-def test_gathered_parameters_in_a_block_that_is_being_made() -> None:
+@each_rank(2, 2)
+def test_gathered_parameters_in_a_block_that_is_being_made(mesh: Mesh) -> None:
     """What is not cut yet is whole on each rank: the modifier's values still reach all of them."""
 
     class Own(nn.Module):
-        def __init__(self, rank: int) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(5, 3))
             with torch.no_grad(), GatheredParameters(self.weight, modifier_rank=0):
-                self.weight.fill_(1.0 + rank)
+                self.weight.fill_(1.0 + mesh.rank)
             self.seen = float(self.weight.detach().sum())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight
-
-    def body(mesh: Mesh) -> float:
-        with Init(mesh=mesh, policy=EXACT, blocks=Own):
-            return Own(mesh.rank).seen
-
-    assert on_threads(Topology(2, 2), body) == [15.0] * 4
+    with Init(mesh=mesh, policy=EXACT, blocks=Own):
+        assert Own().seen == 15
 
 
 def test_nested_disabled_and_failing_contexts() -> None:
@@ -347,23 +321,20 @@ def test_nested_disabled_and_failing_contexts() -> None:
     assert "__init_subclass__" not in vars(nn.Module)
 
 
-def test_a_seed_is_of_the_context_alone() -> None:
+@each_rank(1, 2)
+def test_a_seed_is_of_the_context_alone(mesh: Mesh) -> None:
     """The same values on every rank, and numbers drawn afterwards as if nothing had been drawn."""
-
-    def body(mesh: Mesh) -> bool:
-        with ALONE:
-            torch.manual_seed(mesh.rank)
-            wanted = torch.rand(())
-            torch.manual_seed(mesh.rank)
-            with Init(mesh=mesh, policy=EXACT, seed=11):
-                net = nn.Linear(40, 40)
-            same = bool(torch.rand(()) == wanted)
-            torch.manual_seed(11)
-            plain = nn.Linear(40, 40)
-        with GatheredParameters(net.weight):
-            return same and torch.equal(net.weight, plain.weight)
-
-    assert all(on_threads(Topology(1, 2), body))
+    with ALONE:
+        torch.manual_seed(mesh.rank)
+        wanted = torch.rand(())
+        torch.manual_seed(mesh.rank)
+        with Init(mesh=mesh, policy=EXACT, seed=11):
+            net = nn.Linear(40, 40)
+        assert torch.rand(()) == wanted
+        torch.manual_seed(11)
+        plain = nn.Linear(40, 40)
+    with GatheredParameters(net.weight):
+        assert torch.equal(net.weight, plain.weight)
 
 
 WIDTH, DEPTH = 1024, 64  # 4 MiB a block, 256 MiB in all
@@ -404,7 +375,6 @@ def _larger_than_a_rank(mesh: Mesh) -> tuple[bool, float]:
     zero = shard(net, mesh=mesh, policy=policy)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
     net(batch(0, mesh.rank, WIDTH)).backward()
-    zero.finish_backward()
     optimizer.step()
     with torch.no_grad():
         return failed, float(net(batch(0, mesh.rank, WIDTH)))
@@ -418,7 +388,8 @@ def test_a_model_larger_than_a_rank_is_built_and_trained() -> None:
     assert all(0 < loss < 1 for _, loss in results)
 
 
-def test_an_operation_may_use_several_parameters_of_one_cut() -> None:
+@each_rank(1, 2)
+def test_an_operation_may_use_several_parameters_of_one_cut(mesh: Mesh) -> None:
     """A layer called in a later constructor has its weight and its bias, which were cut together."""
 
     class Probes(nn.Module):
@@ -427,15 +398,13 @@ def test_an_operation_may_use_several_parameters_of_one_cut() -> None:
             self.inner = nn.Linear(8, 24)
             self.outer = nn.Linear(self.inner(torch.zeros(1, 8)).shape[-1], 4)
 
-    def body(mesh: Mesh) -> None:
-        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
-            net = Probes()
-        assert net.outer.in_features == 24
-
-    on_threads(Topology(1, 2), body)
+    with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+        net = Probes()
+    assert net.outer.in_features == 24
 
 
-def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding() -> None:
+@each_rank(1, 2)
+def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_sharding(mesh: Mesh) -> None:
     """Inside Init, and under an outer context of the same cut, what is read next are the new values."""
 
     class Copies(nn.Module):
@@ -447,22 +416,19 @@ def test_a_change_under_gathered_parameters_is_whole_on_all_ranks_before_shardin
                     self.a.weight.fill_(1.0 if rank == 0 else 2.0)
                 self.seen = self.a.weight.sum().item()
 
-    def body(mesh: Mesh) -> None:
-        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
-            net = Copies(mesh.rank)
-        assert net.seen == 64
-        weight, bias = net.a.weight, net.a.bias
-        with torch.no_grad(), GatheredParameters(bias):
-            with GatheredParameters(weight, modifier_rank=1):
-                weight.fill_(mesh.rank + 2.0)
-            assert weight.sum() == 3 * 64
-            with GatheredParameters(weight):
-                twice = pytest.raises(ZeroError, match="inside another one of it")
-                with twice, GatheredParameters(weight):
-                    pass
-        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
-
-    on_threads(Topology(1, 2), body)
+    with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+        net = Copies(mesh.rank)
+    assert net.seen == 64
+    weight, bias = net.a.weight, net.a.bias
+    with torch.no_grad(), GatheredParameters(bias):
+        with GatheredParameters(weight, modifier_rank=1):
+            weight.fill_(mesh.rank + 2.0)
+        assert weight.sum() == 3 * 64
+        with GatheredParameters(weight):
+            twice = pytest.raises(ZeroError, match="inside another one of it")
+            with twice, GatheredParameters(weight):
+                pass
+    assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["a.weight"] == 3).all()
 
 
 class Forgets(nn.Module):
@@ -481,52 +447,37 @@ class Forgets(nn.Module):
                 tensor.data[slice(3 if self.forgotten == f"a row of {name}" else None)] = 1
 
 
-@pytest.mark.parametrize(
-    ("forgotten", "error"),
-    [
-        ("nothing", None),
-        ("weight", "0 .Forgets.* no values for 16 of 16 elements of 'weight'"),
-        ("a row of weight", "no values for 4 of 16 elements of 'weight'"),
-        ("mask", "no values for 4 of 4 elements of 'mask'"),
-        ("count", "no values for 3 of 3 elements of 'count'"),
-    ],
-)
-def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(forgotten: str, error: str | None) -> None:
+@each_rank(1, 1)
+def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(mesh: Mesh) -> None:
     """Memory that nobody wrote never becomes weights: the error names the module and the tensor."""
-
-    def body(mesh: Mesh) -> None:
+    for forgotten, error in {
+        "weight": "0 .Forgets.* no values for 16 of 16 elements of 'weight'",
+        "a row of weight": "no values for 4 of 16 elements of 'weight'",
+        "mask": "no values for 4 of 4 elements of 'mask'",
+        "count": "no values for 3 of 3 elements of 'count'",
+        "nothing": None,
+    }.items():
         with torch.device("meta"):
             net = nn.Sequential(Forgets(forgotten))
-        if error is None:
+        with pytest.raises(ZeroError, match=error) if error else contextlib.nullcontext():
             shard(net, mesh=mesh, policy=EXACT)
-        else:
-            with pytest.raises(ZeroError, match=error):
-                shard(net, mesh=mesh, policy=EXACT)
-
-    on_threads(Topology(1, 1), body)
 
 
-def test_a_view_holds_values_whole_over_later_constructors() -> None:
+@each_rank(1, 2)
+def test_a_view_holds_values_whole_over_later_constructors(mesh: Mesh) -> None:
     """What is written through a view that somebody holds inside Init is kept."""
-
-    def body(mesh: Mesh) -> None:
-        with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
-            net = nn.Sequential(nn.Linear(8, 8))
-            view = net[0].weight.data
-            nn.Linear(8, 8)
-            view.fill_(3.0)
-        assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["0.weight"] == 3).all()
-
-    on_threads(Topology(1, 2), body)
+    with Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+        net = nn.Sequential(nn.Linear(8, 8))
+        view = net[0].weight.data
+        nn.Linear(8, 8)
+        view.fill_(3.0)
+    assert (shard(net, mesh=mesh, policy=EXACT).full_state_dict()["0.weight"] == 3).all()
 
 
-def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error() -> None:
+@each_rank(1, 1)
+def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error(mesh: Mesh) -> None:
     """Its slices have no room for it: the error names both shapes."""
-
-    def body(mesh: Mesh) -> None:
-        resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
-        with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
-            net = nn.Linear(8, 8)
-            net.weight.data = torch.cat([net.weight.data] * 2)
-
-    on_threads(Topology(1, 1), body)
+    resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
+    with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
+        net = nn.Linear(8, 8)
+        net.weight.data = torch.cat([net.weight.data] * 2)

@@ -57,18 +57,12 @@ def test_a_share_is_of_what_is_there_to_offload(
         assert realised(Policy(), placements, cut) == Offload()
 
 
-@given(units())
-def test_nothing_is_offloaded_unasked(cut: list[UnitGeometry]) -> None:
-    """Shares of 0 leave every unit on the device; shares of 1 leave none, in nothing."""
-    assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
-    assert all(
-        placement.shard and placement.frames
-        for placement in placements_of(Offload(optimizer=1, weights=1), cut)
-    )
-
-
 @given(units(), shares)
-def test_frozen_shards_go_with_the_weights(cut: list[UnitGeometry], share: float) -> None:
-    """A frozen unit has no optimizer state: its shard lies where its frames lie."""
+def test_shares_of_none_and_of_all(cut: list[UnitGeometry], share: float) -> None:
+    """Shares of 0 leave every unit on the device, shares of 1 none, in nothing; a frozen unit, which has no
+    optimizer state, has its shard where its frames are.
+    """
+    assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
+    assert all(one.shard and one.frames for one in placements_of(Offload(optimizer=1, weights=1), cut))
     for of, placement in zip(cut, placements_of(Offload(optimizer=1, weights=share), cut), strict=True):
         assert placement.shard == (of.trainable or placement.frames)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -139,28 +140,57 @@ def test_the_text_of_feedback_reads_back(feedback: Feedback) -> None:
     assert parse_feedback(str(feedback)) == feedback
 
 
+EXPECTED = "expected none, or weights, gradients or both"
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("read", "text", "words"),
     [
-        ("locko", "expected none, classic or loco"),
-        ("loco:0.9", "unknown option '0.9'"),
-        ("loco:all:last", "'last' says a thing twice"),
-        ("classic:decay1.0", "a decay is in"),
-        ("none:bf16", "expected none"),
-        ("loco:reset-1", "unknown option 'reset-1'"),
+        (parse_feedback, "locko", "expected none, classic or loco"),
+        (parse_feedback, "loco:0.9", "unknown option '0.9'"),
+        (parse_feedback, "loco:all:last", "'last' says a thing twice"),
+        (parse_feedback, "classic:decay1.0", "a decay is in"),
+        (parse_feedback, "none:bf16", "expected none"),
+        (parse_feedback, "loco:reset-1", "unknown option 'reset-1'"),
+        (parse_budget, "gradients 4.5", EXPECTED),
+        (parse_budget, "every 50 of int4:128", EXPECTED),
+        (parse_budget, "gradients -1 every 50 of int4:128", "expected none"),
+        (parse_budget, "gradients every 0 of int4:128", "expected none"),
+        (parse_budget, "gradients every 5 of int4", "codec 'int4'"),
+        (parse_budget, "gradients every 5 of int4:shard", "int4:shard has one scale a shard"),
+        (parse_budget, "gradients every 5 of mine:Codec", "mine:Codec is a codec of your own, whose bytes"),
+        *(
+            (parse_loss_scale, text, "loss scale")
+            for text in ("", "dynamic:from0", "dynamic:window0", "dynamic:window2:window3", "-1", "fast")
+        ),
     ],
 )
-def test_impossible_feedback_is_refused(text: str, words: str) -> None:
-    """A text that is no feedback raises one line that says what is allowed."""
+def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, words: str) -> None:
+    """A text that is no feedback, no budget or no loss scale raises one line that says what is allowed."""
+    with pytest.raises(ValueError, match=words) as caught:
+        read(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        (Feedback, {"hops": "lst"}, "expected one of"),
+        (Feedback, {"state": "fp64"}, "expected one of"),
+        (Feedback, {"decay": 1.0}, "a decay is in"),
+        (Feedback, {"reset": -1}, "expected one of|a decay is in"),
+        (MemoryLimits, {"max_reuse": -1}, r"memory\.max_reuse = -1: expected 0 or more"),
+        (MemoryLimits, {"max_padding": math.nan}, r"max_padding = nan: expected 0 or more"),
+        *(
+            (Offload, {"optimizer": share}, r"offload\.optimizer = .*expected 0 to 1")
+            for share in (-0.1, 1.1, math.nan)
+        ),
+    ],
+)
+def test_impossible_fields_of_its_parts_are_refused(kind: type, fields: dict[str, Any], words: str) -> None:
+    """What no feedback, no limit and no offloaded share is raises at construction."""
     with pytest.raises(PolicyError, match=words):
-        parse_feedback(text)
-
-
-@pytest.mark.parametrize("fields", [{"hops": "lst"}, {"state": "fp64"}, {"decay": 1.0}, {"reset": -1}])
-def test_impossible_fields_of_feedback_are_refused(fields: dict[str, Any]) -> None:
-    """What no feedback is raises at construction."""
-    with pytest.raises(PolicyError, match=r"expected one of|a decay is in"):
-        Feedback(**fields)
+        kind(**fields)
 
 
 @given(st.floats(1e-3, 1e30), st.integers(0, 10**6))
@@ -170,27 +200,9 @@ def test_a_loss_scale_prints_and_reads_back(initial: float, window: int) -> None
     """The text form of every loss scale reads back as one that prints alike."""
     scale = LossScale(initial=initial, window=window, least=min(1.0, initial))
     read = parse_loss_scale(str(scale))
-    assert read is not None
     assert str(read) == str(scale)
     assert read.window == window
     assert read.initial == pytest.approx(initial, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "dynamic:from0", "dynamic:window0", "dynamic:window2:window3", "-1", "fast"]
-)
-def test_a_loss_scale_that_means_nothing_is_refused(text: str) -> None:
-    """One line that names the text."""
-    with pytest.raises(PolicyError, match="loss scale"):
-        parse_loss_scale(text)
-
-
-def test_negative_limits_are_refused() -> None:
-    """A limit is a number of elements."""
-    with pytest.raises(PolicyError, match=r"memory\.max_reuse = -1: expected 0 or more"):
-        MemoryLimits(max_reuse=-1)
-    with pytest.raises(PolicyError, match=r"max_padding = nan: expected 0 or more"):
-        MemoryLimits(max_padding=math.nan)
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
@@ -267,11 +279,8 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
     """Two planes are of matrices: a unit of vectors has one; of no known shapes they are the policy's."""
     policy = PRESETS["mxfp8-planes"]
-    assert [policy.by_shape(shapes, 4).planes for shapes in ([(32,), (64,)], [(32,), (8, 8)], [])] == [
-        1,
-        2,
-        2,
-    ]
+    for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
+        assert policy.by_shape(shapes, 4).planes == planes
     assert policy.of_unit(persistent=True).planes == 1
     assert replace(policy, frozen=FP16).of_unit(trainable=False).planes == 1
 
@@ -290,25 +299,6 @@ def test_the_text_of_a_budget_reads_back(
         return
     budget = BitBudget(weights=weights, gradients=gradients, every=every, codecs=tuple(map(parse, codecs)))
     assert parse_budget(str(budget)) == budget
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("gradients 4.5", "expected none, or weights, gradients or both"),
-        ("every 50 of int4:128", "expected none, or weights, gradients or both"),
-        ("gradients -1 every 50 of int4:128", "expected none"),
-        ("gradients every 0 of int4:128", "expected none"),
-        ("gradients every 5 of int4", "codec 'int4'"),
-        ("gradients every 5 of int4:shard", "int4:shard has one scale a shard"),
-        ("gradients every 5 of mine:Codec", "mine:Codec is a codec of your own, whose bytes its object says"),
-    ],
-)
-def test_impossible_budgets_are_refused(text: str, words: str) -> None:
-    """A text that is no budget raises one line that says what is allowed."""
-    with pytest.raises(ValueError, match=words) as caught:
-        parse_budget(text)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

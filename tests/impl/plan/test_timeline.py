@@ -46,45 +46,25 @@ def _schedule(units: int, prefetch: int = 1 << 40) -> Schedule:
     return Schedule([1] * units, tuple(range(1, units)), (0,), prefetch)
 
 
-def _sent(load: Load) -> float:
-    collectives = (load.gather, load.regather, load.reduce)
-    return sum(hop.adapter for collective in collectives for hop in collective.hops)
-
-
 @given(LOADS, AHEAD)
-def test_no_prediction_lies_below_its_bound(loads: list[Load], prefetch: int) -> None:
-    """The bound is the same walk where less takes time."""
+def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
+    loads: list[Load], prefetch: int
+) -> None:
+    """At least all that the processor does, what adapter and inside carry, and its bound, the same walk where
+    less takes time; overlap never costs.
+    """
     schedule = _schedule(len(loads), prefetch)
-    assert pass_time(schedule, loads).seconds >= least_pass_seconds(schedule, loads) - 1e-9
-
-
-@given(LOADS, AHEAD)
-def test_no_pass_is_shorter_than_any_of_its_resources(loads: list[Load], prefetch: int) -> None:
-    """At least all that the processor does, and what adapter and inside carry; the bound likewise."""
-    schedule = _schedule(len(loads), prefetch)
-    found = pass_time(schedule, loads)
-    assert found.seconds >= max(found.processor, found.adapter, found.inside) - 1e-9
-    assert found.exposed == pytest.approx(found.seconds - found.processor)
-    assert found.adapter == pytest.approx(sum(map(_sent, loads)))
+    found, bound = pass_time(schedule, loads), least_pass_seconds(schedule, loads)
+    collectives = [one for load in loads for one in (load.gather, load.regather, load.reduce)]
+    hops = [hop for collective in collectives for hop in collective.hops]
     computing = sum(load.forward + load.backward for load in loads)
-    assert least_pass_seconds(schedule, loads) >= max(computing, found.adapter) - 1e-9
-
-
-@given(LOADS, AHEAD)
-def test_no_pass_is_longer_than_everything_one_after_the_other(loads: list[Load], prefetch: int) -> None:
-    """Overlap never costs."""
-    everything = sum(
-        load.forward
-        + load.backward
-        + 2 * load.engine
-        + sum(
-            collective.after
-            + sum(hop.adapter + hop.inside + hop.latency + hop.before for hop in collective.hops)
-            for collective in (load.gather, load.regather, load.reduce)
-        )
-        for load in loads
-    )
-    assert pass_time(_schedule(len(loads), prefetch), loads).seconds <= everything + 1e-6
+    everything = computing + sum(2 * load.engine for load in loads) + sum(one.after for one in collectives)
+    everything += sum(hop.adapter + hop.inside + hop.latency + hop.before for hop in hops)
+    assert max(found.processor, found.adapter, found.inside, bound) - 1e-9 <= found.seconds
+    assert found.seconds <= everything + 1e-6
+    assert found.exposed == pytest.approx(found.seconds - found.processor)
+    assert found.adapter == pytest.approx(sum(hop.adapter for hop in hops))
+    assert bound >= max(computing, found.adapter) - 1e-9
 
 
 def test_a_pass_by_hand() -> None:
@@ -177,13 +157,13 @@ def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> No
 @given(steps(), st.floats(1, 100))
 def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, factor: float) -> None:
     """Nor do fewer tokens, lower latency, a faster engine, or more processors."""
-    seconds = step_of(COSTLY, step).seconds
     faster = {
         text: CodecCost(encode=cost.encode / factor, decode=cost.decode / factor)
         for text, cost in COSTLY.codecs.items()
     }
-    assert step_of(COSTLY, replace(step, rate=step.rate * factor)).seconds <= seconds * (1 + 1e-9)
-    assert step_of(COSTLY, replace(step, tokens=step.tokens / factor)).seconds <= seconds * (1 + 1e-9)
+    most = step_of(COSTLY, step).seconds * (1 + 1e-9)
+    for better in ({"rate": step.rate * factor}, {"tokens": step.tokens / factor}):
+        assert step_of(COSTLY, replace(step, **better)).seconds <= most
     for better in (
         {"codecs": faster},
         {"latency": COSTLY.latency / factor},
@@ -191,7 +171,7 @@ def test_more_bandwidth_or_faster_codecs_never_lengthen_a_step(step: Step, facto
         {"inside": COSTLY.inside * factor},
         {"processors": 64},
     ):
-        assert step_of(replace(COSTLY, **better), step).seconds <= seconds * (1 + 1e-9)  # type: ignore[arg-type]
+        assert step_of(replace(COSTLY, **better), step).seconds <= most
 
 
 @given(steps())

@@ -33,16 +33,6 @@ def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
             assert reached == set(range(rank // secondary * secondary, (rank // secondary + 1) * secondary))
 
 
-def test_group_sizes_inside_a_node_never_leave_it() -> None:
-    """An hpZ group of at most a node's ranks gathers backward inside the node."""
-    topology = Topology(3, 4)
-    for secondary in (1, 2, 4):
-        axes, spared = topology.gather_axes(secondary)
-        for axis in axes[spared:]:
-            for rank in range(topology.world):
-                assert {topology.node_of(other) for other in axis.group(rank)} == {topology.node_of(rank)}
-
-
 @pytest.mark.parametrize("ranks", [3, 5, 6, 9, 13, -1])
 def test_group_size_that_does_not_fit_is_refused_with_numbers(ranks: int) -> None:
     """A group size that divides neither node nor world is refused, naming all three numbers."""

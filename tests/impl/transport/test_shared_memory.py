@@ -14,14 +14,12 @@ from torch import nn
 from impl.codecs.codec import FP32
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import Policy, preset
+from impl.plan.policy import Policy
 from impl.plan.topology import Topology
-from tests.support.models import Net, Odd
+from tests.support.models import Odd
 from tests.support.ranks import on_threads
-from tests.support.strategies import ROOMY, policies
+from tests.support.strategies import policies
 from tests.support.training import model, train
-
-EXACT = preset("exact", memory=ROOMY)
 
 
 def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: int) -> Any:
@@ -35,17 +33,15 @@ def _trained(mesh: Mesh, net: nn.Module, policy: Policy, transport: Any, width: 
 @given(
     st.data(),
     st.sampled_from([Topology(1, 2), Topology(1, 3), Topology(2, 2)]),
-    st.sampled_from(["net", "tied", "recompute", "odd"]),
+    st.sampled_from([(model(), 16), (model(tied=True), 16), (model(recompute=True), 16), (model(Odd), 7)]),
 )
 def test_training_is_the_same_to_the_bit_and_the_byte(
-    data: st.DataObject, topology: Topology, kind: str
+    data: st.DataObject, topology: Topology, what: tuple[nn.Module, int]
 ) -> None:
     """Losses, state and ledger over shared memory are those over the backend."""
-    policy = data.draw(policies(topology))
+    (net, width), policy = what, data.draw(policies(topology))
     if data.draw(st.booleans()):
         policy = replace(policy.without_secondary(), stage=3, weights=FP32)
-    net = model(Odd) if kind == "odd" else model(Net, tied=kind == "tied", recompute=kind == "recompute")
-    width = 7 if kind == "odd" else 16
     backend, shared = (on_threads(topology, _trained, net, policy, way, width) for way in ("backend", "shm"))
     for ours, theirs in zip(shared, backend, strict=True):
         assert ours[0] == theirs[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
@@ -14,8 +15,8 @@ from impl.plan.topology import Topology
 from impl.transport.staging import Staging
 from impl.zero import shard
 from tests.golden import record
-from tests.support.ranks import on_processes, on_threads
-from tests.support.training import batch, model
+from tests.support.ranks import each_rank, on_processes, on_threads
+from tests.support.training import batch, model, sgd, train
 
 
 def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -42,17 +43,13 @@ def test_over_gloo_too() -> None:
     assert found == wanted
 
 
-def _described(mesh: Mesh) -> dict[str, str]:
+@each_rank(2, 2, processes=True)
+def test_the_record_says_so(mesh: Mesh) -> None:
+    """Whatever carried a message, it went through host memory."""
     wire = Wire(mesh, transport="staged")
     shard(model(), mesh=mesh, policy=preset("exact", memory=record.policies()["exact"].memory), wire=wire)
     wire.check_order()
-    return wire.describe()
-
-
-def test_the_record_says_so() -> None:
-    """Whatever carried a message, it went through host memory."""
-    for said in on_processes(Topology(2, 2), _described):
-        assert all(words.endswith("through host memory") for words in said.values()), said
+    assert all(words.endswith("through host memory") for words in wire.describe().values())
 
 
 def test_buffers_are_used_again() -> None:
@@ -69,20 +66,15 @@ def test_buffers_are_used_again() -> None:
 
 def _losses(mesh: Mesh, name: str, wire: Wire, delay: int = 0) -> list[float]:
     """Of six steps, with ``delay`` of a GPU's cycles spent here and there on its stream."""
+
+    def loss_of(net: nn.Module, number: int, rank: int) -> Tensor:
+        if delay:
+            torch.cuda._sleep(delay * (1 + (number + rank) % 3))
+        return net(batch(number, rank, 256).to(mesh.device))
+
     net = model(width=256, hidden=512, depth=6).to(mesh.device)
     policy = preset(name, memory=MemoryLimits(max_padding=1.0))
-    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    losses = []
-    for number in range(6):
-        if delay:
-            torch.cuda._sleep(delay * (1 + (number + mesh.rank) % 3))
-        loss = net(batch(number, mesh.rank, 256).to(mesh.device))
-        loss.backward()
-        zero.finish_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    losses = train(mesh, net, policy, 6, optimize=sgd, loss_of=loss_of, wire=wire)[0]
     wire.close()
     return losses
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from dataclasses import replace
 from typing import Any, cast
@@ -17,15 +16,12 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import WrittenError
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import Policy, preset
+from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
-from tests.support.models import Net
-from tests.support.ranks import on_threads
-from tests.support.strategies import ROOMY
+from tests.support.ranks import each_rank, on_threads
+from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import batch, model
-
-EXACT = preset("exact", memory=ROOMY)
 
 
 def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any = "shm") -> Zero:
@@ -34,7 +30,6 @@ def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any =
 
 def _round(zero: Zero, loss: Tensor) -> None:
     loss.backward()
-    zero.finish_backward()
     _update(zero)
 
 
@@ -42,7 +37,6 @@ def _update(zero: Zero) -> None:
     with torch.no_grad():
         for unit in zero.units:
             for _, master in unit.master_shard.masters:
-                assert master.grad is not None
                 master.sub_(master.grad, alpha=0.1)
                 master.grad = None
     zero.weights_changed()
@@ -113,7 +107,7 @@ class _Replaces(nn.Module):
 @pytest.mark.parametrize("waits", [2, 4])
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
     """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
-    base, left = model(Net, depth=3), threading.local()
+    left = threading.local()
     kind: Any = InMemory if transport == "shm" else Distributed
     wait = kind.wait
 
@@ -121,30 +115,30 @@ def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) 
         left.waits = getattr(left, "waits", 0) - 1
         if left.waits == 0:
             raise KeyboardInterrupt
-        return cast("Tensor", wait(exchange))
+        return wait(exchange)
 
-    def body(mesh: Mesh) -> float:
-        net = copy.deepcopy(base)
-        zero = _engine(mesh, net, transport=transport)
+    @each_rank(1, 2)
+    def interrupts(mesh: Mesh) -> None:
+        zero = _engine(mesh, net := model(depth=3), transport=transport)
         left.waits = waits
         with pytest.raises(KeyboardInterrupt):
             net(batch(0, mesh.rank))
         zero.drop_gradients()
-        loss: float = net(batch(0, mesh.rank)).item()
-        return loss
+        assert net(batch(0, mesh.rank)).item() == pytest.approx(model(depth=3)(batch(0, mesh.rank)).item())
 
     with mock.patch.object(kind, "wait", interrupted):
-        losses = on_threads(Topology(1, 2), body)
-    assert losses == pytest.approx([base(batch(0, rank)).item() for rank in range(2)])
+        interrupts()
+
+
+def _half() -> nn.Module:
+    return nn.Sequential(_Half(), *(nn.Linear(8, 8) for _ in range(3)))
 
 
 def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
     """Its unit stays gathered there until the pass ends; the next passes are right on all ranks."""
-    torch.manual_seed(0)
-    base = nn.Sequential(_Half(), *(nn.Linear(8, 8) for _ in range(3)))
 
     def body(mesh: Mesh, transport: Any) -> list[float]:
-        net = copy.deepcopy(base)
+        net = model(_half)
         net[0].uses = mesh.rank == 0
         zero = _engine(mesh, net, transport=transport)
         losses = []
@@ -153,13 +147,7 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
             losses.append(loss.item())
             loss.backward()
             assert not zero.units[0].gathered
-            zero.scale_gradients(0.5)
-            for unit in zero.units:
-                for _, master in unit.master_shard.masters:
-                    assert master.grad is not None
-                    master.data.sub_(master.grad)
-                    master.grad = None
-            zero.weights_changed()
+            _update(zero)
         return losses
 
     assert on_threads(Topology(1, 2), body, "shm") == on_threads(Topology(1, 2), body, "backend")
@@ -168,22 +156,21 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("kind", [_Clamps, _Renormalises, _Replaces, _ClampsAround])
+@each_rank(1, 2)
 def test_a_pass_in_which_weights_were_written_has_ended(
-    kind: type[nn.Module], alone: bool, transport: Any
+    mesh: Mesh, kind: type[nn.Module], alone: bool, transport: Any
 ) -> None:
-    """The error leaves nothing gathered, and autograd saving as before; also of a block that runs alone."""
-
-    def body(mesh: Mesh) -> None:
-        written = kind()
-        net = written if kind is _ClampsAround else nn.Sequential(written, nn.Linear(8, 8))
-        zero = _engine(mesh, net, transport=transport)
-        with pytest.raises(ZeroError, match="was written in place or through"):
-            (written if alone else net)(batch(0, mesh.rank, 8))
-        assert not any(unit.gathered for unit in zero.units)
-        assert not zero.hooks.saved.active
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-    on_threads(Topology(1, 2), body)
+    """A write that no master would see, and in shared memory others would, is an error that names it, and
+    leaves nothing gathered, and autograd saving as before; also of a block that runs alone.
+    """
+    written = kind()
+    net = written if kind is _ClampsAround else nn.Sequential(written, nn.Linear(8, 8))
+    zero = _engine(mesh, net, transport=transport)
+    with pytest.raises(ZeroError, match=r"parameter '\S+' was written in place or .* GatheredParameters"):
+        (written if alone else net)(batch(0, mesh.rank, 8))
+    assert not any(unit.gathered for unit in zero.units)
+    assert not zero.hooks.saved.active
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 class _ClampsAll(nn.Module):
@@ -211,23 +198,21 @@ class _ClampsAll(nn.Module):
         (6, "parameters ('blocks.[0-5].weight'(, )?){4} and 2 more were written"),
     ],
 )
-def test_all_weights_that_were_written_are_named(blocks: int, named: str, transport: Any) -> None:
+@each_rank(1, 2)
+def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named: str, transport: Any) -> None:
     """Where several units are refused at once one error has all their names, up to four, and the count."""
-
-    def body(mesh: Mesh) -> None:
-        kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
-        net = _ClampsAll(blocks)
-        zero = _engine(mesh, net, kept, transport=transport)
-        with pytest.raises(ZeroError, match=named) as caught:
-            _round(zero, net(batch(0, mesh.rank, 8)).sum())
-        assert isinstance(caught.value, WrittenError)
-        assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
-
-    on_threads(Topology(1, 2), body)
+    kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
+    net = _ClampsAll(blocks)
+    zero = _engine(mesh, net, kept, transport=transport)
+    with pytest.raises(ZeroError, match=named) as caught:
+        _round(zero, net(batch(0, mesh.rank, 8)).sum())
+    assert isinstance(caught.value, WrittenError)
+    assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
 
 
 @pytest.mark.parametrize("alike", [False, True])
-def test_an_error_names_nothing_of_an_earlier_one(alike: bool) -> None:
+@each_rank(1, 1)
+def test_an_error_names_nothing_of_an_earlier_one(mesh: Mesh, alike: bool) -> None:
     """Weights that another pass wrote, of this model or another, are not named while theirs is handled."""
 
     class Writes(nn.Sequential):
@@ -239,67 +224,54 @@ def test_an_error_names_nothing_of_an_earlier_one(alike: bool) -> None:
                 self[int(self.written)].weight.mul_(0.5)
             return x
 
-    def body(mesh: Mesh) -> None:
-        nets = [nn.Sequential(Writes(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2)]
-        for net in nets:
-            _engine(mesh, net, transport="backend")
-        first, second = nets[0], nets[0 if alike else 1]
-        with pytest.raises(WrittenError) as caught:
-            first(batch(0, mesh.rank, 8))
-        assert caught.value.names == ("0.0.weight",)
-        cast("Writes", second[0]).written = "1"
-        try:
-            raise caught.value
-        except WrittenError:
-            with pytest.raises(WrittenError) as other:
-                second(batch(0, mesh.rank, 8))
-        assert other.value.names == ("0.1.weight",)
-
-    on_threads(Topology(1, 1), body)
+    nets = [nn.Sequential(Writes(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2)]
+    for net in nets:
+        _engine(mesh, net, transport="backend")
+    first, second = nets[0], nets[0 if alike else 1]
+    with pytest.raises(WrittenError) as caught:
+        first(batch(0, mesh.rank, 8))
+    assert caught.value.names == ("0.0.weight",)
+    cast("Writes", second[0]).written = "1"
+    try:
+        raise caught.value
+    except WrittenError:
+        with pytest.raises(WrittenError) as other:
+            second(batch(0, mesh.rank, 8))
+    assert other.value.names == ("0.1.weight",)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
-def test_values_given_through_data_are_refused_and_do_not_stay(transport: Any) -> None:
+@each_rank(1, 2)
+def test_values_given_through_data_are_refused_and_do_not_stay(mesh: Mesh, transport: Any) -> None:
     """A weight that is given another memory in a pass is told of; the next pass has the masters' values."""
-
-    def body(mesh: Mesh) -> None:
-        written = _Replaces()
-        zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), transport=transport)
-        for step in range(2):
-            with pytest.raises(ZeroError, match=r"parameter '0\.weight' was written"):
-                zero.model(batch(step, mesh.rank, 8))
-        values = zero.full_state_dict()["0.weight"]
-        assert all(torch.equal(seen, values) for seen in written.seen)
-
-    on_threads(Topology(1, 2), body)
+    written = _Replaces()
+    zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), transport=transport)
+    for step in range(2):
+        with pytest.raises(ZeroError, match=r"parameter '0\.weight' was written"):
+            zero.model(batch(step, mesh.rank, 8))
+    values = zero.full_state_dict()["0.weight"]
+    assert all(torch.equal(seen, values) for seen in written.seen)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
-def test_reading_a_weight_between_passes_is_no_write(transport: Any) -> None:
+@each_rank(1, 2)
+def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any) -> None:
     """Where units stay for their backward pass, seeing one parameter whole before it writes none of them."""
-    policy = replace(EXACT, memory=replace(ROOMY, max_reuse=10**9))
-    base = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def body(mesh: Mesh) -> None:
-        net = copy.deepcopy(base)
-        zero = _engine(mesh, net, policy, transport)
-        loss = net(batch(0, mesh.rank, 8)).square().mean()
-        assert all(unit.gathered for unit in zero.units)
-        with GatheredParameters(net.get_parameter("0.weight")):
-            pass
-        _round(zero, loss)
-
-    on_threads(Topology(1, 2), body)
+    net = model(_half)
+    zero = _engine(mesh, net, replace(EXACT, memory=replace(ROOMY, max_reuse=10**9)), transport)
+    loss = net(batch(0, mesh.rank, 8)).square().mean()
+    assert all(unit.gathered for unit in zero.units)
+    with GatheredParameters(net.get_parameter("0.weight")):
+        pass
+    _round(zero, loss)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any) -> None:
     """Its end tells of a write, and is one: the next passes train as without it."""
-    torch.manual_seed(0)
-    base = nn.Sequential(_Half(), nn.Linear(8, 8))
 
     def body(mesh: Mesh, writes: bool) -> list[float]:
-        net, losses = copy.deepcopy(base), []
+        net, losses = model(_half), []
         net[0].uses = False
         zero = _engine(mesh, net, transport=transport)
 
@@ -324,20 +296,3 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
         return losses
 
     assert on_threads(Topology(1, 2), body, True) == on_threads(Topology(1, 2), body, False)
-
-
-@pytest.mark.parametrize("transport", ["backend", "shm"])
-@pytest.mark.parametrize("kind", [_Clamps, _Renormalises])
-def test_writing_weights_during_a_pass_is_refused(kind: type[nn.Module], transport: Any) -> None:
-    """A write that no master would see, and in shared memory others would, is an error that names it."""
-
-    def body(mesh: Mesh) -> None:
-        net = nn.Sequential(kind(), nn.Linear(8, 8))
-        zero = _engine(mesh, net, transport=transport)
-        with pytest.raises(
-            ZeroError, match=r"parameter '0\.\S+' was written in place or .* GatheredParameters"
-        ):
-            net(batch(0, mesh.rank, 8))
-        assert not any(unit.gathered for unit in zero.units)
-
-    on_threads(Topology(1, 2), body)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,29 +16,44 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.engine.engine import describe
 from impl.plan.memory import ADAM_BYTES, memory
-from impl.plan.policy import Feedback, LossScale, Offload, Policy, PolicyError, Stage, preset
+from impl.plan.policy import Feedback, LossScale, Offload, Policy, Stage, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Copied, CopyKey, Event, predict
+from impl.plan.traffic import Copied, CopyKey
 from impl.transport.side_stream import Arrival
 from impl.unit.context import ACCOUNTING, HostMemory
-from impl.zero import Zero, shard
+from impl.zero import shard
+from tests.support.history import History, lived
 from tests.support.models import Odd
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY, policies, topologies
-from tests.support.training import batch, model
+from tests.support.training import batch, model, train
 
 SHARES = (Offload(optimizer=1), Offload(weights=1), Offload(optimizer=1, weights=1), Offload(optimizer=0.5))
 ALL = Offload(optimizer=1, weights=1)
 
 
-class Ran(NamedTuple):
-    """What one rank saw of a run, and its engine."""
+def run(
+    mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int = 16
+) -> tuple[History, dict[CopyKey, int], dict[str, Tensor]]:
+    """A run, what it copied, and the state that was gathered after it."""
+    history = lived(mesh, net, policy, passes, width=width, seed=3)
+    return history, history.zero.copied(), history.zero.full_state_dict()
 
-    seen: list[Any]  # losses, norms, whether steps were done: numbers, to the bit
-    state: dict[str, Tensor]
-    copied: dict[CopyKey, int]  # before the state was gathered
-    events: list[Event]
-    zero: Zero
+
+def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str], width: int = 16) -> None:
+    """Assert that offloading changes nothing but where bytes lie, and that what it copies was foreseen."""
+    plain, moved = (
+        on_threads(topology, run, net, each, passes, width)
+        for each in (replace(policy, offload=Offload()), policy)
+    )
+    for rank, ((one, none, state), (other, copied, same)) in enumerate(zip(plain, moved, strict=True)):
+        assert repr(one.seen) == repr(other.seen), rank  # numbers, to the bit; some are NaN
+        for name, value in state.items():
+            assert torch.equal(value.nan_to_num(), same[name].nan_to_num()), (rank, name)
+            assert torch.equal(value.isnan(), same[name].isnan()), (rank, name)
+        assert none == {}
+        assert copied == other.foreseen().copied
+        assert one.zero.wire.ledger.rows() == other.zero.wire.ledger.rows()
 
 
 def frozen_parts(net: nn.Module) -> nn.Module:
@@ -48,58 +61,6 @@ def frozen_parts(net: nn.Module) -> nn.Module:
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(requires_grad=not name.endswith("up.bias"))
     return net
-
-
-def run(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int = 16) -> Ran:
-    """Train and evaluate as ``passes`` say; a spike is a loss that overflows."""
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy, seed=3)
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
-    seen: list[Any] = []
-    events: list[Event] = []
-    for number, kind in enumerate(passes):
-        x = batch(number, mesh.rank, width)
-        if kind == "evaluate":
-            with torch.inference_mode():
-                seen.append(net(x).item())
-            events.append("evaluate")
-            continue
-        alone = kind == "accumulate" and not policy.reduces_each_micro_batch
-        with zero.accumulating() if alone else contextlib.nullcontext():
-            loss = net(x * (torch.inf if kind == "spike" else 1))
-            zero.scaler.scaled(loss).backward()
-            zero.finish_backward()
-        seen.append(loss.item())
-        events += ["forward", "accumulate" if alone else "backward"]
-        if kind == "accumulate":
-            continue
-        if kind == "clipped":
-            seen.append(zero.clip_grad_norm_(0.01).item())
-            optimizer.step()
-            events += ["norm", "step"]
-        else:
-            stepped = zero.step(optimizer)
-            seen.append(stepped)
-            events += ["step"] if stepped.done else []
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
-    copied = zero.copied()
-    return Ran([repr(value) for value in seen], zero.full_state_dict(), copied, events, zero)
-
-
-def equal(topology: Topology, net: nn.Module, policy: Policy, passes: list[str], width: int = 16) -> None:
-    """Assert that offloading changes nothing but where bytes lie, and that what it copies was foreseen."""
-    plain = on_threads(topology, run, net, replace(policy, offload=Offload()), passes, width)
-    for rank, (one, other) in enumerate(
-        zip(plain, on_threads(topology, run, net, policy, passes, width), strict=True)
-    ):
-        assert one.seen == other.seen, rank
-        for name, value in one.state.items():
-            same = value == other.state[name]
-            assert bool((same | (value.isnan() & other.state[name].isnan())).all()), (rank, name)
-        assert one.copied == {}
-        units = [unit.geometry for unit in other.zero.units]
-        assert other.copied == predict(policy, topology, units, 0, other.events).copied
-        assert one.zero.wire.ledger.rows() == other.zero.wire.ledger.rows()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
@@ -160,9 +121,10 @@ def test_memory_is_the_formulas_with_offload(
     """What host and device held at most, by part, is what the formula says, to the byte."""
     policy = Policy(memory=replace(ROOMY, prefetch=0), offload=offload, **changes)
     passes = (["accumulate"] * (micro_batches - 1) + ["train"]) * 2
-    zero = on_threads(Topology(2, 2), trained, frozen_parts(model(depth=4)), policy, passes)[0]
-    units = [unit.geometry for unit in zero.units]
-    formula = memory(policy, Topology(2, 2), units, micro_batches=micro_batches)
+    zero = on_threads(Topology(2, 2), lived, frozen_parts(model(depth=4)), policy, passes)[0].zero
+    formula = memory(
+        policy, Topology(2, 2), [unit.geometry for unit in zero.units], micro_batches=micro_batches
+    )
     measured = zero.memory()
     without = {"optimizer", "host_optimizer"}  # torch's own
     assert measured.keys() <= formula.keys()
@@ -178,29 +140,14 @@ def test_memory_is_the_formulas_with_offload(
     assert formula["host_optimizer"] == ADAM_BYTES * held
 
 
-def trained(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str]) -> Zero:
-    """An engine after a regular run."""
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
-    for number, kind in enumerate(passes):
-        alone = kind == "accumulate" and not policy.reduces_each_micro_batch
-        with zero.accumulating() if alone else contextlib.nullcontext():
-            net(batch(number, mesh.rank)).backward()
-            zero.finish_backward()
-        if kind == "train":
-            zero.step(optimizer)
-            optimizer.zero_grad()
-    return zero
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_the_device_gives_up_the_host_holds(stage: Stage) -> None:
+@each_rank(1, 2)
+def test_what_the_device_gives_up_the_host_holds(mesh: Mesh, stage: Stage) -> None:
     """Offloaded whole, a rank's device holds of masters, gradients and Adam states nothing but staging."""
-    zero = on_threads(Topology(1, 2), trained, model(), Policy(stage=stage, memory=ROOMY), ["train"])[0]
+    zero = lived(mesh, model(), Policy(stage=stage, memory=ROOMY), ["train"]).zero
     units = [unit.geometry for unit in zero.units]
     plain, moved = (
-        memory(Policy(stage=stage, memory=ROOMY, offload=offload), Topology(1, 2), units)
+        memory(Policy(stage=stage, memory=ROOMY, offload=offload), mesh.topology, units)
         for offload in (Offload(), ALL)
     )
     for part in ("masters", "gradients", "optimizer"):
@@ -210,29 +157,14 @@ def test_what_the_device_gives_up_the_host_holds(stage: Stage) -> None:
     assert moved["gathered"] == plain["gathered"]
 
 
-def _hand_written(mesh: Mesh, policy: Policy) -> list[float]:
-    net = copy.deepcopy(MODEL)
-    zero = shard(net, mesh=mesh, policy=policy)
-    losses = [net(batch(0, 0)).item()]
-    with torch.no_grad():
-        for unit in zero.units:
-            unit.master_shard.master.mul_(0.5)
-    zero.weights_changed()
-    losses.append(net(batch(0, 0)).item())
-    state = {name: 2 * value if value.dim() else value for name, value in zero.full_state_dict().items()}
-    zero.load_full_state_dict(state)
-    losses.append(net(batch(0, 0)).item())
-    return losses
-
-
-MODEL = model()
-
-
 @pytest.mark.parametrize("offload", SHARES, ids=str)
-def test_weights_written_by_hand_are_sent_again(offload: Offload) -> None:
+@each_rank(2, 1)
+def test_weights_written_by_hand_are_sent_again(mesh: Mesh, offload: Offload) -> None:
     """A kept frame is of the masters as they are: after a write by hand, and after a load."""
-    policy = preset("exact", memory=ROOMY, offload=offload)
-    first, written, loaded = on_threads(Topology(2, 1), _hand_written, policy)[0]
+    history = History(mesh, model(), preset("exact", memory=ROOMY, offload=offload))
+    for kind in ("evaluate", "by hand", "evaluate", "load", "evaluate"):
+        history.act(kind, 0)
+    first, written, loaded = history.seen
     assert first == loaded
     assert first != written
 
@@ -311,35 +243,21 @@ def test_a_gpu_trains_to_the_same_bits_with_offload(name: str, offload: Offload)
 def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state after six steps of two micro-batches."""
     net = model(width=256, hidden=512, depth=6).to(mesh.device)
-    zero = shard(net, mesh=mesh, policy=policy)
-    optimizer = Signs(zero.param_groups())
-    losses = []
-    for number in range(12):
-        loss = net(batch(number, 0, 256).to(mesh.device))
-        loss.backward()
-        zero.finish_backward()
-        losses.append(loss.item())
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, zero.full_state_dict()
+
+    def loss_of(net: nn.Module, number: int, rank: int) -> Tensor:
+        return net(batch(number, rank, 256).to(mesh.device))
+
+    return train(mesh, net, policy, 6, 2, optimize=Signs, loss_of=loss_of)[:2]
 
 
-def _described(mesh: Mesh, policy: Policy) -> dict[str, Any]:
-    return describe(shard(copy.deepcopy(MODEL), mesh=mesh, policy=policy))
-
-
-def test_the_record_says_what_the_hosts_memory_was() -> None:
+@each_rank(1, 2)
+def test_the_record_says_what_the_hosts_memory_was(mesh: Mesh) -> None:
     """On a CPU it is accounting, and said to be that; shares are those that whole units come to."""
-    told = on_threads(Topology(1, 2), _described, Policy(memory=ROOMY, offload=Offload(optimizer=0.4)))[0]
-    assert told["offload"]["memory"] == ACCOUNTING
-    assert 0.4 <= told["offload"]["optimizer"] < 1
-    assert told["offload"]["weights"] == 0
-    assert "offload" not in on_threads(Topology(1, 2), _described, Policy(memory=ROOMY))[0]
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_shares_are_between_none_and_all(share: float) -> None:
-    """Anything else is refused, naming it."""
-    with pytest.raises(PolicyError, match=r"offload\.optimizer = .*expected 0 to 1"):
-        Offload(optimizer=share)
+    plain, moved = (
+        describe(shard(model(), mesh=mesh, policy=Policy(memory=ROOMY, offload=offload)))
+        for offload in (Offload(), Offload(optimizer=0.4))
+    )
+    assert moved["offload"]["memory"] == ACCOUNTING
+    assert 0.4 <= moved["offload"]["optimizer"] < 1
+    assert moved["offload"]["weights"] == 0
+    assert "offload" not in plain

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,6 @@ from tests.support.strategies import ROOMY
 from tests.support.stream_order import Detector, RaceError, on_streams
 from tests.support.training import batch, model
 
-NET = model()
 SMALL = {"weights": parse("int8:32"), "gradients": (parse("int4:32"),) * 2}
 POLICIES = {
     "zero3": preset("zero3", memory=ROOMY),
@@ -43,7 +41,7 @@ POLICIES = {
 def trained(mesh: Mesh, policy: Policy, detected: bool) -> dict[str, Tensor]:
     """Weights after steps with accumulation, an evaluation, and weights that are written by hand."""
     with Detector() if detected else contextlib.nullcontext():
-        net = copy.deepcopy(NET)
+        net = model()
         zero = shard(net, mesh=mesh, policy=policy)
         optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
         for number in range(4):
@@ -95,7 +93,7 @@ def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -
 
     def forward(mesh: Mesh) -> list[str]:
         with Detector():
-            net = copy.deepcopy(NET)
+            net = model()
             shard(net, mesh=mesh, policy=POLICIES["zeropp"])
             said = log.setdefault(str(mesh.rank), [])
             said.clear()

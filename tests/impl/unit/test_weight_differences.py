@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import BF16, HALF_ULP, Blocked, parse
+from impl.codecs.codec import BF16, HALF_ULP, parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import Offload, Policy, PolicyError, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, predict
+from impl.plan.traffic import LedgerKey, Sent
 from impl.unit.unit import Unit
-from impl.zero import Zero, shard
-from tests.support.ranks import on_threads
+from impl.zero import ZeroError, shard
+from tests.support.history import History, gathered, lived
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import batch, model
 
@@ -32,92 +31,20 @@ NET = model()
 KINDS = ("train", "train", "accumulate", "evaluate", "skip", "rehearse", "by hand", "load", "save")
 
 
-class History:
-    """A run of one rank, step by step, and the bytes that it should have sent."""
-
-    def __init__(self, mesh: Mesh, policy: Policy) -> None:
-        self.net, self.mesh, self.policy = copy.deepcopy(NET), mesh, policy
-        self.zero = shard(self.net, mesh=mesh, policy=policy)
-        self.optimizer = torch.optim.AdamW(self.zero.param_groups(), lr=1e-2)
-        self.events: list[Event] = []
-        self.apart = 0  # bytes between nodes of what no prediction is of
-
-    def act(self, kind: str, number: int) -> None:
-        """One thing that may happen in a run."""
-        zero, x = self.zero, batch(number, self.mesh.rank)
-        if kind in ("train", "accumulate", "skip"):
-            self.net(x).backward()
-            zero.finish_backward()
-            self.events += ["forward", "backward"]
-            if kind == "train":
-                self.optimizer.step()
-                self.events.append("step")
-            if kind != "accumulate":
-                self.optimizer.zero_grad()
-        elif kind == "evaluate":
-            with torch.no_grad():
-                self.net(x)
-            self.events.append("evaluate")
-        elif kind == "rehearse":
-            self.optimizer.zero_grad()
-            with zero.wire.observed(Nobody()), zero.rehearsing():
-                self.net(x).backward()
-                zero.finish_backward()
-            self.events.append("forgotten")
-        elif kind == "by hand":
-            with torch.no_grad():
-                for unit in zero.units:
-                    unit.master_shard.master.mul_(2)
-            zero.weights_changed()
-            self.events.append("changed")
-        elif kind == "load":
-            state = {name: value * 0.5 for name, value in zero.full_state_dict().items()}
-            zero.load_full_state_dict(state)
-            self.events.append("changed")
-        else:
-            kept = zero.full_state_dict(), zero.communication_state()
-            zero.load_full_state_dict(kept[0])
-            zero.load_communication_state(kept[1])
-            self.events.append("forgotten")
-
-    def foreseen(self) -> int:
-        """Bytes of weights that this rank sends to other nodes."""
-        units = [unit.geometry for unit in self.zero.units]
-        found = predict(self.policy, self.mesh.topology, units, self.mesh.rank, self.events)
-        return sum(s.bytes for k, s in found.sent.items() if k.link == "inter" and k.purpose == "weights")
-
-    def sent(self) -> int:
-        """The same by the ledger."""
-        rows = self.zero.wire.ledger.rows()
-        return sum(s.bytes for k, s in rows.items() if k.link == "inter" and k.purpose == "weights")
-
-
-class Nobody:
-    """An observer that looks at nothing."""
-
-    def local(self, *_: Any) -> None: ...
-
-    def encoded(self, *_: Any) -> None: ...
-
-    def averaged(self, *_: Any) -> None: ...
-
-
-def gathered(zero: Zero) -> list[Tensor]:
-    """What each unit gathers now, whole."""
-    found = []
-    for unit in zero.units:
-        unit.all_gather("evaluate")
-        found += [member.parameter.detach().clone() for member in unit.members]
-        unit.release()
-    return found
-
-
 def _replicas(mesh: Mesh, policy: Policy, kinds: Sequence[str]) -> tuple[list[Tensor], bool]:
-    history = History(mesh, policy)
-    for number, kind in enumerate(kinds):
-        history.act(kind, number)
-    foreseen = history.foreseen() == history.sent()
+    history = lived(mesh, NET, policy, kinds)
+    foreseen = between_nodes(history.foreseen().sent) == sent(history)
     return gathered(history.zero), foreseen
+
+
+def between_nodes(rows: Mapping[LedgerKey, Sent]) -> int:
+    """Bytes of weights that a rank sends to other nodes."""
+    return sum(s.bytes for k, s in rows.items() if k.link == "inter" and k.purpose == "weights")
+
+
+def sent(history: History) -> int:
+    """The same by the ledger."""
+    return between_nodes(history.zero.wire.ledger.rows())
 
 
 @given(
@@ -146,12 +73,14 @@ def test_replicas_are_equal_to_the_bit_after_any_history(
 
 
 def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
-    history = History(mesh, SDP4BIT)
-    for number, kind in enumerate(("train", "train", *what, "train", "train")):
+    history = lived(mesh, NET, SDP4BIT, ("train", "train"))
+    for kind in what:
         if kind == "anew":  # as the harness does after a validation
             history.zero.forget_gathered()
         else:
-            history.act(kind, number if kind == "train" and number < 2 else number - len(what))
+            history.act(kind, 9)
+    history.act("train", 2)
+    history.act("train", 3)
     return gathered(history.zero)
 
 
@@ -169,15 +98,12 @@ def test_what_trains_nothing_leaves_no_trace_in_copies(what: tuple[str, ...]) ->
 
 
 def _interrupted(mesh: Mesh) -> list[Tensor]:
-    history = History(mesh, SDP4BIT)
-    for number in range(2):
-        history.act("train", number)
+    history = lived(mesh, NET, SDP4BIT, ("train", "train"))
 
     def stop(*_: Any) -> None:
         raise RuntimeError("stopped")
 
-    block = history.net.blocks[-1]  # type: ignore[index, union-attr]
-    handle = block.register_forward_pre_hook(stop)
+    handle = history.net.blocks[-1].register_forward_pre_hook(stop)
     with pytest.raises(RuntimeError, match="stopped"):
         history.net(batch(2, mesh.rank))
     handle.remove()
@@ -198,20 +124,23 @@ def test_copies_are_sent_anew_after_a_pass_that_failed() -> None:
         assert all(torch.equal(one, other) for one, other in zip(first, values, strict=True))
 
 
-def _errors(mesh: Mesh, differences: str, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """Of each unit and step, how far its copy is from the master, and how far it may be."""
-    history = History(mesh, replace(SDP4BIT, differences=parse(differences)))
-    found = []
-    for number in range(steps):
+@pytest.mark.parametrize("differences", ["int4:32", "int4:32:stochastic", "int2:8", "mxfp4"])
+@each_rank(2, 2)
+def test_the_drift_of_a_copy_is_bounded_by_one_encoding(mesh: Mesh, differences: str) -> None:
+    """However many steps have passed, a copy is off by one difference's error and one rounding."""
+    history = History(mesh, NET, replace(SDP4BIT, differences=parse(differences)))
+    checked = 0
+    for number in range(6):
         history.act("train", number)
         before = [_own(unit) for unit in history.zero.units]
         masters = [unit.master_shard.master.clone() for unit in history.zero.units]
         gathered(history.zero)
         for unit, old, master in zip(history.zero.units, before, masters, strict=True):
-            codec = unit.policy.differences
-            if codec is not None:
-                found.append(((_own(unit) - master).abs(), _bound(codec, master - old, old)))
-    return found
+            if (codec := unit.policy.differences) is not None:
+                found, bound = (_own(unit) - master).abs(), _bound(codec, master - old, old)
+                assert bool((found <= bound).all()), float((found - bound).max())
+                checked += 1
+    assert checked
 
 
 def _own(unit: Unit) -> Tensor:
@@ -220,7 +149,6 @@ def _own(unit: Unit) -> Tensor:
 
 def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
     """(S,) the bound of each block's error, and half an ulp of the sum in bf16, and of it in fp32."""
-    assert isinstance(codec, Blocked)
     rows = reference.rotated(codec, difference).view(-1, codec.block_size(difference.numel()))
     bounds = [codec.error_bound(float(row.min()), float(row.max())) for row in rows]
     error = torch.tensor(bounds).repeat_interleave(rows.shape[1])
@@ -228,22 +156,13 @@ def _bound(codec: Any, difference: Tensor, copied: Tensor) -> Tensor:
     return error + largest * (HALF_ULP["bf16"][0] + 4 * HALF_ULP["fp32"][0]) + HALF_ULP["bf16"][1]
 
 
-@pytest.mark.parametrize("differences", ["int4:32", "int4:32:stochastic", "int2:8", "mxfp4"])
-def test_the_drift_of_a_copy_is_bounded_by_one_encoding(differences: str) -> None:
-    """However many steps have passed, a copy is off by one difference's error and one rounding."""
-    for rank in on_threads(Topology(2, 2), _errors, differences, 6):
-        assert len(rank) > 0
-        for found, bound in rank:
-            assert bool((found <= bound).all()), float((found - bound).max())
-
-
 def _crossing(mesh: Mesh, policy: Policy) -> list[int]:
-    history = History(mesh, policy)
-    sent = [0]
+    history = History(mesh, NET, policy)
+    found = [0]
     for number in range(5):
         history.act("train", number)
-        sent.append(history.sent())
-    return [after - before for before, after in itertools.pairwise(sent)]
+        found.append(sent(history))
+    return [after - before for before, after in itertools.pairwise(found)]
 
 
 def test_a_refresh_is_on_the_ledger() -> None:
@@ -255,16 +174,19 @@ def test_a_refresh_is_on_the_ledger() -> None:
     assert often[1] == often[3] == never[1] == never[2] == never[3] == never[4]
 
 
-def _decoded(mesh: Mesh, policy: Policy) -> bool:
-    """Whether what is gathered, in forward and from the copy, is the masters in one codec, then the other."""
-    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=policy)
-    equal = []
-    for unit in zero.units:
-        own = unit.policy
-        if own.inside is None:
-            continue
+@pytest.mark.parametrize(
+    ("between", "inside"), [("int8:32", "int4:32"), ("bf16", "int8:8"), ("mxfp4", "bf16")]
+)
+@each_rank(2, 2)
+def test_weights_travel_in_a_codec_for_each_hop(mesh: Mesh, between: str, inside: str) -> None:
+    """The owner encodes in the first codec, and every node what came in the second, forward and backward."""
+    policy = preset("hpz", memory=ROOMY, weights=parse(between), inside=parse(inside))
+    zero = shard(model(), mesh=mesh, policy=policy)
+    units = [unit for unit in zero.units if unit.policy.inside is not None]
+    assert units
+    for unit in units:
         shards = unit.master_shard.master.clone()
-        for codec in (own.weights, own.inside):
+        for codec in (unit.policy.weights, unit.policy.inside):
             frame = torch.empty(codec.frame_bytes(shards.numel()), dtype=torch.uint8)
             reference.encode(codec, shards, frame)
             reference.decode(codec, frame, shards)
@@ -274,18 +196,8 @@ def _decoded(mesh: Mesh, policy: Policy) -> bool:
                 first, end = unit.geometry.overlap(slot, mesh.rank)
                 start, stop = unit.geometry.part(slot, mesh.rank)
                 mine = member.parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset]
-                equal.append(torch.equal(mine, shards[start:stop]))
+                assert torch.equal(mine, shards[start:stop])
             unit.release()
-    return len(equal) > 0 and all(equal)
-
-
-@pytest.mark.parametrize(
-    ("between", "inside"), [("int8:32", "int4:32"), ("bf16", "int8:8"), ("mxfp4", "bf16")]
-)
-def test_weights_travel_in_a_codec_for_each_hop(between: str, inside: str) -> None:
-    """The owner encodes in the first codec, and every node what came in the second, forward and backward."""
-    policy = preset("hpz", memory=ROOMY, weights=parse(between), inside=parse(inside))
-    assert all(on_threads(Topology(2, 2), _decoded, policy))
 
 
 @pytest.mark.parametrize(
@@ -307,19 +219,13 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
         replace(SDP4BIT, **changes)
 
 
-def _lost(mesh: Mesh) -> str:
-    zero = shard(copy.deepcopy(NET), mesh=mesh, policy=SDP4BIT)
-    with torch.no_grad(), contextlib.suppress(StopIteration):
+@each_rank(2, 1)
+def test_a_copy_of_another_shape_is_refused(mesh: Mesh) -> None:
+    """A state whose copies do not fit is named, and not taken over."""
+    zero = shard(model(), mesh=mesh, policy=SDP4BIT)
+    with torch.no_grad():
         zero.model(batch(0, mesh.rank))
     state = zero.communication_state()
     name = next(name for name in state if name.endswith("/copy"))
-    try:
+    with pytest.raises(ZeroError, match="is no state of its copy"):
         zero.load_communication_state({**state, name: state[name][:-1]})
-    except Exception as error:  # its type and words are what is asked for
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_copy_of_another_shape_is_refused() -> None:
-    """A state whose copies do not fit is named, and not taken over."""
-    assert all("is no state of its copy" in words for words in on_threads(Topology(2, 1), _lost))

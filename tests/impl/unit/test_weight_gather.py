@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from impl.codecs import reference
 from impl.codecs.codec import FP32, parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.plan.policy import Policy, preset
+from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.support.models import Net
-from tests.support.ranks import on_threads
+from tests.support.ranks import each_rank
 from tests.support.strategies import ROOMY
-from tests.support.training import batch
+from tests.support.training import batch, booked
 
 MXFP8 = parse("mxfp8")
 # Parameters start on 64 rows of 64: shards cut no band.
@@ -36,51 +36,42 @@ def through(rows: Tensor) -> Tensor:
     return out
 
 
-def _linear(mesh: Mesh, net: nn.Module, policy: Policy) -> tuple[Tensor, ...]:
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy)
-    x = torch.eye(64 * mesh.topology.world, 64, requires_grad=True)
-    out = net(x)  # (N, N), whose first 64 rows are the weight, turned
-    out.backward(torch.eye(len(x)))
-    zero.finish_backward()
-    kept = {key: sent.bytes for key, sent in zero.wire.ledger.rows().items() if key.purpose == "weights"}
-    assert x.grad is not None
-    return out.detach()[:64].T, x.grad, torch.tensor(sum(kept.values()))
-
-
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 1), Topology(1, 3)], ids=str)
 @pytest.mark.parametrize("group", [0, "node"])
-def test_forward_computes_with_rows_and_backward_with_columns(topology: Topology, group: str | int) -> None:
+@each_rank()
+def test_forward_computes_with_rows_and_backward_with_columns(
+    mesh: Mesh, topology: Topology, group: Any
+) -> None:
     """Of a matrix that shards cut into whole bands, outputs are of its rows in MXFP8, and gradients of inputs
     of its columns in MXFP8, equal to the bit on all ranks; a gather sends both planes, codes and scales.
     """
-    torch.manual_seed(0)
-    linear = nn.Linear(64, 64 * topology.world, bias=False)
-    weight = torch.randn_like(linear.weight.data).pow_(3)  # scales differ between rows, and between columns
-    linear.weight.data.copy_(weight)
-    net = nn.Sequential(linear)
-    policy = replace(PLANES, group=group)  # type: ignore[arg-type]
-    for forward, backward, sent in on_threads(topology, _linear, net, policy):
-        assert torch.equal(forward, through(weight))
-        assert torch.equal(backward, through(weight.T).T)
-        assert not torch.equal(forward, backward)
-        if topology == Topology(1, 3):
-            assert int(sent) == 2 * 2 * 2 * MXFP8.frame_bytes(64 * 64)  # passes, planes, ranks
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(64 * topology.world, 64, generator=random).pow_(3)  # scales differ, both ways
+    net = nn.Sequential(nn.Linear(64, len(weight), bias=False))
+    net[0].weight.data.copy_(weight)
+    zero = shard(net, mesh=mesh, policy=replace(PLANES, group=group))
+    x = torch.eye(len(weight), 64, requires_grad=True)
+    out = net(x)  # (N, N), whose first 64 rows are the weight, turned
+    out.backward(torch.eye(len(x)))
+    forward, backward = out.detach()[:64].T, x.grad
+    assert torch.equal(forward, through(weight))
+    assert torch.equal(backward, through(weight.T).T)
+    assert not torch.equal(forward, backward)
+    if topology == Topology(1, 3):
+        passes, planes, others = 2, 2, 2
+        assert booked(zero, purpose="weights") == passes * planes * others * MXFP8.frame_bytes(64 * 64)
 
 
-def test_a_block_that_runs_again_in_backward_is_refused() -> None:
+@each_rank(1, 1)
+def test_a_block_that_runs_again_in_backward_is_refused(mesh: Mesh) -> None:
     """Its forward plane is not gathered again: one line says so."""
 
     class Again(Net):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=False)
-            return self.head(x).square().mean()  # type: ignore[no-any-return]
+            return self.head(x).square().mean()
 
-    def trained(mesh: Mesh) -> None:
-        net = Again()
-        shard(net, mesh=mesh, policy=replace(PLANES, align=1))
-        net(batch(0, mesh.rank)).backward()
-
+    shard(net := Again(), mesh=mesh, policy=replace(PLANES, align=1))
     with pytest.raises(ZeroError, match="runs again in backward, for which planes = 2"):
-        on_threads(Topology(1, 1), trained)
+        net(batch(0, mesh.rank)).backward()

@@ -1,0 +1,140 @@
+"""Runs of one rank in which anything may happen, with the events by which they are predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.mesh import Mesh
+from impl.plan.policy import Policy
+from impl.plan.traffic import Book, Event, predict
+from impl.zero import Zero, shard
+from tests.support.training import Optimize, adamw, batch
+
+
+class History:
+    """A run of one rank, one thing after the other.
+
+    Attributes:
+        events: of what happened, as predictions take them.
+        seen: losses, norms, and what steps returned.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        net: nn.Module,
+        policy: Policy,
+        *,
+        width: int = 16,
+        optimize: Optimize = adamw,
+        max_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.net, self.mesh, self.policy, self.width = copy.deepcopy(net), mesh, policy, width
+        self.zero = shard(self.net, mesh=mesh, policy=policy, seed=seed)
+        self.optimizer, self.max_norm = optimize(self.zero.param_groups()), max_norm
+        self.events: list[Event] = []
+        self.seen: list[Any] = []
+
+    def act(self, kind: str, number: int) -> None:
+        """Let one thing happen, with the data of a micro-batch; a spike is a loss that overflows."""
+        zero, x = self.zero, batch(number, self.mesh.rank, self.width)
+        match kind:
+            case "train" | "clipped" | "accumulate" | "skip" | "spike":
+                self._train(kind, x * (torch.inf if kind == "spike" else 1))
+                if kind != "accumulate":
+                    self.optimizer.zero_grad(set_to_none=kind != "clipped")
+            case "evaluate":
+                with torch.inference_mode():
+                    self.seen.append(self.net(x).item())
+                self.events.append("evaluate")
+            case "norm":
+                if [event for event in self.events if event != "evaluate"][-1:] == ["accumulate"]:
+                    self.act("drop", number)  # a norm of what has not been reduced is refused
+                zero.grad_norm()
+                self.events.append("norm")
+            case "rehearse":
+                if not self.policy.reduces_each_micro_batch:
+                    self.act("drop", number)
+                self.optimizer.zero_grad()
+                with zero.wire.observed(Nobody()), zero.rehearsing():
+                    self.net(x).backward()
+                self.events.append("forgotten")
+            case "drop":
+                zero.drop_gradients()
+                self.events.append("dropped")
+            case "by hand":
+                with torch.no_grad():
+                    for unit in zero.units:
+                        unit.master_shard.master.mul_(2)
+                zero.weights_changed()
+                self.events.append("changed")
+            case "load":
+                state = zero.full_state_dict()  # in which a scalar is a buffer's
+                zero.load_full_state_dict({k: v * 0.5 if v.dim() else v for k, v in state.items()})
+                self.events.append("changed")
+            case "save":
+                kept = zero.full_state_dict(), zero.communication_state()
+                zero.load_full_state_dict(kept[0])
+                zero.load_communication_state(kept[1])
+                self.events.append("forgotten")
+            case "again":
+                zero.load_communication_state(zero.communication_state())
+            case _:
+                raise AssertionError(kind)
+
+    def _train(self, kind: str, x: Tensor) -> None:
+        zero, local = self.zero, kind == "accumulate" and not self.policy.reduces_each_micro_batch
+        with zero.accumulating() if local else contextlib.nullcontext():
+            loss = self.net(x)
+            zero.scaler.scaled(loss).backward()
+        self.seen.append(loss.item())
+        self.events += ["forward", "accumulate" if local else "backward"]
+        if kind == "clipped":
+            self.seen.append(zero.clip_grad_norm_(0.01).item())
+            self.optimizer.step()
+            self.events += ["norm", "step"]
+        elif kind in ("train", "spike"):
+            stepped = zero.step(self.optimizer, max_norm=self.max_norm)
+            self.seen.append(stepped)
+            self.events += ["norm"] if self.max_norm else []
+            self.events += ["step"] if stepped.done else []
+
+    def foreseen(self, **options: Any) -> Book:
+        """What this rank sends and copies, by its events."""
+        units = [unit.geometry for unit in self.zero.units]
+        return predict(self.policy, self.mesh.topology, units, self.mesh.rank, self.events, **options)
+
+
+def lived(mesh: Mesh, net: nn.Module, policy: Policy, kinds: Sequence[str], **options: Any) -> History:
+    """A run in which these things happened."""
+    history = History(mesh, net, policy, **options)
+    for number, kind in enumerate(kinds):
+        history.act(kind, number)
+    return history
+
+
+def gathered(zero: Zero) -> list[Tensor]:
+    """What each unit gathers now, whole."""
+    found = []
+    for unit in zero.units:
+        unit.all_gather("evaluate")
+        found += [member.parameter.detach().clone() for member in unit.members]
+        unit.release()
+    return found
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    def local(self, *_: object) -> None: ...
+
+    def encoded(self, *_: object) -> None: ...
+
+    def averaged(self, *_: object) -> None: ...
