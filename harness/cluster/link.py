@@ -153,6 +153,11 @@ def message_bytes(setting: Setting) -> int:
     return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * setting.latency_ms))
 
 
+def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
+    """Rate of the slowest node in each repetition, Mbit/s."""
+    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []
+
+
 @dataclass(slots=True)
 class Link:
     """An open link between nodes; a context manager that closes it."""
@@ -181,6 +186,11 @@ class Link:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def note_calibration(self, by_rank: Sequence[Sequence[float]]) -> None:
+        """Keep the rates that nodes' first ranks measured before any trial, and check them."""
+        self.calibrated_mbit = slowest([rates for rates in by_rank if rates])
+        self.check(self.calibrated_mbit)
 
     def check(self, found: Sequence[float], *, after: bool = False) -> None:
         """Refuse a shaped link whose calibration, or probes ``after`` a trial, of ``found`` Mbit/s are wrong.

@@ -171,14 +171,14 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
             missed.append(f"{told}: the clock misses a part")
     if missed and len(missed) == len(checked):  # a busy machine may hold single ranks up between their steps
         return missed[0]
-    for rank, one in enumerate(checked):
-        if (why := _unslept(rank, ranks[rank].steps, one.slept)) is not None:
-            return why
     for of_step in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in of_step if step.gradient_norm is not None]
         if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
             told = ", ".join(f"{norm:.6g}" for norm in norms)
             return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
+    for rank, one in enumerate(checked):
+        if (why := _unslept(rank, ranks[rank].steps, one.slept)) is not None:
+            return why
     return None
 
 

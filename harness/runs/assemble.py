@@ -44,9 +44,14 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             **compared,
         }
     )
-    untrained = checks.untrained([outcome.checked for outcome in outcomes], found.ranks)
-    sent = (checks.unpredicted(found), checks.miscounted(found), checks.other_codec(found))
-    _refuse(why for why in (untrained, *sent, checks.off_rate(found, above=True)) if why is not None)
+    checked = [outcome.checked for outcome in outcomes]
+    sent = (
+        checks.unpredicted(found),
+        checks.miscounted(found),
+        checks.other_codec(found),
+        checks.off_rate(found, above=True),
+    )
+    _refuse(filter(None, (checks.untrained(checked, found.ranks), *sent)))
     return found
 
 

@@ -24,6 +24,7 @@ from harness.cluster.link import (
     nccl_in_words,
     open_link,
     shape,
+    slowest,
 )
 from harness.cluster.node_supervisors import Nodes
 from harness.cluster.rank import Progress
@@ -206,8 +207,7 @@ class Cluster:
         )
         argument = (link.message_bytes, link.setting.transport)
         rates = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
-        link.calibrated_mbit = slowest([one for one in rates if one])
-        link.check(link.calibrated_mbit)
+        link.note_calibration(rates)
 
     def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
         assignment = Assignment(
@@ -220,7 +220,8 @@ class Cluster:
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
         """How the ranks of a trial are started on its link."""
-        topology = Topology(1, 1) if trial.strategy == "single" else trial.topology()
+        topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
+        topology = Topology(1, 1) if trial.strategy == "single" else topology
         here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         return Launch(
             topology=topology,
@@ -271,11 +272,6 @@ def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
     if setting.transport == "nccl":
         details["nccl"] = nccl_in_words(ports)
     return Link(setting, "shaped", why, ports, details, release=partial(nodes.unshape, setting.nodes))
-
-
-def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
-    """Rate of the slowest node in each repetition, Mbit/s."""
-    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []
 
 
 def _probed(outcomes: Sequence[Outcome]) -> list[float]:
