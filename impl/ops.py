@@ -41,7 +41,11 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format."""
+    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format.
+
+    Raises:
+        RuntimeError: naming the codec and the device, if that fails.
+    """
     if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
         return
     x = torch.zeros(OCTET, device=device)
@@ -63,7 +67,11 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Name of the kernels that serve ``device``, for the record; casts are torch's on all of them."""
+    """Name of the kernels that serve ``device``, for the record; casts are torch's on all of them.
+
+    Raises:
+        ValueError: for a device that has none.
+    """
     return _choose(device.type)[0].name
 
 
@@ -90,7 +98,11 @@ def operations_of(name: str) -> Operations:
 
 
 def warning_of(device: torch.device) -> str | None:
-    """One line, for the record: why the reference serves ``device``; None where it does not."""
+    """One line, for the record: why the reference serves ``device``; None where it does not.
+
+    Raises:
+        ValueError: for a device that has no backend.
+    """
     return _choose(device.type)[1]
 
 

@@ -79,7 +79,11 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine, ``name``, in two minutes; records stay below ``results``, all must succeed."""
+    """Measure this machine, ``name``, in two minutes; records stay below ``results``, all must succeed.
+
+    Raises:
+        Refusal: if a trial failed.
+    """
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     outcome = run_sweep(Suite(SUITE, "What does this machine achieve?"), asked, folder, console)
     if outcome.failed or outcome.interrupted:
@@ -164,6 +168,9 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
     Trials over a link that is held to a rate wait, and are left out of the second: threads that wait are
     woken, which takes seconds that no step waits for.
+
+    Raises:
+        PublishedError: for no rows, or rows that overlap differently, or neither not at all nor fully.
     """
     achieved = [one.achieved for one in measured if one.achieved is not None]
     terms: list[dict[str, float]] = []

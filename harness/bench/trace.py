@@ -59,7 +59,12 @@ def refused(trial: Trial) -> str | None:
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
-    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results."""
+    """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
+
+    Raises:
+        Refusal: if it has no trace.
+        LinkError, LaunchError: if the link or a rank fails.
+    """
     if (why := refused(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
     start_server()

@@ -64,7 +64,11 @@ class Place:
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by torchrun's variables, which must all be there; None if it did not start it."""
+    """This process's place by torchrun's variables, which must all be there; None if it did not start it.
+
+    Raises:
+        Refusal: naming a variable that is missing or no number.
+    """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
@@ -81,7 +85,11 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step, which must all be there; None outside."""
+    """This process's place by the variables of a Slurm job step, which must all be there; None outside.
+
+    Raises:
+        Refusal: naming a variable that is missing or no number, or the nodes that Slurm does not name.
+    """
     if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")

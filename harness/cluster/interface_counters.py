@@ -27,6 +27,9 @@ def counters(interface: str, process: int | Literal["self"] = "self") -> Counter
     """Read the counters of ``interface``, which must be there, in the network namespace of ``process``.
 
     Not ``/sys/class/net``, which shows the outer interfaces in a rootless namespace.
+
+    Raises:
+        LinkError: if there is no such interface.
     """
     for line in Path(f"/proc/{process}/net/dev").read_text(encoding="ascii").splitlines():
         name, _, numbers = line.partition(":")

@@ -112,7 +112,11 @@ def _check(result: int, call: str) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of ``process``."""
+    """Move this process, which must be single-threaded, into the namespaces of ``process``.
+
+    Raises:
+        OSError: if the kernel refuses.
+    """
     names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
     if Path(f"/proc/{process}/ns/user").samefile("/proc/self/ns/user"):
         del names["user"]
@@ -333,7 +337,11 @@ def _serve(request: Request, holders: list[_Holder], listening: socket.socket) -
 
 
 def keep(request: Request) -> tuple[str, list[_Holder]]:
-    """Make the namespaces and their link; returns the mode and a holder inside each node."""
+    """Make the namespaces and their link; returns the mode and a holder inside each node.
+
+    Raises:
+        KeeperError, OSError: with the call that failed.
+    """
     if len(longest := interface(request.prefix, request.nodes - 1)) > _NAME_LENGTH:
         raise KeeperError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()

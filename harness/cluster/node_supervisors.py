@@ -163,7 +163,11 @@ class Nodes:
         return answers
 
     def unshape(self, count: int) -> None:
-        """Hold the interfaces no longer; a supervisor that is lost has let go of its own."""
+        """Hold the interfaces no longer; a supervisor that is lost has let go of its own.
+
+        Raises:
+            LinkError: if one may still be held.
+        """
         with contextlib.suppress(ChannelError):
             self.shape(None, count)
 
@@ -263,7 +267,11 @@ def leading(
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node until the leading one ends; returns the status that it says."""
+    """Be the supervisor of another node until the leading one ends; returns the status that it says.
+
+    Raises:
+        Refusal: if that one cannot be reached any more.
+    """
     try:
         with Channel(place) as channel, contextlib.ExitStack() as last:
             last.callback(_let_go, held := contextlib.ExitStack())

@@ -83,7 +83,11 @@ class Found:
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """What a file holds, and on how many nodes and ranks its gradients were made."""
+    """What a file holds, and on how many nodes and ranks its gradients were made.
+
+    Raises:
+        Refusal: if it cannot be read, or holds no floating-point tensor.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -208,7 +212,11 @@ class Budget:
 
 
 def budgets(found: Sequence[Found], bits: float) -> Iterator[Budget]:
-    """For each kind, the codecs by unit whose errors are least in sum within ``bits`` an element."""
+    """For each kind, the codecs by unit whose errors are least in sum within ``bits`` an element.
+
+    Raises:
+        Refusal: if even the smallest codecs take more.
+    """
     for kind in dict.fromkeys(one.kind for one in found):
         mine = [one for one in found if one.kind == kind]
         names, elements = list(mine[0].cost), mine[0].elements
@@ -244,6 +252,9 @@ def agreement(found: Sequence[Found], results: Path) -> Agreement:
 
     Records count that differ in the codec of gradients alone, one for both hops; of several such sets the
     largest. The interval is of 2000 draws of the seeds.
+
+    Raises:
+        Refusal: if fewer than five codecs have both.
     """
     from scipy import stats
 

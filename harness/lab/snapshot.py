@@ -31,6 +31,9 @@ from impl.zero import plan_units
 def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], None]) -> None:
     """Train until the last of ``steps``, and write what was there before each of them; ``told`` is given a
     line for each. Of ``trial`` model, data, optimizer and topology are taken; its policy is not.
+
+    Raises:
+        Refusal: for steps that the trial has not, a peer of DeepSpeed's, or a file that cannot be written.
     """
     count = trial.warmup + trial.steps
     if not steps or min(steps) < 0 or max(steps) >= count:

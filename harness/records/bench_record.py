@@ -65,7 +65,12 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
 
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
+    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes.
+
+    Raises:
+        CheckpointError: on all ranks, if it raised on any; the first rank's error, and its number where
+            not all say the same.
+    """
     found = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]
@@ -106,7 +111,11 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
 
 def write(folder: Path, bench: Bench) -> Path:
-    """Write ``bench`` whole or not at all; returns where."""
+    """Write ``bench`` whole or not at all; returns where.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
     target = path_of(folder, bench.id)
     write_whole(target, signed(bench).model_dump_json(indent=1))
     return target

@@ -58,6 +58,9 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     Hettmansperger and Sheather, "Confidence intervals based on interpolated order statistics", 1986: between
     the d-th values from both ends, whose coverage is binomial, and the next ones inside. Of several sweeps,
     inside which values are independent, the order statistics are those of their medians.
+
+    Raises:
+        ValueError: without values.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
@@ -95,6 +98,9 @@ def paired_ratio_interval(
 
     Student's t on the logarithms of the ratios; keys on one side only are left out. Of several sweeps the
     values are the sweeps' mean logarithms, and the estimate is the mean of these.
+
+    Raises:
+        ValueError: if no key is shared, or a value is not positive (or NaN).
     """
     both = [key for key in above if key in below]
     for value in (*(above[key] for key in both), *(below[key] for key in both)):
@@ -107,7 +113,11 @@ def paired_ratio_interval(
 
 
 def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Geometric mean of positive values, with the interval of their mean logarithm."""
+    """Geometric mean of positive values, with the interval of their mean logarithm.
+
+    Raises:
+        ValueError: without values, or for one that is not positive.
+    """
     numbered = dict(enumerate(values))
     return paired_ratio_interval(
         numbered, dict.fromkeys(numbered, 1.0), None if sweeps is None else dict(enumerate(sweeps))
@@ -119,6 +129,9 @@ def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | Non
 
     The latter holds the truth as often as it says however large the spread between sweeps is; with few sweeps
     it is wide.
+
+    Raises:
+        ValueError: without values.
     """
     data = _data(values)
     means = _by_sweep(data, sweeps, np.mean)

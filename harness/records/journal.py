@@ -64,6 +64,9 @@ def append(results: Path, record: Record) -> Record:
     """Write a line and then the record, which is returned as it was written: with the number of its line.
 
     The line comes first: a sweep killed between the two leaves a trial that is named, not one unnoticed.
+
+    Raises:
+        RecordError: if the folder cannot be written.
     """
     path = path_of(results)
     try:

@@ -404,7 +404,11 @@ def path_of(results: Path, record_id: str) -> Path:
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` atomically; returns its path."""
+    """Write ``record`` atomically; returns its path.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
     target = path_of(results, record.id)
     write_whole(target, signed(record).model_dump_json(indent=1))
     return target

@@ -83,7 +83,11 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless it is there; returns its hash."""
+    """Write ``run`` atomically, unless it is there; returns its hash.
+
+    Raises:
+        RecordError: if the folder cannot be written.
+    """
     text = run.model_dump_json(indent=1)
     name = digest_of(json.loads(text))[:_LETTERS]
     if not path_of(results, name).exists():

@@ -18,7 +18,11 @@ from harness.suites.trial import Cluster, Trial
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """The distinct clusters of trials that a launcher, one alone, runs, those with most nodes first."""
+    """The distinct clusters of trials that a launcher, one alone, runs, those with most nodes first.
+
+    Raises:
+        Refusal: if they name several launchers, or several lists of hosts.
+    """
     found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     several = sorted(found.values(), key=lambda one: -one.nodes)
     for name in ("launcher", "hosts", "slurm"):
@@ -66,7 +70,11 @@ def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
 def gathered(
     here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Lead the nodes of a launcher in the body, all with this code if ``same_code``; None without one."""
+    """Lead the nodes of a launcher in the body, all with this code if ``same_code``; None without one.
+
+    Raises:
+        Refusal: if they do not come together; with ``same_code``, if one runs other code.
+    """
     if here is None:
         yield None
         return

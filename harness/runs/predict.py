@@ -119,7 +119,11 @@ def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[traffic.Event]
 def hosted_bytes(
     trial: Trial, policy: Policy, model: nn.Module
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`."""
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
+
+    Raises:
+        PolicyError, GeometryError: if the host cannot run the policy.
+    """
     from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked

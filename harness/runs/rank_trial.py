@@ -99,7 +99,12 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank; the default process group is initialised."""
+    """Run a trial on this rank; the default process group is initialised.
+
+    Raises:
+        Refusal, PolicyError, GeometryError, CorpusError: it cannot be run as asked.
+        TrialError: a check of its results failed.
+    """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
 

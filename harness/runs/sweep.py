@@ -85,6 +85,9 @@ def run_sweep(
         more: the batch that follows, once all before have records, or None.
         total: trials that are known to come in all.
         on: machine on which steps are predicted before they run; None predicts nothing.
+
+    Raises:
+        RecordError: if ``results`` cannot be read or written.
     """
     counts = {"ok": 0, "failed": 0, "skipped": 0}
     interrupted = False
@@ -182,6 +185,9 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """The record of a trial that need not run again; None if it has to.
 
     A failure counts only if code and inputs are still the same.
+
+    Raises:
+        RecordError: if there is a file that is not a record.
     """
     path = path_of(results, trial.id)
     if not path.exists():

@@ -25,7 +25,11 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor."""
+    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor.
+
+    Raises:
+        Refusal: for an optimizer that cannot be built or cannot step.
+    """
     few = nn.Parameter(torch.zeros(64))
     stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
     try:

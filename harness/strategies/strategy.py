@@ -64,7 +64,11 @@ class Strategy:
         return self.model.parameters()
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The trial's optimizer over :meth:`parameters`."""
+        """The trial's optimizer over :meth:`parameters`.
+
+        Raises:
+            Refusal: if torch has none of that name, or its arguments do not fit.
+        """
         return built(setting, self.parameters())
 
     def begin(self, *, last: bool) -> None:
@@ -388,7 +392,13 @@ class Sharded(Strategy):
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it."""
+    """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it.
+
+    Raises:
+        Refusal: for a combination that is not possible.
+        PolicyError, GeometryError: for a policy that does not fit model or topology, or that FSDP2 or DDP
+            cannot run.
+    """
     policy = trial.resolved_policy()
     if policy is None:
         if PEERS[trial.strategy].family == DEEPSPEED:

@@ -24,7 +24,11 @@ class Answer(BaseModel, extra="forbid", frozen=True):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``."""
+        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``.
+
+        Raises:
+            ValueError: for any other; one line.
+        """
         found = _WORDS.fullmatch(value) if isinstance(value, str) else None
         if found is None or int(found[1] or 0) > _MOST:
             raise ValueError(f'expected "skip", "stop", "retry 2" (at most {_MOST}), or "retry 2, then stop"')
@@ -35,7 +39,11 @@ SKIP: Final = Answer()
 
 
 def answers(value: Any) -> dict[str, Answer]:
-    """Read the table ``on_failure``: answers by kind of failure."""
+    """Read the table ``on_failure``: answers by kind of failure.
+
+    Raises:
+        ValueError: for another kind, or another answer; one line.
+    """
     if not isinstance(value, Mapping):
         raise ValueError("expected a table")  # noqa: TRY004 - which pydantic turns into its own
     for kind in value:

@@ -31,7 +31,11 @@ def parse_rate(value: object) -> float | None:
 
 
 def parse_latency(value: object) -> float | None:
-    """``"2 ms"`` or ``"50 us"`` to milliseconds, at most a second's."""
+    """``"2 ms"`` or ``"50 us"`` to milliseconds, at most a second's.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
+    """
     if value is None:
         return None
     found = _quantity(value, _MILLISECONDS)
@@ -41,7 +45,11 @@ def parse_latency(value: object) -> float | None:
 
 
 def parse_size(value: object) -> int | None:
-    """``"48 MiB"`` to bytes."""
+    """``"48 MiB"`` to bytes.
+
+    Raises:
+        ValueError: for a number without a unit, an unknown unit, or more than can be counted.
+    """
     if value is None:
         return None
     size = _quantity(value, _BYTES)

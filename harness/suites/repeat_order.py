@@ -35,7 +35,11 @@ class Repeats:
 
     @classmethod
     def of(cls, value: Any) -> Repeats:
-        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``."""
+        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``.
+
+        Raises:
+            ValueError: for any other; one line.
+        """
         if isinstance(value, int) and not isinstance(value, bool):
             if value < 1:
                 raise ValueError("expected at least 1")
@@ -74,7 +78,11 @@ def setting_of(trial: Trial, *also: str) -> str:
 
 
 def roles(trials: Sequence[Trial], base: Sequence[bool], against: Sequence[bool]) -> dict[str, str]:
-    """``baseline`` or ``contrast`` by id, of trials that are one or the other; not both, one base a cell."""
+    """``baseline`` or ``contrast`` by id, of trials that are one or the other; not both, one base a cell.
+
+    Raises:
+        ValueError: if a trial is both, none is the contrast, or a cell has several baselines.
+    """
     if both := sum(one and other for one, other in zip(base, against, strict=True)):
         raise ValueError(f"{both} trials are baseline and contrast; expected two groups")
     if not any(against):

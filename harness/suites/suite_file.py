@@ -93,7 +93,11 @@ _LeftOut = list[tuple[str, _Setting, str, str]]  # path, setting, why, strategy
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file and expand it."""
+    """Read a suite file and expand it.
+
+    Raises:
+        SuiteError: for the first error in it.
+    """
     text, tables = _parse(path)
     folder.find_from(path.parent)
     expansion = _Expansion(path, tables)
@@ -101,7 +105,11 @@ def load(path: Path) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """The name in a suite file, which is not expanded: nothing that it names is imported."""
+    """The name in a suite file, which is not expanded: nothing that it names is imported.
+
+    Raises:
+        SuiteError: if it cannot be read, or has no name that a folder can have.
+    """
     name = _parse(path)[1].get("name")
     if not isinstance(name, str) or len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
         raise SuiteError(

@@ -343,7 +343,11 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial of which ``data`` is the canonical form, as a record holds it."""
+        """The trial of which ``data`` is the canonical form, as a record holds it.
+
+        Raises:
+            pydantic.ValidationError: if it is not one.
+        """
         return cls.model_validate(data, context=CANONICAL)
 
     @property
@@ -392,7 +396,11 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say."""
+        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
+
+        Raises:
+            ValueError: if it is no table.
+        """
         table = None
         if self.deepspeed_config is not None:
             try:

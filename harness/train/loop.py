@@ -47,7 +47,11 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports one line per step."""
+    """Train on this rank; rank 0 reports one line per step.
+
+    Raises:
+        Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
+    """
     return _Training(rank, job).run()
 
 

@@ -60,6 +60,9 @@ class Need:
 def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -> list[Need]:
     """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it; the
     model is on the meta device, ``activations`` are of :func:`activation_bytes`.
+
+    Raises:
+        PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
     """
     found, topology = [], trial.topology()
     for stage in get_args(Stage):

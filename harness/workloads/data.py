@@ -47,7 +47,11 @@ class Given:
 
 
 class Data:
-    """Batches of one rank of a trial; of strategy ``single``, those of all ranks."""
+    """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
+
+    Raises:
+        CorpusError: if the data cannot be read, or does not fit the model.
+    """
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         samples.check(trial)

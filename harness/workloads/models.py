@@ -277,6 +277,9 @@ def checkpoint_activations(model: nn.Module) -> None:
 
     Blocks are those of :func:`impl.zero.find_blocks`, gathered as a whole. Their class is changed, not an
     attribute, so that copies of the model run their own blocks.
+
+    Raises:
+        Refusal: for a model without blocks.
     """
     check_blocks(model)
     for block in find_blocks(model):

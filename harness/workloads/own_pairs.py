@@ -22,6 +22,9 @@ class OwnPairs(Samples):
 
     Every array has one entry an example in its first dimension. Floating numbers reach the model as float32,
     whole numbers and truth values as int64; they stay what they are until a batch is drawn.
+
+    Raises:
+        CorpusError: naming the array, its shape and its type.
     """
 
     def __init__(self, source: str, parts: Any) -> None:

@@ -22,7 +22,11 @@ _IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to wh
 
 
 def load(trial: Trial) -> Samples:
-    """Load the data in the form that the trial's model reads."""
+    """Load the data in the form that the trial's model reads.
+
+    Raises:
+        CorpusError: naming the corpus, if it cannot be read or is too small.
+    """
     if trial.corpus == GLYPHS:
         return glyph_images.load()
     shape = PRESETS.get(trial.model.name)

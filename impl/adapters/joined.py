@@ -78,6 +78,9 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 
     ``model`` may be sharded, or not yet, or on the meta device.  On ``blocks`` ``fully_shard`` is called by
     themselves; they may lie in one another.
+
+    Raises:
+        HostError: for a parameter without dimensions, which FSDP2 cannot cut.
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
@@ -101,7 +104,11 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's."""
+    """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's.
+
+    Raises:
+        PolicyError, GeometryError, HostError: as the adapters when they join it.
+    """
     check_host(host, policy)
     if host == "fsdp2":
         return fsdp2_groups(model, find_blocks(model), topology)

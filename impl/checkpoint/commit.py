@@ -64,7 +64,11 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder in which the next checkpoint is written, and remove what broken saves have left."""
+    """Make the folder in which the next checkpoint is written, and remove what broken saves have left.
+
+    Raises:
+        OSError: if there cannot be one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -76,7 +80,11 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder."""
+    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder.
+
+    Raises:
+        OSError: if that cannot be done; then it is not complete.
+    """
     path = partial.with_name(partial.name.split(".")[1])
     (partial / MANIFEST).write_text(manifest, encoding="utf-8")
     sync(partial / MANIFEST)
@@ -120,6 +128,10 @@ def remove(path: Path) -> None:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file."""
+    """(bytes, SHA-256 in hex) of a file.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -31,7 +31,11 @@ class Owned(NamedTuple):
 
 
 class SavedMasters:
-    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else."""
+    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else.
+
+    Raises:
+        CheckpointError: for an optimizer that holds something else, or a master that two hold.
+    """
 
     def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -56,7 +60,11 @@ class SavedMasters:
                 seen.add(one)
 
     def described(self) -> list[dict[str, Any]]:
-        """What the manifest says of optimizers; the same on all ranks."""
+        """What the manifest says of optimizers; the same on all ranks.
+
+        Raises:
+            CheckpointError: for state or options that are neither by element nor plain values.
+        """
         return [self._described(number, one) for number, one in enumerate(self._optimizers)]
 
     def _described(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
@@ -112,7 +120,11 @@ class SavedMasters:
         return from_json(held[names[0]][what]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
-        """Take over state that :meth:`check` let pass."""
+        """Take over state that :meth:`check` let pass.
+
+        Raises:
+            CheckpointError: if a file cannot be read.
+        """
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters = _masters(optimizer)

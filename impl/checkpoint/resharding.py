@@ -71,6 +71,9 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
     """Write and sync a file; returns its bytes, and their SHA-256 in hex.
 
     Each tensor is asked for once, and may go then: the host has a copy of all until they are written.
+
+    Raises:
+        CheckpointError: for a type that such files do not have, or if it cannot be written.
     """
     from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
     from safetensors.torch import save_file
@@ -92,6 +95,9 @@ class Parts:
 
     Attributes:
         kinds: of each parameter, what was saved of its elements.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -115,7 +121,11 @@ class Parts:
                     self._starts[kind, name].append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a parameter, in memory of their own."""
+        """(end - start,) elements of a parameter, in memory of their own.
+
+        Raises:
+            CheckpointError: if some of them were not saved.
+        """
         parts = []
         for low, number in sorted(self._starts[kind, name]):
             values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone

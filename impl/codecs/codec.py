@@ -381,7 +381,11 @@ class OwnCodec(_Framed):
 
     @property
     def claimed(self) -> Raw | Blocked | None:
-        """The codec of ours that it says it is, bit for bit; None for what is new."""
+        """The codec of ours that it says it is, bit for bit; None for what is new.
+
+        Raises:
+            CodecError: for a text that means none.
+        """
         text = self.thing.codec
         try:
             return None if text is None else built_in(str(text))
@@ -414,7 +418,11 @@ class OwnCodec(_Framed):
         return bool(self.thing.stochastic) if (claimed := self.claimed) is None else claimed.stochastic
 
     def own_bytes(self, numel: int) -> int:
-        """Bytes of its object's frame, before padding."""
+        """Bytes of its object's frame, before padding.
+
+        Raises:
+            CodecError: for a number that is no size.
+        """
         if (claimed := self.claimed) is not None:
             return claimed.frame_bytes(numel)
         count, where = self.thing.frame_bytes, f"{self.name}: frame_bytes({numel})"

@@ -70,6 +70,9 @@ class OwnObject:
         decode_sum: (frames, out): writes to out (S,) the fp32 sum of frames (sources, F), in ascending order.
         decode_sum_encode: (frames, frame, numel), and noise where it is stochastic: writes the frame (F,) of
             that sum; ``zeropp check codecs`` tries it, the engine encodes the sum by ``encode``.
+
+    Raises:
+        OwnObjectError: naming what it lacks.
     """
 
     encode: Any = None
@@ -155,7 +158,11 @@ def forget() -> None:
 
 
 def import_object(text: str) -> Any:
-    """The object of ``module:object``; modules of the working folder count."""
+    """The object of ``module:object``; modules of the working folder count.
+
+    Raises:
+        OwnObjectError: if there is none, or what importing it raised.
+    """
     module, _, path = text.partition(":")
     see(Path.cwd())
     failed = f"cannot import {module!r}"
@@ -187,12 +194,20 @@ def _check_origin(text: str, module: str, file: str | None) -> None:
 
 @cache
 def imported(name: str) -> OwnObject:
-    """The codec of ``module:object``."""
+    """The codec of ``module:object``.
+
+    Raises:
+        OwnObjectError: as :func:`import_object` and :func:`declared`.
+    """
     return declared(name, import_object(name))
 
 
 def declared(name: str, thing: Any) -> OwnObject:
-    """What a user's object has of what :class:`OwnObject` lists."""
+    """What a user's object has of what :class:`OwnObject` lists.
+
+    Raises:
+        OwnObjectError: naming what it lacks, or what it raised.
+    """
     try:
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]

@@ -111,7 +111,11 @@ class Operations:
             self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16."""
+        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
+
+        Raises:
+            ValueError: as :meth:`encode`.
+        """
         if self._repeats("decode", (codec,), frames, out):
             return
         _check(codec, out.shape, out.dtype, frames)
@@ -124,6 +128,9 @@ class Operations:
 
         ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
         rounded to fp16, where what exceeds 65504 is infinite.
+
+        Raises:
+            ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
         """
         if sums == "fp32" and self._repeats("decode_sum", (codec,), frames, out):
             return
@@ -160,6 +167,9 @@ class Operations:
             noise: random bits, for a second codec that rounds stochastically.
             carried: error feedback of the second encoding.
             sums: type of the sum (:meth:`decode_sum`).
+
+        Raises:
+            ValueError: for no source, or as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         if plain and self._repeats(numel, (first, second), frames, out):

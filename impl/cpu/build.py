@@ -44,7 +44,11 @@ class BuildError(RuntimeError):
 
 
 def user_folder() -> Path:
-    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
+    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``.
+
+    Raises:
+        BuildError: for a user who has no home.
+    """
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"

@@ -124,6 +124,9 @@ def compile_kernels(
 
     ``architecture`` 90 is ``sm_90``; ``sources`` is the folder, also of headers; ``options`` come beside
     :data:`OPTIONS`.
+
+    Raises:
+        RuntimeError: if the source does not compile.
     """
     from cupy.cuda import nvrtc
 
@@ -158,6 +161,9 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
     """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; needs no GPU.
 
     Processes that start at once may each compile it, and write the same.
+
+    Raises:
+        RuntimeError: if the source does not compile.
     """
     from cupy.cuda import nvrtc
 

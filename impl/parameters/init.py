@@ -175,6 +175,9 @@ def give_values(
     Modules come after the modules that they hold, as constructors return: with the same random numbers
     values are those of a model that was constructed with them.  Parameters and buffers that have values are
     left alone.  ``blocks`` are cut as a whole; ``initialise`` is as :func:`impl.zero.shard` takes it.
+
+    Raises:
+        ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
     """
     init = Init(mesh=mesh, policy=policy)
     done: set[nn.Module] = set()

@@ -87,7 +87,11 @@ class Cut:
         return [one is parameter for one in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the values as they are now; the rest of them is freed."""
+        """Keep this rank's slice of the values as they are now; the rest of them is freed.
+
+        Raises:
+            ZeroError: for a parameter whose shape is not what it was.
+        """
         parameters, slots = self.parameters, self.geometry.slots
         for parameter, slot in zip(parameters, slots, strict=True):
             if parameter is not None and tuple(parameter.shape) != slot.spec.shape:

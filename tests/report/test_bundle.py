@@ -70,3 +70,11 @@ def test_what_cannot_be_bundled_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "unknown suite" in capsys.readouterr().err
     with pytest.raises(RecordError, match="no records in it"):
         bundle(tmp_path, tmp_path)
+
+
+def test_nothing_is_claimed_of_seconds_that_others_disturbed(tmp_path: Path) -> None:
+    """Where more than half of the trials were disturbed, losses are claimed, and no speed-up."""
+    derived = derive(load(archive.unpack(REFERENCE / "deviations.tar.xz", tmp_path)))
+    assert derived.mostly_disturbed
+    assert steps(derived) == []
+    assert table(derived).startswith("Table *Losses*")
