@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
-from harness.records.confidence_intervals import FEWEST, Interval
+from harness.records.confidence_intervals import FEWEST, Interval, of_another_sweep
 from report.data import loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived, speedup
@@ -35,7 +35,7 @@ def steps(derived: Derived) -> list[tuple[str, ...]]:
         fast, shares = speedup(mine), mine["bytes_ratio"].dropna().unique()
         sent = f"{shares[0]:.4f}" if len(shares) == 1 and math.isfinite(shares[0]) else NOTHING
         if fast.known and not fast.contains(1):
-            rows.append((where, baseline, contender, *_told(fast, ".2f"), str(len(mine)), sent))
+            rows.append((where, baseline, contender, *_told(fast, ".2f", ratio=True), str(len(mine)), sent))
     return rows
 
 
@@ -43,7 +43,13 @@ def losses(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_LOSSES`: of every contender with a verdict."""
     rows: list[dict[str, Any]] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
     return [
-        (row["base"], row["contender"], row["verdict"], *_told(row["difference"], "+.4f"), str(row["seeds"]))
+        (
+            row["base"],
+            row["contender"],
+            row["verdict"],
+            *_told(row["difference"], "+.4f", ratio=False),
+            str(row["seeds"]),
+        )
         for row in rows
         if row["verdict"] and row["difference"].known and row["seeds"] >= FEWEST
     ]
@@ -79,5 +85,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def _told(found: Interval, form: str) -> tuple[str, str]:
-    return f"{found.estimate:{form}}", f"{found.low:{form}} to {found.high:{form}}"
+def _told(found: Interval, form: str, *, ratio: bool) -> tuple[str, str]:
+    """An estimate, and the ends between which a further sweep is expected to find it."""
+    again = of_another_sweep(found, ratio=ratio)
+    return f"{found.estimate:{form}}", f"{again.low:{form}} to {again.high:{form}}"

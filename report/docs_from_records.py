@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive
+from harness.records.confidence_intervals import of_another_sweep
 from harness.suites.question import Quantity
 from report import artifact_claims, page
 from report.answer import effects
@@ -68,9 +69,9 @@ _SAID_ELSEWHERE: Final = ("bytes_ratio", "_gain")  # keys likewise: docs/claims.
 _CLAIMS_HEAD: Final = """\
 # Claims
 
-What the committed records claim, with the interval in which it is expected again on a machine like theirs
-(docs/results.md says which); bytes are the same anywhere.  `zeropp run suites/NAME.toml`, then `zeropp report
-NAME`, tries it again.
+What the committed records claim, and where a further sweep is expected on a machine like theirs (a 95 %
+prediction interval, wider than the estimate's own in docs/results.md, which says the machine); bytes are the
+same anywhere.  `zeropp run suites/NAME.toml`, then `zeropp report NAME`, tries it again.
 All ranks share one machine's processors (see [results.md](results.md)): seconds hold for such a machine.
 An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
 This file is written from the records (`python -m report.docs_from_records`), and CI compares.
@@ -150,8 +151,10 @@ def _paragraph(found: Mapping[str, Derived]) -> str:
     main = next(one for one in effects.effects(derived) if one.contender == NAMES[PROPOSED])
     runs = "one run of this suite" if count == 1 else f"{count} runs of this suite"
     faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
+    again = of_another_sweep(main.ratio, ratio=True)
     told = [
         f"**{faster}** (95 % interval of {main.ratio.n} pairs of trials in {runs}).",
+        f"Another run on such a machine is expected to find {again.low:.2f} to {again.high:.2f}.",
         seconds(main),
         sent([main]),
         f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",

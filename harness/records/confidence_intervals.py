@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -50,6 +50,19 @@ class Interval:
     def contains(self, value: float) -> bool:
         """Whether ``value`` lies between the ends."""
         return self.low <= value <= self.high
+
+
+def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
+    """Where one further sweep, of as many repeats, is expected to find it: Student's prediction interval.
+
+    It spreads as each of the k sweeps did, and their mean has its own error: sqrt(1 + k) times as wide as the
+    mean's interval; of a ratio on logarithms.
+    """
+    low, middle, high = (math.log(x) if ratio else x for x in (found.low, found.estimate, found.high))
+    wider = math.sqrt(1 + found.sweeps)
+    ends = (middle + wider * (end - middle) for end in (low, high))
+    low, high = (math.exp(end) if ratio else end for end in ends)
+    return replace(found, low=low, high=high)
 
 
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:

@@ -268,14 +268,14 @@ def check_feasible(file: Path, found: Sequence[Forecast]) -> None:
 
 
 def check_folder(folder: Path) -> list[Record]:
-    """The records of a results folder; refuses one that cannot be written, or that this run cannot join."""
-    pool = machine.pool_key(machine.facts(), machine.code())
+    """The records of a results folder; refuses one that cannot be written, or has results of other code."""
+    source = machine.code().get("source")
     there = read_all(folder) if folder.is_dir() else []
-    strange = [record for record in there if record.measured and record.pool != pool]
+    strange = [record for record in there if record.measured and record.code.get("source") != source]
     if strange:
         raise Refusal(
-            f"{folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
-            f"{strange[0].pool}, here {pool}), which are not put together; {_aside(folder)}"
+            f"{folder}: holds {counted(len(strange), 'record')} of other code (hash of sources "
+            f"{strange[0].code.get('source')}, here {source}), which are not put together; {_aside(folder)}"
         )
     check_writable(folder, f"{folder}: results folder")
     return there

@@ -9,6 +9,7 @@ again next time.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from harness.cluster.node_supervisors import Nodes
+from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import journal, run_record
 from harness.records.record import Failed, Foreseen, Record, path_of, read, write
@@ -124,7 +126,11 @@ def run_sweep(
 
 
 def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[Trial], list[Record]]:
-    """The trials of a batch that have to run, and the failures of those that need not; both are counted."""
+    """The trials of a batch that have to run, and the failures of those that need not; both are counted.
+
+    Raises:
+        Refusal: if some of the batch's sweep ran on another machine: its pairs would be of two machines.
+    """
     sweep.number_trials(batch)
     there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
     for trial in batch.trials:
@@ -139,6 +145,13 @@ def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[T
         there |= {record.id: None for record in failures}
         failures = []
     missing = [trial for trial in batch.trials if there[trial.id] is None]
+    sweep.pools[batch.sweep] |= {one.pool for one in there.values() if one is not None and one.measured}
+    if missing and (others := sweep.pools[batch.sweep] - {sweep.pool}):
+        raise Refusal(
+            f"{sweep.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
+            f"here {sweep.pool}), and a sweep is of one machine: finish it there, or choose another folder "
+            "with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
+        )
     tally["failed"] += len(failures)
     tally["skipped"] += len(batch.trials) - len(missing)
     return missing, failures
@@ -207,6 +220,7 @@ class _Sweep:
     retry_failed: bool
     on: Machine | None
     number: int = 0
+    pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
     _orders: dict[str, int] = field(default_factory=dict)
     _known: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of records before trials run
     _run: str | None = None

@@ -1,7 +1,7 @@
 """Loads a results folder into tidy tables; the only reader of records in ``report``.
 
-One row is one thing measured; nothing is averaged here.  Records of different machines or code
-are not put into one table unless asked (``Frames.pools`` then has several entries).
+One row is one thing measured; nothing is averaged here.  Records of other code, or of two machines in one
+sweep, are not put into one table unless asked; whole sweeps of several machines are (``Frames.pools``).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Read a results folder, which holds ``<id>.json``.
 
     Raises:
-        ReportError: if there is no record, or there are several pools.
+        ReportError: if there is no record, or records are not to be put together.
         RecordError: for a file that is not a record of this schema.
     """
     if not results.is_dir():
@@ -121,7 +121,7 @@ def frames_of(
     found = len(records)
     if not across_pools:
         records = _without_old_failures(records)
-        _check_one_pool(records)
+        _check_pools(records)
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
     cells = _cells(records, trials)
@@ -465,13 +465,16 @@ def _without_old_failures(records: list[Record]) -> list[Record]:
     return [record for record in records if record.pool in kept]
 
 
-def _check_one_pool(records: list[Record]) -> None:
-    """Refuse records of different machines, code or kernels, naming the differences.
+def _check_pools(records: list[Record]) -> None:
+    """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences.
 
-    Trials of one pool may have run different kernels: where a build failed, the reference did their work.
+    Pairs are formed inside a sweep, so sweeps of several machines stand beside one another.  Trials of one
+    pool may have run different kernels: where a build failed, the reference did their work.
     """
     firsts = {record.pool: record for record in reversed(records)}
-    if len(firsts) > 1:
+    of = {(record.code.get("source"), record.sweep, record.pool) for record in records if record.measured}
+    mixed = len({sweep for _, sweep, _ in of}) < len(of)
+    if len({source for source, _, _ in of}) > 1 or mixed:
         facts = [
             dict(flatten({"machine": one.machine, "code": one.code})) for _, one in sorted(firsts.items())
         ]
@@ -479,9 +482,9 @@ def _check_one_pool(records: list[Record]) -> None:
         differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
         pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
-            f"records of {len(firsts)} pools (other machine or code) are not drawn together: {pools}. "
-            f"They differ in {'; '.join(differing[:6]) or 'facts that are not recorded'}. Move one pool to a "
-            "folder of its own"
+            f"records of {len(firsts)} pools (other machine or code{', in one sweep' * mixed}) are not drawn "
+            f"together: {pools}. They differ in {'; '.join(differing[:6]) or 'facts that are not recorded'}. "
+            "Move one pool to a folder of its own"
         )
     ran = [record for record in records if record.measured and "kernels" in record.ran]
     for device in dict.fromkeys(str(record.ran.get("device")) for record in ran):

@@ -22,7 +22,8 @@ from rich.console import Console
 from harness.cluster import link
 from harness.cluster.link import Link, LinkError, Port
 from harness.cluster.node_supervisors import Node, Nodes
-from harness.measure import provenance
+from harness.errors import Refusal
+from harness.measure import machine, provenance
 from harness.records.journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
@@ -161,6 +162,26 @@ def test_further_batches_follow_from_records_and_belong_to_their_sweep(tmp_path:
     assert [record.id for record in records] == [one.id for one in (*first, *later, *last)]
     assert [record.sweep for record in records] == [0, 0, 0, 0, 1, 1]
     assert [record.order for record in records] == list(range(6))
+
+
+def test_a_sweep_is_of_one_machine_and_further_ones_may_be_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished sweep of another machine stays, and one of this machine follows it; one that was begun
+    there is refused before anything runs.
+    """
+    first, second = trial("single"), trial("single", repeat=1)
+    run_sweep(Suite("test"), [first], tmp_path, Console(file=io.StringIO()))
+    monkeypatch.setattr(machine, "pool_key", lambda *_: "another")
+    batches = iter([Batch(1, (second,))])
+    outcome = run_sweep(
+        Suite("test"), [first], tmp_path, Console(file=io.StringIO()), more=lambda: next(batches, None)
+    )
+    assert outcome == SweepOutcome(ok=1, failed=0, skipped=1)
+    assert sorted((one.sweep, one.pool == "another") for one in read_all(tmp_path)) == [(0, False), (1, True)]
+    with pytest.raises(Refusal, match=r"sweep 1 was begun on another machine \(hash \w+, here another\)"):
+        sweep([first, trial("single", seed=9)], tmp_path)
+    assert len(read_all(tmp_path)) == 2
 
 
 def test_progress_counts_batches_as_they_come(tmp_path: Path) -> None:

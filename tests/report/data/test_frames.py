@@ -93,7 +93,9 @@ def test_a_codec_that_all_policies_share_is_told() -> None:
 
 
 def test_two_pools_are_refused_naming_what_differs() -> None:
-    """Records of two machines are not pooled, and the message names the pools and the facts."""
+    """Records of two machines in one sweep are not pooled, and the message names the pools and the facts;
+    whole sweeps of two machines are, and of two codes never.
+    """
     first, second = trials_of("quickstart", repeats=1)[:2]
 
     def elsewhere(fields: dict[str, Any]) -> None:
@@ -106,6 +108,11 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
         assert named in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(frames_of(records, across_pools=True).pools) == 2
+    apart = [records[0], records[1].model_copy(update={"sweep": 1})]
+    assert len(frames_of(apart).pools) == 2
+    other = apart[1].model_copy(update={"code": {**apart[1].code, "source": "other"}})
+    with pytest.raises(ReportError, match=r"2 pools \(other machine or code\) .*code.source"):
+        frames_of([apart[0], other])
 
 
 def test_trials_that_ran_different_kernels_are_refused() -> None:
