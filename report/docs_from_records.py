@@ -150,11 +150,14 @@ def _paragraph(found: Mapping[str, Derived]) -> str:
     facts, count = dict(page.facts(derived)), derived.trials["sweep"].nunique()
     main = next(one for one in effects.effects(derived) if one.contender == NAMES[PROPOSED])
     runs = "one run of this suite" if count == 1 else f"{count} runs of this suite"
+    if (machines := len(derived.frames.pools)) > 1:
+        runs += f" on {machines} machines"
     faster = f"A step of {main.contender} is {ratio(main.ratio)} times as fast as {main.base}'s"
-    again = of_another_sweep(main.ratio, ratio=True)
+    again, alone = of_another_sweep(main.ratio, ratio=True), derived.trials["compute_seconds"].median()
+    expected = f"another run is expected to find {again.low:.2f} to {again.high:.2f}"
     told = [
         f"**{faster}** (95 % interval of {main.ratio.n} pairs of trials in {runs}).",
-        f"Another run on such a machine is expected to find {again.low:.2f} to {again.high:.2f}.",
+        f"Where computing by itself takes {alone:.2f} s a step, as here, {expected}.",
         seconds(main),
         sent([main]),
         f"These are the records of [{runs}](docs/results.md#{_SUITE}): {facts['trials']}, on {facts['ran']}.",
@@ -201,9 +204,9 @@ def _numbers(derived: Derived, suite: str) -> str:
 
 def _first_difference(there: bytes, wanted_content: bytes) -> str:
     ours, theirs = (content.decode(errors="replace").splitlines() for content in (there, wanted_content))
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
+    for line, (one, other) in enumerate(zip(ours, theirs, strict=False), 1):
         if one != other:
-            return f"line {number} is {one[:80]!r}, by the records {other[:80]!r}"
+            return f"line {line} is {one[:80]!r}, by the records {other[:80]!r}"
     return f"{len(ours)} lines, by the records {len(theirs)}"
 
 
