@@ -40,7 +40,7 @@ from harness.errors import Refusal, one_line
 from harness.expected_time import expected
 from harness.lab import command as lab
 from harness.laws import command as check
-from harness.laws.own_codecs import check_laws
+from harness.laws.before_a_run import check_laws
 from harness.measure import machine as machine_facts
 from harness.measure import machine_file, provenance
 from harness.records import bench_record, reproduce, run_record

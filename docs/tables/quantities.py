@@ -6,7 +6,7 @@ import itertools
 import re
 from typing import Final
 
-from report.data.quantities import QUANTITIES
+from report.quantities import QUANTITIES
 
 _TABLE: Final = re.compile(r"(\| quantity.*\n\| ---.*\n)(?:\|.*\n)+")
 

@@ -12,7 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-from harness.records.journal import JOURNAL
+from harness.records.chained_journal import JOURNAL
 from harness.records.record import RecordError
 
 SUFFIX: Final = ".tar.xz"

@@ -21,7 +21,7 @@ from rich.console import Console
 from harness.cluster.node_supervisors import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, provenance
-from harness.records import journal, run_record
+from harness.records import chained_journal, run_record
 from harness.records.record import Failed, Foreseen, Record, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
@@ -179,7 +179,7 @@ def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int
         display.began(trial)
         record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
         answer = _answer(sweep.suite, record)
-    journal.append(sweep.results, record)
+    chained_journal.append(sweep.results, record)
     if record.failure is None or record.failure.log is None:  # what an earlier run left
         (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
     tally["ok" if record.answers else "failed"] += 1
@@ -279,7 +279,7 @@ class _Sweep:
         ran = self.cluster.run(trial, display.progress)
         blank = blank.model_copy(update={"finished": _now(), "link": ran.link, "failure": ran.failure})
         if ran.failure is not None and ran.failure.kind == "interrupted":
-            journal.append(self.results, blank)
+            chained_journal.append(self.results, blank)
             raise KeyboardInterrupt
         if ran.failure is not None:
             return blank

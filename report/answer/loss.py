@@ -15,7 +15,7 @@ from report.answer.parts import OPEN, Found, apart, g3, spelled
 from report.data import loss_verdicts
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
-from report.draw.contenders import titles_of
+from report.draw.names_of_rows import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ from report.data import metrics
 from report.data.contender import fields_of, told
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_interval
-from report.draw.contenders import titles_of
+from report.draw.names_of_rows import titles_of
 
 _FEW: Final = 2  # contenders that are told apart with the names of their fields
 _HOST: Final = "on the host"  # ends the names of fields

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from harness.records.bench_record import Kind, Sample
 from report.data.frames import rate_text
-from report.data.quantities import formula
 from report.data.text import number
+from report.quantities import formula
 from report.tables.table import Column
 
 _MEDIANS: Final = "Medians over rounds, in brackets 95 % intervals of ratios formed inside a round."

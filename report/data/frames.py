@@ -19,9 +19,9 @@ from typing import Any, Final
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
-from harness.records import checks, journal
+from harness.records import chained_journal, checks
 from harness.records import record as schema
-from harness.records.journal import Verified
+from harness.records.chained_journal import Verified
 from harness.records.machine_use import joules
 from harness.records.record import LedgerRow, Record, RecordError, read_all
 from harness.records.trace_record import Trace, read_traces
@@ -106,7 +106,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     records = read_all(results)
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
-    verified = journal.verify(results, records)
+    verified = chained_journal.verify(results, records)
     return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
 
 

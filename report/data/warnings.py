@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from harness.records import journal
+from harness.records import chained_journal
 from harness.suites import labels
 from impl.plan.shard_layout import MUCH_PADDING
 from report.data import footnotes
@@ -52,7 +52,7 @@ def of_page(derived: Derived) -> list[str]:
             "than the records; `zeropp trace` writes them again."
         )
     if frames.journal is not None:
-        found += journal.in_words(frames.journal)
+        found += chained_journal.in_words(frames.journal)
     if frames.journal is not None and frames.journal.without:
         found.append(
             f"Without journal: {counted(frames.journal.without, 'record')}, from before sweeps kept one; "

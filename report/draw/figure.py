@@ -16,7 +16,7 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval
 from report.data.metrics import Derived
 from report.data.text import number, sweeps_in_words
-from report.draw.contenders import common_to, peers_note
+from report.draw.names_of_rows import common_to, peers_note
 from report.draw.theme import Style
 
 THREE_DIGITS: Final = number(3)

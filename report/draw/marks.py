@@ -17,8 +17,8 @@ from report.data import footnotes
 from report.data.frames import groups
 from report.data.text import listed, number, sentence
 from report.draw import axes, theme
-from report.draw.contenders import by_cell, by_cell_and_contender, by_contender, contenders
 from report.draw.figure import Measure
+from report.draw.names_of_rows import by_cell, by_cell_and_contender, by_contender, contenders
 from report.draw.theme import Look, Style
 
 _FEW: Final = 8  # values of an axis, each of which has its tick

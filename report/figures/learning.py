@@ -10,11 +10,11 @@ import pandas as pd
 from report.data import communication, loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import byte_unit, counted, number, span
-from report.draw.contenders import titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
+from report.draw.names_of_rows import titles_of
+from report.quantities import formula
 
 _KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 _ENDS: Final = [*_KEPT, "validation_loss", "validation_step"]

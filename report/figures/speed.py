@@ -12,12 +12,12 @@ from impl.comm.ledger import Span
 from report.data import decoding, emulation, footnotes, metrics, published, scaling
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
-from report.data.quantities import QUANTITIES, formula
 from report.data.text import FEWEST_IN_WORDS, listed
-from report.draw.contenders import by_cell_and_contender, contenders, titles_of
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Lanes, Lines, Rows, Stacked
+from report.draw.names_of_rows import by_cell_and_contender, contenders, titles_of
 from report.figures import predictions
+from report.quantities import QUANTITIES, formula
 
 _SPEEDUP: Final = Measure(
     "speedup",

@@ -12,9 +12,9 @@ from harness.suites.question import LEAST_STEPS
 from report.data import communication, loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import NOTHING, listed, number, with_interval
-from report.draw.contenders import by_cell_and_contender
+from report.draw.names_of_rows import by_cell_and_contender
+from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 

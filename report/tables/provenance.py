@@ -8,8 +8,8 @@ import pandas as pd
 
 from harness.records.confidence_intervals import median_interval
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import number
+from report.quantities import formula
 from report.tables.settings import setting as settings
 from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 

@@ -11,8 +11,8 @@ from report.data import decoding, footnotes, metrics, published
 from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import NOTHING, number
+from report.quantities import formula
 from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, counted, made, rows_of
 
 

@@ -11,10 +11,10 @@ import pandas as pd
 from report.data import bytes_and_memory, published
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import NOTHING, number
-from report.draw.contenders import by_contender
+from report.draw.names_of_rows import by_contender
 from report.figures.sizes import VARIED
+from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}

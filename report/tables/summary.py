@@ -12,8 +12,8 @@ from harness.suites import labels
 from report.data import footnotes, metrics
 from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in_words
 from report.data.metrics import Derived
-from report.data.quantities import formula
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
+from report.quantities import formula
 from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
 
 _MEDIANS: Final = (

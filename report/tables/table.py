@@ -19,9 +19,9 @@ from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import footnotes
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
-from report.data.quantities import formula
 from report.data.text import NOTHING, number, text, with_interval
-from report.draw.contenders import by_contender
+from report.draw.names_of_rows import by_contender
+from report.quantities import formula
 
 _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     r"""

@@ -24,7 +24,7 @@ from harness.cluster.link import Link, LinkError, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.errors import Refusal
 from harness.measure import machine, provenance
-from harness.records.journal import JOURNAL
+from harness.records.chained_journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan

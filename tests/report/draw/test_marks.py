@@ -20,9 +20,9 @@ from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes, files
-from report.draw.contenders import peers_note
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Lines, Rows, front
+from report.draw.names_of_rows import peers_note
 from report.draw.theme import Style, fonts, looks_of
 from report.figures.registry import FIGURES
 from report.tables import registry as tables

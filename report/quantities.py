@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Final
 
-_FILE: Final = Path(__file__).parents[1] / "quantities.csv"
+_FILE: Final = Path(__file__).with_suffix(".csv")
 with _FILE.open(encoding="utf-8", newline="") as _file:
     QUANTITIES: Final = {row["quantity"]: row for row in csv.DictReader(_file)}
 """By name, in the page's order: ``table`` of the page, ``formula`` as Markdown, ``unit``, and ``column`` of

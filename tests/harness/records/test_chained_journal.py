@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import archive, journal, record
+from harness.records import archive, chained_journal, record
 from harness.records.record import Failure, Record, signed
 from harness.suites.trial import Trial
 from tests.report.records import changed_steps, record_of
@@ -16,25 +16,25 @@ MADE = [record_of(Trial(steps=2, warmup=0, seed=seed), suite="q", order=seed) fo
 
 
 def written(folder: Path) -> list[Record]:
-    return [journal.append(folder, made) for made in MADE]
+    return [chained_journal.append(folder, made) for made in MADE]
 
 
 def words(folder: Path) -> list[str]:
-    return journal.in_words(journal.verify(folder, record.read_all(folder)))
+    return chained_journal.in_words(chained_journal.verify(folder, record.read_all(folder)))
 
 
 def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
     """Neither are changed questions, nor trials that ran again after a failure; an archive keeps it so."""
     folder = tmp_path / "q"
     failed = record_of(Trial(steps=2, warmup=0, seed=9), failure=Failure(kind="lost", message="", log=None))
-    journal.append(folder, failed)
-    journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
+    chained_journal.append(folder, failed)
+    chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
     first, *_ = written(folder)
     record.write(folder, first.model_copy(update={"role": "baseline"}))
     assert words(folder) == []
     found = archive.unpack(archive.pack(folder, tmp_path / "b"))
     assert words(found) == []
-    assert journal.path_of(found).read_bytes() == journal.path_of(folder).read_bytes()
+    assert chained_journal.path_of(found).read_bytes() == chained_journal.path_of(folder).read_bytes()
 
 
 def delete(folder: Path) -> None:
@@ -43,7 +43,7 @@ def delete(folder: Path) -> None:
 
 def rerun(folder: Path) -> None:
     delete(folder)
-    journal.append(folder, MADE[1])
+    chained_journal.append(folder, MADE[1])
 
 
 def scale_times(folder: Path) -> None:
@@ -53,22 +53,22 @@ def scale_times(folder: Path) -> None:
 
 
 def cut_line(folder: Path) -> None:
-    lines = journal.path_of(folder).read_bytes().splitlines(keepends=True)
-    journal.path_of(folder).write_bytes(lines[0] + lines[2])
+    lines = chained_journal.path_of(folder).read_bytes().splitlines(keepends=True)
+    chained_journal.path_of(folder).write_bytes(lines[0] + lines[2])
 
 
 def cut_tail(folder: Path) -> None:
-    lines = journal.path_of(folder).read_bytes().splitlines(keepends=True)
-    journal.path_of(folder).write_bytes(lines[0])
+    lines = chained_journal.path_of(folder).read_bytes().splitlines(keepends=True)
+    chained_journal.path_of(folder).write_bytes(lines[0])
 
 
 def edit_line(folder: Path) -> None:
-    text = journal.path_of(folder).read_text(encoding="utf-8")
-    journal.path_of(folder).write_text(text.replace(MADE[1].id, MADE[2].id), encoding="utf-8")
+    text = chained_journal.path_of(folder).read_text(encoding="utf-8")
+    chained_journal.path_of(folder).write_text(text.replace(MADE[1].id, MADE[2].id), encoding="utf-8")
 
 
 def remove(folder: Path) -> None:
-    journal.path_of(folder).unlink()
+    chained_journal.path_of(folder).unlink()
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_older_records_have_no_journal(tmp_path: Path) -> None:
     for made in MADE:
         record.write(tmp_path, made)
     assert words(tmp_path) == []
-    assert journal.verify(tmp_path, record.read_all(tmp_path)).without == 3
+    assert chained_journal.verify(tmp_path, record.read_all(tmp_path)).without == 3

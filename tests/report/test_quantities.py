@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.data.quantities import QUANTITIES, formula
+from report.quantities import QUANTITIES, formula
 from tests.report.records import records_of
 
 
