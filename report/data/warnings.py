@@ -41,7 +41,7 @@ def of_page(derived: Derived) -> list[str]:
         )
     if len(frames.pools) > 1:
         found.append(
-            f"Sweeps of {len(frames.pools)} machines or codes stand beside one another (see Environment)."
+            f"Sweeps of {len(frames.pools)} machines stand beside one another (see Environment)."
         )
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
