@@ -82,15 +82,13 @@ class PassTime:
     Attributes:
         forward, backward: of the two halves; their sum is the pass.
         exposed: in which the processor waited for messages.
-        processor, adapter, inside: in which each resource was busy.
+        adapter: in which the node's adapter was busy.
     """
 
     forward: Seconds
     backward: Seconds
     exposed: Seconds
-    processor: Seconds
     adapter: float
-    inside: float
 
     @property
     def seconds(self) -> Seconds:
@@ -110,14 +108,7 @@ def pass_time(schedule: Schedule, loads: Sequence[Load], *, bucket: float = floa
         bucket: elements whose reduction may be under way at once.
     """
     run, turned = _walk(schedule, loads, bucket)
-    return PassTime(
-        forward=turned,
-        backward=run.now - turned,
-        exposed=run.exposed,
-        processor=run.now - run.exposed,
-        adapter=run.adapter_busy,
-        inside=run.inside_busy,
-    )
+    return PassTime(forward=turned, backward=run.now - turned, exposed=run.exposed, adapter=run.adapter_busy)
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> Seconds:
@@ -126,39 +117,54 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load], *, bucket: flo
     The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
     to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
     """
-    run, begin = _walk(schedule, loads, bucket, least=True)
+    bare = [
+        Load(
+            forward=0.0 if unit in schedule.outer else load.forward,
+            backward=0.0 if unit in schedule.outer else load.backward,
+            gather=_bare(load.gather),
+            regather=_bare(load.regather),
+            reduce=_bare(load.reduce),
+        )
+        for unit, load in enumerate(loads)
+    ]
+    least_forward = sum(load.forward for load in loads)
+    run, begin = _walk(schedule, bare, bucket, first_gradient=0.0, least_forward=least_forward)
     return np.maximum(run.now, begin + sum(load.backward for load in loads))
 
 
+def _bare(collective: Collective) -> Collective:
+    return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in collective.hops))
+
+
 def _walk(
-    schedule: Schedule, loads: Sequence[Load], bucket: float, *, least: bool = False
+    schedule: Schedule,
+    loads: Sequence[Load],
+    bucket: float,
+    *,
+    first_gradient: float = FIRST_GRADIENT,
+    least_forward: Seconds = 0.0,
 ) -> tuple[_Run, Seconds]:
-    """A pass that is over, and when it turned back; the ``least`` one as :func:`least_pass_seconds` says."""
-    run = _Run(schedule, loads, bucket, least=least)
-    outer, first_gradient = schedule.outer, 0.0 if least else FIRST_GRADIENT
-    engine = [0.0 if least else load.engine for load in loads]
-    for unit in outer:
+    """A pass that is over, and when it turned back, not before ``least_forward``."""
+    run = _Run(schedule, loads, bucket)
+    for unit in schedule.outer:
         run.gather(unit, schedule.ahead_in_forward[unit])
     for unit in schedule.order:
         run.gather(unit, schedule.ahead_in_forward[unit])
-        run.compute(loads[unit].forward + engine[unit])
-    if least:
-        run.now = np.maximum(run.now, sum(load.forward for load in loads))
-    else:
-        run.compute(sum(loads[unit].forward + engine[unit] for unit in outer))
-    turned = run.now
+        run.compute(loads[unit].forward + loads[unit].engine)
+    run.compute(sum(loads[unit].forward + loads[unit].engine for unit in schedule.outer))
+    run.now = turned = np.maximum(run.now, least_forward)
     run.turn()
-    for unit in outer:
+    for unit in schedule.outer:
         run.gather(unit, schedule.ahead_in_backward[unit])
-    if not least:
-        run.compute(sum(loads[unit].backward + engine[unit] for unit in outer))
+    run.compute(sum(loads[unit].backward + loads[unit].engine for unit in schedule.outer))
     for unit in reversed(schedule.order):
+        load = loads[unit]
         run.gather(unit, schedule.ahead_in_backward[unit])
-        run.compute(loads[unit].backward * first_gradient)
+        run.compute(load.backward * first_gradient)
         run.post_next_hops()
-        run.compute(loads[unit].backward * (1 - first_gradient) + engine[unit])
+        run.compute(load.backward * (1 - first_gradient) + load.engine)
         run.reduce(unit)
-    for unit in outer:
+    for unit in schedule.outer:
         run.reduce(unit)
     run.finish_reductions()
     return run, turned
@@ -176,14 +182,12 @@ class _UnderWay:
 class _Run:
     """A pass under way."""
 
-    def __init__(
-        self, schedule: Schedule, loads: Sequence[Load], bucket: float, *, least: bool = False
-    ) -> None:
+    def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
         self.now: Seconds = 0.0  # since it began
         self.exposed: Seconds = 0.0  # of it, waited
-        self.adapter_busy = self.inside_busy = 0.0
+        self.adapter_busy = 0.0
         self._schedule, self._loads, self._bucket = schedule, loads, bucket
-        self._backward, self._least = False, least  # whether nothing but the adapter takes time to send
+        self._backward = False
         self._adapter_free: Seconds = 0.0  # when each will have sent what was posted
         self._inside_free: Seconds = 0.0
         self._gathers: dict[int, _UnderWay | None] = {}  # of units that are gathered (None), or on their way
@@ -243,25 +247,20 @@ class _Run:
         while under_way.hop + 1 < len(under_way.collective.hops):
             self._post(under_way)
         self._wait(under_way.arrival)
-        if not self._least:
-            self.compute(under_way.collective.after)
+        self.compute(under_way.collective.after)
 
     def _post(self, under_way: _UnderWay) -> None:
         """Wait for the hop that was posted last, and post the next."""
         self._wait(under_way.arrival)
         under_way.hop += 1
         hop = under_way.collective.hops[under_way.hop]
-        if not self._least:
-            self.compute(hop.before)
+        self.compute(hop.before)
         under_way.arrival = self.now
         if hop.adapter:
             under_way.arrival = self._adapter_free = np.maximum(self._adapter_free, self.now) + hop.adapter
             self.adapter_busy += hop.adapter
-        if self._least:
-            return
         if hop.inside:
             self._inside_free = np.maximum(self._inside_free, self.now) + hop.inside
-            self.inside_busy += hop.inside
             under_way.arrival = np.maximum(under_way.arrival, self._inside_free)
         under_way.arrival = under_way.arrival + hop.latency
 
