@@ -87,7 +87,9 @@ def answer(derived: Derived) -> Answer:
 
 def _polar(derived: Derived) -> bool:
     """Whether yes or no answers the question, and yes means that the contrast is better."""
-    words = [re.findall(r"[a-z]+", question.lower()) for question in derived.frames.questions]
+    # A longer prompt is no worse answer: the word counts where it ends a clause.
+    told = (re.sub(r"\blonger (?!than\b)", "", one.lower()) for one in derived.frames.questions)
+    words = [re.findall(r"[a-z]+", question) for question in told]
     if not words or not all(one and one[0] in _POLAR for one in words):
         return False
     compared = derived.compared

@@ -214,7 +214,6 @@ def rate(derived: Derived) -> Found:
         return alone(derived)
     name, base = found[0].contender, spelled(found[0].base)
     called = spelled(name)
-    sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rows = metrics.break_even(derived.pairs)
     mine = sorted(
         (one for one in found if one.contender == name), key=lambda one: one.pairs["achieved_mbit"].median()
@@ -222,8 +221,9 @@ def rate(derived: Derived) -> Found:
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     for row in rows[rows["contender"] == name].to_dict("records"):
-        here = [one for one in mine if all(one.pairs[key].iloc[0] == row[key] for key in sizes)]
+        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
         size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
+        size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
         verdicts += [_VERDICTS[one.verdict] for one in here]
         if not math.isnan(row["break_even_mbit"]):
             at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))

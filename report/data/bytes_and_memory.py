@@ -62,5 +62,5 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Memory of the rank that holds most, by part, engine beside formula: one row per trial and part."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     kept = ["id", "strategy", "contender", "place", "first", "where", "cell", "secondary", "seed", "repeat"]
-    kept += ["nodes", "ranks_per_node", "model"]
+    kept += ["nodes", "ranks_per_node", "shape"]
     return table[kept].merge(largest, on="id", how="inner")

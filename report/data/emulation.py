@@ -9,6 +9,7 @@ import pandas as pd
 from report.data.frames import Frames
 
 _NODES = {
+    "open": "nodes are network namespaces of one machine, and nothing holds the link between them to a rate",
     "namespaces": "nodes are network namespaces of one machine, joined by a link that the kernel shapes",
     "paced": "nodes are processes of one machine, and the link between them is modelled: messages wait as "
     "long as their bytes would take",
@@ -41,7 +42,8 @@ def of_trials(frames: Frames) -> str:
     ended = pd.concat([frames.trials, frames.generators])
     joined = ended[ended["nodes"] > 1]
     latencies = [frames.ran[identity].cluster.latency for identity in joined["id"]]
-    return sentence(joined["link_kind"], latencies)
+    held = joined["rate_mbit"].notna() | joined["link_kind"].ne("namespaces")
+    return sentence(joined["link_kind"].where(held, "open"), latencies)
 
 
 def of_benches(rounds: Iterable[pd.DataFrame]) -> str:

@@ -31,7 +31,7 @@ from harness.suites.suite_file import flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN
 from report.data.contender import label_of, order_of, shared_changes
-from report.data.text import plain
+from report.data.text import called, plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
@@ -213,13 +213,16 @@ def _trial(record: Record) -> Trial:
 def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     """``cell`` and ``where`` of each trial: hash and description of every field but strategy, policy, seed
     and repeat.  The description has the fields that are always printed, and those that differ; and says where
-    a pacer in the process stands for the link between nodes.
+    a pacer in the process stands for the link between nodes.  ``elsewhere`` is the description without the
+    rate; ``shape`` the model, with its arguments where models of its name have several.
     """
     cells = {
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
         for name, trial in trials.items()
     }
-    found = {}
+    found, shapes = {}, defaultdict[str, set[str]](set)
+    for trial in trials.values():
+        shapes[trial.model.name].add(called(trial.model.name, trial.model.arguments))
     varying = [
         key
         for key in sorted({key for cell in cells.values() for key in cell} - {*_ALWAYS_TOLD})
@@ -227,6 +230,7 @@ def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, 
     ]
     for record in records:
         trial, cell = trials[record.id], cells[record.id]
+        model = trial.model
         text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
         told = [
             f"{trial.topology()} ranks",
@@ -235,7 +239,12 @@ def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, 
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
             *(_named(k, cell.get(k)) for k in varying),
         ]
-        found[record.id] = {"cell": hashlib.sha256(text.encode()).hexdigest()[:12], "where": ", ".join(told)}
+        found[record.id] = {
+            "cell": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "where": ", ".join(told),
+            "elsewhere": ", ".join([told[0], *told[2:]]),
+            "shape": called(model.name, model.arguments) if len(shapes[model.name]) > 1 else model.name,
+        }
     return found
 
 

@@ -68,7 +68,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["best_seconds"] = either.where(table["schedule_seconds"].notna())
     for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
-    model = ["nodes", "ranks_per_node", "model", "accumulation"]  # peers have no units of their own
+    model = ["nodes", "ranks_per_node", "shape", "accumulation"]  # peers have no units of their own
     table["padded"] = table.groupby(model)["padded"].transform("max")
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
@@ -251,20 +251,20 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rate at which a contender and the baseline are equally fast, per size of cluster and batch.
+    """The rate at which a contender and the baseline are equally fast, in settings that differ in rate alone.
 
     Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
     line through their logarithms over the logarithm of the rate; NaN where none is crossed.
 
     Returns:
-        One row per size and contender that ran at two or more rates: ``break_even_mbit`` (the
+        One row per such setting and contender that ran at two or more rates: ``break_even_mbit`` (the
         highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
         beyond the neighbours, NaN for few pairs; :func:`harness.records.confidence_intervals.crossing`),
         ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
         ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
         with spaces between them.
     """
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
+    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
@@ -23,6 +23,12 @@ def sweeps_in_words(sweeps: Collection[int]) -> str:
     few = "" if count >= FEWEST_SWEEPS else f"; there is none of fewer than {FEWEST_SWEEPS}"
     of = f" The suite ran {count} times: an interval is that of the means of its runs"
     return f"{of}, and so includes how runs differ{few}."
+
+
+def called(name: str, arguments: Mapping[str, object]) -> str:
+    """A model or an optimizer with its arguments: ``gpt-small (layers=3)``."""
+    told = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"{name} ({told})" if told else name
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:

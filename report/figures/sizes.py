@@ -15,12 +15,12 @@ from report.draw import theme
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Rows, Stacked
 
-_PLACE: Final = ["nodes", "ranks_per_node", "model", "accumulation"]
+_PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 
 def _place(row: pd.Series) -> str:
     """Ranks and model of a panel."""
-    told = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['model'])}"
+    told = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
     return told + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 
 
@@ -82,7 +82,7 @@ def _memory(derived: Derived) -> pd.DataFrame:
     keys = [name for name in formula.columns if name not in ("part", "bytes")]
     totals = formula.groupby(keys, as_index=False, sort=False)["bytes"].sum()
     found = pd.concat([engine.assign(kind="bar"), totals.assign(kind="formula", part="total")])
-    order = ["nodes", "ranks_per_node", "model", "secondary"]
+    order = ["nodes", "ranks_per_node", "shape", "secondary"]
     found = found.sort_values(order, kind="stable", ignore_index=True)
     mib, part, panel = (
         found["bytes"] / 2**20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 
 import pandas as pd
@@ -22,7 +23,7 @@ def write(trace: Path) -> Path:
     buffer = io.BytesIO()
     with fonts():
         figure = LANES_OF_A_RANK.draw(pd.DataFrame(rows), Style())
-        figure.suptitle(found.otherData.shows, fontsize=8)
+        figure.supxlabel(textwrap.fill(found.otherData.shows, 110), fontsize=8)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     picture, aside = trace.with_suffix(".svg"), trace.with_suffix(".tmp")
     aside.write_bytes(buffer.getvalue())

@@ -87,8 +87,9 @@ def break_even(derived: Derived) -> Table:
     rows: list[dict[str, Any]] = metrics.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
     for row in rows:
         rate, low, high = (row.pop(f"break_even_{end}mbit") for end in ("", "low_", "high_"))
-        place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {row['tokens_per_rank']} tokens/rank"
-        row.update({"where": place, "break_even_mbit": Interval(rate, low, high, row["fewest_pairs"])})
+        row.update(
+            {"where": row["elsewhere"], "break_even_mbit": Interval(rate, low, high, row["fewest_pairs"])}
+        )
         row.update(_behind(derived, row["records"].split()))
     return made(
         "break_even",

@@ -6,7 +6,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import pandas as pd
@@ -15,7 +15,7 @@ from harness.suites import labels
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import flatten
 from report.data.frames import Frames
-from report.data.text import counted, listed, number
+from report.data.text import called, counted, listed, number
 
 _SHOWN: Final = 12  # values of one setting
 _FOUND: Final = {  # columns of the trials
@@ -51,21 +51,16 @@ def _some(values: Sequence[str]) -> str:
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _called(name: str, arguments: Mapping[str, object]) -> str:
-    told = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    return f"{name} ({told})" if told else name
-
-
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(name, value) of the main settings, for the headline; none without trials."""
     if not len(table):
         return []
     ran = [frames.ran[str(identity)] for identity in table["id"]]
     values = {
-        "model": [_called(one.model.name, one.model.arguments) for one in ran],
+        "model": [called(one.model.name, one.model.arguments) for one in ran],
         "tokens per rank": [f"{one.tokens_per_rank}, in sequences of {one.sequence}" for one in ran],
         "steps": [f"{one.steps} timed, after {counted(one.warmup, 'warm-up')}" for one in ran],
-        "optimizer": [_called(one.optimizer.name, one.optimizer.arguments) for one in ran],
+        "optimizer": [called(one.optimizer.name, one.optimizer.arguments) for one in ran],
         "corpus": [one.corpus for one in ran],
     }
     found = [(name, _some(list(dict.fromkeys(of_trials)))) for name, of_trials in values.items()]

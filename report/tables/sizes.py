@@ -30,14 +30,14 @@ def volume(derived: Derived) -> Table:
     """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     rows: list[dict[str, Any]] = []
-    keys = ["nodes", "ranks_per_node", "model", "accumulation"]
+    keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     for row, strategy, mine in rows_of(between, *keys):
         m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
         first = mine.iloc[0]
         rows.append(
             row
-            | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['model']}"}
+            | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}"}
             | {part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS}
             | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
             | {"published": published.total(strategy, row["contender"]), "m_bytes": mine["m_bytes"].median()}
@@ -92,7 +92,7 @@ def checks(derived: Derived) -> Table:
 
 def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
-    places = ["nodes", "ranks_per_node", "model"]
+    places = ["nodes", "ranks_per_node", "shape"]
     found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = [
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
