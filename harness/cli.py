@@ -507,6 +507,8 @@ def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
     is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
     found = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
+    if not found and report_command.folder_of(trial_id, results) is not None:
+        raise Refusal(f"{trial_id}: results of a suite; name one trial by its id, as zeropp show prints them")
     if not found:
         raise Refusal(
             f"unknown suite or id {trial_id!r}: {results} holds {report_command.suites_in(results)}; "

@@ -61,7 +61,11 @@ def table(derived: Derived) -> str:
         ("Tables *Summary* and *Volume between nodes*", _STEPS, steps(derived)),
         (f"Table *Losses*, by {loss_verdicts.allowed(derived)}", _LOSSES, losses(derived)),
     )
-    return "\n".join(_table(*one) for one in tables if one[-1]) or "Nothing is compared in it.\n"
+    if shown := [_table(*one) for one in tables if one[-1]]:
+        return "\n".join(shown)
+    if derived.pairs.empty:
+        return "No steps of training are compared.\n"
+    return f"Nothing is claimed: {'disturbed seconds' if derived.mostly_disturbed else 'too few pairs'}.\n"
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -19,6 +19,7 @@ from report import artifact_claims, page
 from report.answer.lead import answer
 from report.data.frames import frames_of
 from report.data.metrics import derive
+from report.data.text import listed
 
 _README: Final = """\
 # {suite}
@@ -67,6 +68,13 @@ def bundle(folder: Path, into: Path) -> Path:
     node = run.nodes[0]
     packages = [one.partition("+")[0] for one in node.software.packages if not one.startswith("zeropp")]
     facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
+    own = {
+        f"{name} (SHA-256 {sha[:12]})"
+        for one in records
+        for name, sha in one.inputs.items()
+        if name != "corpus"
+    }
+    facts += f"- not packed, and needed: the suite's own {listed(sorted(own))}\n" if own else ""
     commit = str(node.code.get("commit") or "HEAD")
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     texts = {
@@ -77,7 +85,7 @@ def bundle(folder: Path, into: Path) -> Path:
             headline="\n".join(answer(derived).sentences),
             facts=facts,
         ),
-        "CLAIMS.md": f"# Claims of {suite}\n\n`zeropp run suites/{suite}.toml`, then `zeropp report {suite}`."
+        "CLAIMS.md": f"# Claims of {suite}\n\n`zeropp run {suite}.toml`, then `zeropp report {suite}`."
         f"\n\n{artifact_claims.table(derived)}",
         f"{suite}.toml": run.suite.text,
         "packages.txt": "".join(f"{one}\n" for one in packages),

@@ -54,7 +54,9 @@ class Repeats:
         if not 0 < share < 1:
             raise ValueError("expected more than 0 % and less than 100 %")
         if most < LEAST + BEYOND:
-            raise ValueError(f"expected at most {LEAST + BEYOND} repeats or more: fewer are never enough")
+            raise ValueError(
+                f"expected at most {LEAST + BEYOND} or a larger number: fewer repeats are never enough"
+            )
         return cls(LEAST, share, most)
 
     def __str__(self) -> str:

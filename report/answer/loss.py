@@ -141,19 +141,24 @@ def nats(row: Row) -> str:
 
 def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
     """``not inferior: A +0.01 and B -0.02; inferior: C +1.00``."""
-    names = apart(derived, [row["contender"] for row in rows]) if rows else {}
     told = []
-    cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
-    places = titles_of(cells) if len(cells) > 1 else {}
+    named = list(zip(_names(derived, rows), rows, strict=True))
     for verdict, word in _WORDS.items():
         said = [
-            f"{names[row['contender']]}{' on ' + places[row['cell']] if places else ''} "
-            f"{row['difference'].estimate:+.4f}"
-            for row in rows
+            f"{name} {row['difference'].estimate:+.4f}"
+            for name, row in named
             if row["verdict"].startswith(verdict)
         ]
         told += [f"{word}{listed(said)}"] if said else []
     return "; ".join(told)
+
+
+def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
+    """The contender of each row, with its setting where there are several."""
+    names = apart(derived, [row["contender"] for row in rows]) if rows else {}
+    cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
+    places = titles_of(cells) if len(cells) > 1 else {}
+    return [names[row["contender"]] + (f" on {places[row['cell']]}" if places else "") for row in rows]
 
 
 def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
@@ -162,9 +167,9 @@ def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
     why = f"{counted(main['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
     if main["steps"] < LEAST_STEPS:
         why = f"{main['steps']} steps, where a verdict takes {LEAST_STEPS}"
-    names = apart(derived, [row["contender"] for row in rows])
     ranked = sorted(rows, key=lambda row: row["difference"].estimate)
-    told, most = [f"{names[row['contender']]} {nats(row)}" for row in ranked], ""
+    told = [f"{name} {nats(row)}" for name, row in zip(_names(derived, ranked), ranked, strict=True)]
+    most = ""
     if len(told) > parts.MOST_NAMED:
         told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
     kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from harness.records.record import Record
-from harness.suites.trial import Cluster, Trial
+from harness.suites.trial import Cluster, Model, Trial
 from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import derive
+from report.tables import sizes
 from tests.report.records import on_link, record_of, records_of, taken_by_others
 
 
@@ -167,6 +168,25 @@ def test_break_even_lies_where_the_speedup_crosses_one() -> None:
     crossing = found[found["contender"] == "ZeRO++"]["break_even_mbit"]
     assert crossing.between(48, 200).all()
     assert len(crossing) == 2
+
+
+def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
+    """They have no break-even at one rate, an M each, and a row each among bytes and memory."""
+    models = [Model(name="gpt-tiny", arguments={"layers": layers}) for layers in (1, 2)]
+    cluster = Cluster(nodes=2, ranks_per_node=2, rate="50 Mbit/s")
+    trials = [
+        Trial(strategy=name, model=model, cluster=cluster) for model in models for name in ("zero3", "zeropp")
+    ]
+    made = [record_of(one, order=order) for order, one in enumerate(trials)]
+    units = [made[0].units, made[0].units[:-1]]
+    records = [
+        one.model_copy(update={"units": units[one.trial["model"]["arguments"]["layers"] - 1]}) for one in made
+    ]
+    derived = derive(frames_of(records))
+    assert metrics.break_even(derived.pairs).empty
+    assert derived.trials["m_bytes"].nunique() == 2
+    for table in (sizes.volume(derived), sizes.memory(derived)):
+        assert table.data["where"].nunique() == 2
 
 
 def test_peers_have_interfaces_and_no_ledger() -> None:
