@@ -105,7 +105,7 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     names = list(dict.fromkeys(effect.contender for effect in found))
     called = apart(derived, names)
     told = [] if asked == "bytes" else [parts.sent(found)]
-    if asked in ("loss", "memory", "trials"):
+    if asked in ("loss", "memory", "trials") and not derived.mostly_disturbed:
         main = found[0]
         word = "it cannot be told who is faster" if main.verdict == OPEN else f"it is {main.verdict}"
         told.append(
