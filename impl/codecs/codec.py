@@ -23,7 +23,7 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
@@ -97,6 +97,11 @@ class Raw(_Framed):
 
     def __str__(self) -> str:
         return self.dtype
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale: it has none."""
+        return 1
 
     @property
     def grain(self) -> int:
@@ -380,7 +385,7 @@ class OwnCodec(_Framed):
         return self.given or own_object.imported(FORMATS.get(self.name, self.name))
 
     @property
-    def claimed(self) -> Raw | Blocked | None:
+    def claimed(self) -> BuiltIn | None:
         """The codec of ours that it says it is, bit for bit; None for what is new.
 
         Raises:
@@ -393,29 +398,29 @@ class OwnCodec(_Framed):
             raise CodecError(f"{self.name}: {error}") from None
 
     @property
+    def _contract(self) -> BuiltIn | OwnObject:
+        """What says its sizes and promises: the codec that it claims to be, or its object."""
+        return self.claimed or self.thing
+
+    @property
     def block(self) -> Block:
         """Elements that share a scale, or ``shard``."""
-        if (claimed := self.claimed) is None:
-            return self.thing.block  # type: ignore[no-any-return]  # looked at where it was read
-        return 1 if isinstance(claimed, Raw) else claimed.block
+        return self._contract.block  # type: ignore[no-any-return]  # looked at where it was read
 
     @property
     def grain(self) -> int:
         """Elements that a shard must be a multiple of."""
-        if (claimed := self.claimed) is not None:
-            return claimed.grain
-        return 1 if self.block == "shard" else self.block
+        return self._contract.grain
 
     @property
     def laws(self) -> frozenset[Law]:
         """What it promises."""
-        claimed = self.claimed
-        return frozenset(Law[law.upper()] for law in self.thing.promised) if claimed is None else claimed.laws
+        return self._contract.laws  # type: ignore[no-any-return]
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
         """Whether it takes random bits."""
-        return bool(self.thing.stochastic) if (claimed := self.claimed) is None else claimed.stochastic
+        return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
         """Bytes of its object's frame, before padding.
@@ -423,12 +428,9 @@ class OwnCodec(_Framed):
         Raises:
             CodecError: for a number that is no size.
         """
-        if (claimed := self.claimed) is not None:
-            return claimed.frame_bytes(numel)
-        count, where = self.thing.frame_bytes, f"{self.name}: frame_bytes({numel})"
-        assert count is not None  # noqa: S101  # looked at where it was read
+        contract, where = self._contract, f"{self.name}: frame_bytes({numel})"
         try:
-            size = count(numel)
+            size = contract.frame_bytes(numel)  # type: ignore[misc]  # looked at where it was read
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: it is no end of ours
@@ -443,11 +445,8 @@ class OwnCodec(_Framed):
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """What it promises; infinite where it promises none."""
-        if (claimed := self.claimed) is not None:
-            return claimed.error_bound(low, high, out)
-        bound = self.thing.error_bound
-        promised = bound is not None and self.laws & {Law.BOUND, Law.UNBIASED}
-        return float(bound(low, high, out)) if bound is not None and promised else math.inf
+        bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
+        return math.inf if bound is None else float(bound(low, high, out))
 
 
 def own(thing: Any, name: str | None = None) -> OwnCodec:
@@ -468,6 +467,12 @@ def own(thing: Any, name: str | None = None) -> OwnCodec:
 Blocked = IntCodec | FloatCodec  # codecs with scales
 BuiltIn = Raw | Blocked
 Codec = BuiltIn | OwnCodec  # what a wire can carry
+
+
+def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
+    """Whether backends have kernels of it: it has scales, or is a published format."""
+    return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
+
 
 FP32: Final = Raw("fp32")
 BF16: Final = Raw("bf16")

@@ -10,7 +10,7 @@ import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,7 @@ class Law(enum.Enum):
     UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
 
 
-LAWS: Final = [law.name.lower() for law in Law]
+_LAWS: Final = {law.name.lower(): law for law in Law}
 
 
 class CodecError(ValueError):
@@ -59,7 +59,7 @@ class OwnObject:
         encode: (x, frame): writes the frame (F,) uint8 of x (S,); all of it, and nothing beyond it.
         decode: (frame, out): writes the elements (S,) of a frame.
         codec: text form of a codec of ours, which it then claims to be, bit for bit.
-        laws: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`Law`).
+        laws: those that it promises (:class:`Law`), a user's by name, as ``["bound", "zero"]``.
         block: elements that share a scale, or ``"shard"``.
         frame_bytes: (numel): bytes of a frame.
         error_bound: (low, high, out): largest error of finite values in [low, high] of one block, decoded to
@@ -89,37 +89,41 @@ class OwnObject:
     decode_sum_encode: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
+        if (lacks := next(self._lacks(), None)) is not None:
+            raise OwnObjectError(lacks)
+
+    def _lacks(self) -> Iterator[str]:
+        """What is wrong with it, in words."""
         for method in ("encode", "decode"):
             if not callable(getattr(self, method)):
-                raise OwnObjectError(f"has no method {method!r}")
+                yield f"has no method {method!r}"
         kinds = self.kinds
         if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
-            raise OwnObjectError(f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
+            yield f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}"
         if _DEVICE.fullmatch(str(self.device)) is None:
-            raise OwnObjectError(f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number")
+            yield f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number"
         for method in ("decode_sum", "decode_sum_encode"):
             offered = getattr(self, method)
             if offered is not None and not callable(offered):
-                raise OwnObjectError(f"its {method!r} is a {type(offered).__name__}: expected a method")
+                yield f"its {method!r} is a {type(offered).__name__}: expected a method"
             if offered is not None and "fp32" not in kinds:  # a sum is fp32
-                raise OwnObjectError(f"has a method {method!r}, whose sum is fp32: expected fp32 in kinds")
-        if self.codec is None:
-            self._check_new()
-
-    def _check_new(self) -> None:
-        """Refuse what claims no codec of ours and lacks what a new one has."""
+                yield f"has a method {method!r}, whose sum is fp32: expected fp32 in kinds"
+        if self.codec is not None:
+            return
         if not isinstance(self.laws, list | tuple | set | frozenset):
-            raise OwnObjectError(f"has neither 'codec' nor a list 'laws' with some of {', '.join(LAWS)}")
-        if unknown := [word for word in self.promised if word not in LAWS]:
-            raise OwnObjectError(f"unknown law {unknown[0]!r}: expected some of {', '.join(LAWS)}")
+            yield f"has neither 'codec' nor a list 'laws' with some of {', '.join(_LAWS)}"
+        names = [str(getattr(law, "name", law)).lower() for law in self.laws]
+        if unknown := [name for name in names if name not in _LAWS]:
+            yield f"unknown law {unknown[0]!r}: expected some of {', '.join(_LAWS)}"
+        object.__setattr__(self, "laws", frozenset(_LAWS[name] for name in names))
         if not callable(self.frame_bytes):
-            raise OwnObjectError("has no method 'frame_bytes'")
-        if {"bound", "unbiased"} & set(self.promised) and not callable(self.error_bound):
-            raise OwnObjectError("promises bound or unbiased, and has no method 'error_bound'")
-        if "unbiased" in self.promised and not self.stochastic:
-            raise OwnObjectError("promises unbiased, and is not stochastic")
+            yield "has no method 'frame_bytes'"
+        if {Law.BOUND, Law.UNBIASED} & self.laws and not callable(self.error_bound):
+            yield "promises bound or unbiased, and has no method 'error_bound'"
+        if Law.UNBIASED in self.laws and not self.stochastic:
+            yield "promises unbiased, and is not stochastic"
         if self.block != "shard" and not (isinstance(self.block, int) and self.block >= 1):
-            raise OwnObjectError(f"block {self.block!r}: expected a number of elements from 1, or 'shard'")
+            yield f"block {self.block!r}: expected a number of elements from 1, or 'shard'"
 
     @property
     def tried_on(self) -> str:
@@ -127,9 +131,9 @@ class OwnObject:
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
-    def promised(self) -> list[str]:
-        """Names of its laws, in lower case."""
-        return [str(getattr(law, "name", law)).lower() for law in self.laws]
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of."""
+        return 1 if self.block == "shard" else int(self.block)
 
 
 def is_name(text: str) -> bool:

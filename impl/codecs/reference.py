@@ -592,41 +592,33 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     if bits == 8:
         out.copy_(codes)
         return
-    numel, width = codes.shape[-1], math.gcd(8, bits)
-    group = 8 // width  # codes that fill whole bytes, bits * group / 8 of them
-    groups = -(-numel // group)
-    padded = codes.new_zeros((*codes.shape[:-1], groups * group))
-    torch.bitwise_and(codes, (1 << bits) - 1, out=padded[..., :numel])
-    padded = padded.view(*codes.shape[:-1], groups, group)
-    if bits == width:  # 2 and 4: a byte holds whole codes
-        stream = padded[..., 0].clone()
-        for index in range(1, group):
-            stream |= padded[..., index] << (bits * index)
-    else:
-        shifts = torch.arange(0, group * bits, bits, device=codes.device)
-        words = (padded.long() << shifts).sum(dim=-1, keepdim=True)  # at most 8 * 7 = 56 bits
-        byte_shifts = torch.arange(0, group * bits, 8, device=codes.device)
-        stream = ((words >> byte_shifts) & 0xFF).view(*codes.shape[:-1], -1)
-    out.copy_(stream[..., : out.shape[-1]])
+    group = 8 // math.gcd(8, bits)  # codes that fill whole bytes
+    rows = _in_groups(codes & ((1 << bits) - 1), group)
+    stream = codes.new_zeros((group * bits // 8 + 1, *rows.shape[1:]))  # of the last byte nothing is left
+    for index, row in enumerate(rows):
+        byte, shift = divmod(index * bits, 8)
+        stream[byte] |= row << shift
+        if shift + bits > 8:
+            stream[byte + 1] |= row >> (8 - shift)
+    out.copy_(stream[:-1].movedim(0, -1).flatten(-2)[..., : out.shape[-1]])
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
     if bits == 8:
         return packed.clone()
-    width = math.gcd(8, bits)
-    group = 8 // width
-    groups, lead = -(-numel // group), packed.shape[:-1]
-    codes = packed.new_empty((*lead, groups, group))
-    if bits == width:
-        for index in range(group):
-            codes[..., index] = (packed >> (bits * index)) & ((1 << bits) - 1)
-    else:
-        size = group * bits // 8  # bytes of a group
-        stream = packed.new_zeros((*lead, groups * size), dtype=torch.int64)
-        stream[..., : packed.shape[-1]] = packed
-        byte_shifts = torch.arange(0, size * 8, 8, device=packed.device)
-        words = (stream.view(*lead, groups, size) << byte_shifts).sum(dim=-1, keepdim=True)
-        shifts = torch.arange(0, group * bits, bits, device=packed.device)
-        codes.copy_((words >> shifts) & ((1 << bits) - 1))
-    return codes.view(*lead, -1)[..., :numel]
+    group = 8 // math.gcd(8, bits)
+    stream = _in_groups(packed, group * bits // 8)
+    codes = packed.new_empty((group, *stream.shape[1:]))
+    for index, row in enumerate(codes):
+        byte, shift = divmod(index * bits, 8)
+        torch.bitwise_right_shift(stream[byte], shift, out=row)
+        if shift + bits > 8:
+            row.bitwise_or_(stream[byte + 1] << (8 - shift))
+    return codes.bitwise_and_((1 << bits) - 1).movedim(0, -1).flatten(-2)[..., :numel]
+
+
+def _in_groups(row: Tensor, size: int) -> Tensor:
+    """(size, ..., groups): (..., n) cut into groups of ``size``, the last one filled up with zeros."""
+    full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
+    return full.unflatten(-1, (-1, size)).movedim(-1, 0).contiguous()

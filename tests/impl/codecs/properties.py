@@ -18,9 +18,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.rounding_edges import edge_rows
+from harness.laws.rounding_edges import edge_rows, levels
 from impl.codecs import reference
-from impl.codecs.codec import Blocked, Codec, IntCodec, Raw, Sums, parse
+from impl.codecs.codec import LARGEST, Blocked, Codec, IntCodec, Raw, Sums, parse
 from impl.codecs.reference import Carried, Operations
 from impl.codecs.rounding_noise import Key, Noise
 from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, stochastic_codecs
@@ -213,6 +213,72 @@ def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
         noise = Noise(KEY.noise(0).words)
         for row in edge_rows(codec, kind, noise):
             check(backend, codec, row, dtype, noise=noise if option else None)
+
+
+@pytest.mark.parametrize("option", ["", ":stochastic"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        *(f"int{b}:64{s}" for b in range(2, 9) for s in ("", ":asym")),
+        "fp8e4m3:64",
+        "fp8e5m2:64",
+        "mxfp8",
+        "mxfp4",
+    ],
+)
+def test_ties_at_scales_of_the_whole_range(backend: Backend, head: str, option: str) -> None:
+    """At and beside ties, of sums with random bits too, the product with a reciprocal gives the code of the
+    division, whether scales are least, largest, where reciprocals are denormal, or between.
+    """
+    codec, rows, random = parse(head + option), 300, torch.Generator().manual_seed(len(head))
+    assert isinstance(codec, Blocked)
+    size, noise = (rows, int(codec.block)), Noise(KEY.noise(0).words)
+    exponents = torch.randint(-126, 127, (rows, 1), generator=random).double()
+    scale = (torch.rand(rows, 1, generator=random, dtype=torch.float64) + 1) * 2**exponents
+    scale = scale.clamp(2.0**-126, LARGEST["fp32"] / codec.largest)
+    own = levels(codec)
+    which = torch.randint(len(own) - 1, size, generator=random)
+    points, gaps = ((own[1:] + own[:-1]) / 2)[which], (own[1:] - own[:-1])[which]
+    if codec.stochastic:
+        bits = reference.random_bits(noise, torch.Size([]), points.numel(), points.device).view(size)
+        points -= gaps * (bits * 2.0**-16 - (0.5 - 2.0**-17))
+    beside = torch.randint(-3, 4, size, generator=random, dtype=torch.int32)
+    values = ((points * scale).float().view(torch.int32) + beside).view(torch.float32)
+    top = (codec.largest * scale).float()
+    values = torch.where(values.abs() <= top, values, 0.0)  # NaN too
+    values[:, :1], values[:, 1] = top, 0.0
+    if codec.asymmetric:
+        values[::3] -= scale[::3].float()
+    for kind in FLOATS:
+        largest = torch.finfo(kind).max
+        check(
+            backend,
+            codec,
+            values.flatten().clamp(-largest, largest).to(kind),
+            kind,
+            noise=noise if option else None,
+        )
+
+
+@pytest.mark.parametrize("kind", FLOATS[1:], ids=str)
+def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, kind: torch.dtype) -> None:
+    """All patterns widen to torch's fp32; at, beside and between them fp32 narrows as torch's cast does."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(kind)
+    check(backend, parse("int8:1:asym"), every, torch.float32)  # whose offset is the number
+    half = 1 << (15 if kind is torch.bfloat16 else 12)
+    nudges = torch.tensor([0, 1, -1, half, half - 1, half + 1], dtype=torch.int32)
+    sizes = (
+        every[: 1 << 15].float().view(torch.int32)[:, None] + nudges
+    )  # of fp32, as scales of codes 1 and -1
+    values = sizes.clamp(min=0).flatten().repeat(2)
+    codec, numel = parse("int8:1"), values.numel()
+    frames = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8)
+    frames[: numel // 2], frames[numel // 2 : numel] = 1, 255
+    frames[codec.scales_at(numel) :][: 4 * numel] = values.view(torch.uint8)
+    wanted, got = torch.empty(numel, dtype=kind), torch.empty(numel, dtype=kind, device=backend.device)
+    reference.decode(codec, frames, wanted)
+    backend.kernels.decode(codec, backend.put(frames), got)
+    assert same(got, wanted)
 
 
 @BUDGET

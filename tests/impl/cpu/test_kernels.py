@@ -30,24 +30,6 @@ from tests.impl.codecs.properties import (
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_product_decides_as_the_division(
-    backend: Backend, bits: int, kind: torch.dtype, *, asymmetric: bool
-) -> None:
-    """Blocks full of ties and of their neighbours are coded as by division."""
-    random = torch.Generator().manual_seed(bits)
-    steps = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1
-    scale = torch.rand(40, 1, generator=random) * 2.0 ** torch.randint(-120, 110, (40, 1), generator=random)
-    ties = torch.randint(0 if asymmetric else -steps, steps, (40, 512), generator=random) + 0.5
-    ties[:, 0], ties[:, 1] = steps, 0
-    values = (ties * scale).view(torch.int32)
-    values[:, 2:] += torch.randint(-2, 3, (40, 510), generator=random, dtype=torch.int32)
-    x = values.view(torch.float32).clamp(-6e4, 6e4).to(kind)
-    check(backend, IntCodec(bits, 512, asymmetric), x, kind)
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
 def test_one_product_decides_for_bf16(backend: Backend, bits: int) -> None:
     """Every mantissa under every largest one is coded as by division, ten powers of two down."""
     mantissas = 1 + torch.arange(128) / 128
