@@ -30,7 +30,7 @@ from impl.checkpoint.optimizer_state import SavedMasters
 from impl.checkpoint.resharding import Parts, ranges, write_tensors
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
-from impl.errors import ZeroError
+from impl.errors import ZeroError, raised
 from impl.unit.unit import WholeValues
 from impl.zero import Zero
 
@@ -82,8 +82,7 @@ def _line(error: Exception) -> str:
     """One line that says what went wrong."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    words = " ".join(str(error).split()) or "no message"
-    return words if isinstance(error, CheckpointError | ZeroError) else f"{type(error).__name__}: {words}"
+    return " ".join(str(error).split()) if isinstance(error, CheckpointError | ZeroError) else raised(error)
 
 
 def save(
@@ -131,9 +130,6 @@ def save(
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
         return digest(asdict(replace(manifest, state={})))
 
-    def write() -> tuple[int, str]:
-        return write_tensors(partial / file_name(rank), _tensors(zero, masters))
-
     def complete() -> str:
         if rank:
             return ""
@@ -146,7 +142,7 @@ def save(
     together(wire, describe, f"would save {options} than rank 0: make them equal")
     partial = folder / together(wire, lambda: disk.begin(folder).name if rank == 0 else "")[0]
     try:
-        files = together(wire, write)
+        files = together(wire, lambda: write_tensors(partial / file_name(rank), _tensors(zero, masters)))
         name: str = together(wire, complete)[0]
     except CheckpointError:
         if rank == 0 and partial.exists():
@@ -223,16 +219,12 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
             yield f"buffer/{name}", held[name]
     for name, value in zero.communication_state().items():
         yield f"codecs/{name}", value
-    for name, value in _random_states(mesh.device).items():
-        yield f"random/{name}", value
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of this process's generators, each as (n,) uint8: torch's, Python's and NumPy's."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # the one that programs draw from unasked
     text = json.dumps([random.getstate(), [name, np.asarray(keys).tolist(), *rest]])
-    states = {"torch": torch.get_rng_state(), "python": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-    return states if device.type == "cpu" else {**states, "device": torch.cuda.get_rng_state(device)}
+    yield "random/torch", torch.get_rng_state()
+    yield "random/python", torch.tensor(list(text.encode()), dtype=torch.uint8)
+    if mesh.device.type != "cpu":
+        yield "random/device", torch.cuda.get_rng_state(mesh.device)
 
 
 def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -> Loaded:

@@ -96,23 +96,6 @@ def test_values_and_layout_are_those_of_plain_construction(
     on_threads(topology, lambda mesh: compare(mesh, policy, blocks, decay=decay))
 
 
-@each_rank(2, 2)
-def test_slices_that_fit_are_taken_over_without_a_message(mesh: Mesh) -> None:
-    """Blocks that shard() lays out as Init did cost nothing; what is in no block costs its own gather."""
-
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(16, 40), Block(16, 40)])
-
-    def inside() -> nn.Module:
-        with Init(mesh=mesh, policy=EXACT, blocks=lambda kind: kind.__name__ == "Block"):
-            return Blocks()
-
-    zero = shard(drawn(inside), mesh=mesh, policy=EXACT)
-    assert sum(zero.wire.ledger.total(link) for link in ("inter", "intra")) == 0
-
-
 def resets(module: nn.Module) -> None:
     """What gives a module of :class:`Net` its values; it has a buffer that resets itself in no way."""
     if isinstance(module, Net):
