@@ -29,7 +29,6 @@ from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
 from impl.codecs.own_object import Law as Law  # noqa: PLC0414
 from impl.codecs.own_object import OwnObject
-from impl.errors import raised
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
@@ -429,12 +428,8 @@ class OwnCodec(_Framed):
             CodecError: for a number that is no size.
         """
         contract, where = self._contract, f"{self.name}: frame_bytes({numel})"
-        try:
+        with own_object.told(f"{where} raised"):
             size = contract.frame_bytes(numel)  # type: ignore[misc]  # looked at where it was read
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit too: it is no end of ours
-            raise CodecError(f"{where} raised {raised(error)}") from error
         if not hasattr(size, "__index__") or not 0 <= operator.index(size) < 2**63:
             raise CodecError(f"{where} returned {size!r}, expected an int below 2^63")
         return operator.index(size)
@@ -486,9 +481,6 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 _OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
-_OPTIONS: Final = re.compile(
-    "(:hadamard(?P<hadamard>[0-9]+))?(?P<stochastic>:stochastic)?(:(?P<left>.*))?", re.DOTALL
-)
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
@@ -542,17 +534,18 @@ def _parsed(text: str) -> Codec:
         if not re.fullmatch("shard|[0-9]+", size):
             raise CodecError(f"block {size!r} is not a number; {_ALLOWED}")
         block = "shard" if size == "shard" else int(size)
-    scheme = rest.pop(0) if bits and rest[:1] in (["asym"], ["clip"]) else ""
-    found = _OPTIONS.fullmatch(":".join(["", *rest]))
-    assert found is not None  # noqa: S101  # what is left matches anything
-    if found["left"] is not None:
-        raise CodecError(f"unknown option {found['left']!r}; {_ALLOWED}")
-    hadamard, stochastic = int(found["hadamard"] or 0), found["stochastic"] is not None
-    if found["hadamard"] and not hadamard:
+    options = ("asym|clip" if bits else "(?!)", "hadamard[0-9]+", "stochastic")  # in this order
+    scheme, rotation, random = (
+        rest.pop(0) if rest and re.fullmatch(option, rest[0]) else "" for option in options
+    )
+    if rest:
+        raise CodecError(f"unknown option {':'.join(rest)!r}; {_ALLOWED}")
+    hadamard = int(rotation.removeprefix("hadamard") or 0)
+    if rotation and not hadamard:
         raise CodecError("hadamard0 rotates nothing; leave it out")
     if kind is not None:
-        return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
-    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, stochastic, scheme == "clip")
+        return FloatCodec(kind[0], block, kind[1], hadamard, bool(random))
+    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, bool(random), scheme == "clip")
 
 
 def common_grain(*codecs: Codec) -> int:

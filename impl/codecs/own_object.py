@@ -5,6 +5,7 @@ No torch.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import operator
@@ -21,8 +22,7 @@ from impl.errors import raised
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KINDS: Final = ("fp32", "bf16", "fp16")
 _DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
-_seen: Final[list[Path]] = []  # folders whose modules count
-_added: Final[list[str]] = []  # of them, those that were not in sys.path
+_seen: Final[dict[Path, bool]] = {}  # folders whose modules count, and whether they came into sys.path by it
 _names: Final[list[str]] = []  # of modules that were imported
 
 
@@ -144,20 +144,18 @@ def is_name(text: str) -> bool:
 def see(folder: Path) -> None:
     """Add a folder to ``sys.path``, so that its modules can be imported."""
     here = folder.resolve()
-    if here not in _seen:
-        _seen.append(here)
-    if str(here) not in sys.path:
+    if added := str(here) not in sys.path:
         sys.path.append(str(here))
-        _added.append(str(here))
+    _seen[here] = _seen.get(here, False) or added
 
 
 def forget() -> None:
     """Drop the folders, and what was imported by name, as in a process that begins."""
     for name in _names:
         sys.modules.pop(name, None)
-    sys.path[:] = [one for one in sys.path if one not in _added]
-    for known in (_names, _added, _seen):
-        known.clear()
+    sys.path[:] = [one for one in sys.path if not _seen.get(Path(one), False)]
+    _names.clear()
+    _seen.clear()
     imported.cache_clear()
 
 
@@ -169,18 +167,24 @@ def import_object(text: str) -> Any:
     """
     module, _, path = text.partition(":")
     see(Path.cwd())
-    failed = f"cannot import {module!r}"
-    try:
-        if module not in sys.modules:
-            _names.append(module)
+    if module not in sys.modules:
+        _names.append(module)
+    with told(f"{text}: cannot import {module!r}:"):
         thing: Any = importlib.import_module(module)
-        _check_origin(text, module, getattr(thing, "__file__", None))
-        failed = f"{module} has no {path!r}"
+    _check_origin(text, module, getattr(thing, "__file__", None))
+    with told(f"{text}: {module} has no {path!r}:"):
         return operator.attrgetter(path)(thing)
-    except (KeyboardInterrupt, OwnObjectError):
+
+
+@contextlib.contextmanager
+def told(words: str) -> Iterator[None]:
+    """Whatever other people's code raises, SystemExit too, becomes one line of an OwnObjectError."""
+    try:
+        yield
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
-        raise OwnObjectError(f"{text}: {failed}: {raised(error)}") from error
+    except BaseException as error:
+        raise OwnObjectError(f"{words} {raised(error)}") from error
 
 
 def _check_origin(text: str, module: str, file: str | None) -> None:
@@ -212,13 +216,11 @@ def declared(name: str, thing: Any) -> OwnObject:
     Raises:
         OwnObjectError: naming what it lacks, or what it raised.
     """
-    try:
+    with told(f"{name}: raised"):
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]
-        return OwnObject(**{field: getattr(thing, field) for field in names})
+        held = {field: getattr(thing, field) for field in names}
+    try:
+        return OwnObject(**held)
     except OwnObjectError as error:
         raise OwnObjectError(f"{name}: {error}") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # its constructor and properties may raise whatever they like
-        raise OwnObjectError(f"{name}: raised {raised(error)}") from error

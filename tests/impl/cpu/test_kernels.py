@@ -14,6 +14,7 @@ import torch
 from docs.tables.codecs import SHOWN
 from impl.codecs import reference
 from impl.codecs.codec import IntCodec, Raw, parse
+from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
 from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every backend
@@ -188,6 +189,8 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
             kernels.encode(parse("int8:8:stochastic"), x, frames)
+        with pytest.raises(ValueError, match=r"rows \(16,\) need noise with 1 strides, got \(\)"):
+            kernels.encode(parse("int8:8:stochastic"), x, frames, noise=Noise((1, 2, 3, 4)))
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))

@@ -39,6 +39,13 @@ def test_a_single_value_that_differs_is_found(data: st.DataObject, dtype: torch.
         assert others in found
 
 
+def test_other_parameters_are_told() -> None:
+    """A rank that has one more, or one less, is named."""
+    one = sums({"w": torch.ones(3)})
+    for other in ({}, {**one, "b": 0}):
+        assert "rank 1 " in differing([one, other])
+
+
 def _seeded(mesh: Mesh, cut: bool) -> list[str]:
     said = []
     for seed in (0, mesh.rank):
