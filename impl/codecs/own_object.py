@@ -91,6 +91,8 @@ class OwnObject:
     def __post_init__(self) -> None:
         if (lacks := next(self._lacks(), None)) is not None:
             raise OwnObjectError(lacks)
+        if self.codec is None:
+            object.__setattr__(self, "laws", frozenset(_LAWS[_name(law)] for law in self.laws))
 
     def _lacks(self) -> Iterator[str]:
         """What is wrong with it, in words."""
@@ -112,15 +114,14 @@ class OwnObject:
             return
         if not isinstance(self.laws, list | tuple | set | frozenset):
             yield f"has neither 'codec' nor a list 'laws' with some of {', '.join(_LAWS)}"
-        names = [str(getattr(law, "name", law)).lower() for law in self.laws]
+        names = [*map(_name, self.laws)]
         if unknown := [name for name in names if name not in _LAWS]:
             yield f"unknown law {unknown[0]!r}: expected some of {', '.join(_LAWS)}"
-        object.__setattr__(self, "laws", frozenset(_LAWS[name] for name in names))
         if not callable(self.frame_bytes):
             yield "has no method 'frame_bytes'"
-        if {Law.BOUND, Law.UNBIASED} & self.laws and not callable(self.error_bound):
+        if {"bound", "unbiased"} & {*names} and not callable(self.error_bound):
             yield "promises bound or unbiased, and has no method 'error_bound'"
-        if Law.UNBIASED in self.laws and not self.stochastic:
+        if "unbiased" in names and not self.stochastic:
             yield "promises unbiased, and is not stochastic"
         if self.block != "shard" and not (isinstance(self.block, int) and self.block >= 1):
             yield f"block {self.block!r}: expected a number of elements from 1, or 'shard'"
@@ -134,6 +135,11 @@ class OwnObject:
     def grain(self) -> int:
         """Elements that a shard must be a multiple of."""
         return 1 if self.block == "shard" else int(self.block)
+
+
+def _name(law: object) -> str:
+    """Of a law, or of one that is given by name."""
+    return str(getattr(law, "name", law)).lower()
 
 
 def is_name(text: str) -> bool:

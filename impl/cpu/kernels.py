@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw, has_kernels
+from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES, Beside, Carried, Operations, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
@@ -223,10 +223,10 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
     """What the names of a codec's kernels end with, and how it codes a row; None where it has no kernels."""
-    if not has_kernels(codec):
-        return "", None
-    if isinstance(codec, OwnCodec):
+    if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
+    if isinstance(codec, Raw | OwnCodec):
+        return "", None
     return "", _Coding(
         2 if isinstance(codec, FloatCodec) else int(codec.asymmetric),
         codec.bits,

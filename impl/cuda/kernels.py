@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, has_kernels
+from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, Raw, has_kernels
 from impl.codecs.reference import Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
@@ -210,7 +210,7 @@ class Kernels(Operations):
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
         carries = beside.carried is not None
-        if not has_kernels(codec) or (isinstance(codec, OwnCodec) and carries):
+        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and (carries or not codec.published)):
             super()._encode(codec, x, frames, beside)
             return
         tensors = {"values": x, "frames": frames}
@@ -239,10 +239,8 @@ class Kernels(Operations):
     ) -> None:
         """Decode ``frames``, or the sum of ``sources``, which kernels of formats have always."""
         tensors = {"frames": frames if what == "decode" else frames[0], "values": out}
-        call, file = (
-            _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources),
-            "dequantize.cu",
-        )
+        call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
+        file = "dequantize.cu"
         if isinstance(codec, OwnCodec):
             launch = call.format("decode", codec, out.dtype)
         elif not self._plain(codec):
