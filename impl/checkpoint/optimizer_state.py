@@ -42,9 +42,11 @@ class SavedMasters:
         for unit in units:
             geometry = unit.geometry
             spans = geometry.spans(rank) if geometry.trainable else ()
-            for (_, master), (group, *span) in zip(unit.master_shard.masters, spans, strict=True):
+            for (_, master), (group, start, end) in zip(unit.master_shard.masters, spans, strict=True):
                 specs = [slot.spec for slot in geometry.slots if slot.spec.group == group]
-                held, saved = (list(ranges(geometry, rank, span, saved=part)) for part in (False, True))
+                held, saved = (
+                    list(ranges(geometry, rank, (start, end), saved=part)) for part in (False, True)
+                )
                 self._owned[id(master)] = Owned([one.name for one in specs if one.numel], held, saved)
         seen: set[int] = set()
         for number, optimizer in enumerate(optimizers):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ class Parts:
         self._starts = defaultdict[tuple[str, str], list[tuple[int, int]]](list)  # and files
         names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
-            self._files = [safe_open(name, framework="pt") for name in names]
+            self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None
         for number, file in enumerate(self._files):

@@ -404,7 +404,7 @@ class OwnCodec(_Framed):
     @property
     def block(self) -> Block:
         """Elements that share a scale, or ``shard``."""
-        return self._contract.block  # type: ignore[no-any-return]  # looked at where it was read
+        return self._contract.block
 
     @property
     def grain(self) -> int:
@@ -414,7 +414,7 @@ class OwnCodec(_Framed):
     @property
     def laws(self) -> frozenset[Law]:
         """What it promises."""
-        return self._contract.laws  # type: ignore[no-any-return]
+        return self._contract.laws
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones

@@ -629,4 +629,4 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 def _in_groups(row: Tensor, size: int) -> Tensor:
     """(size, ..., groups): (..., n) cut into groups of ``size``, the last one filled up with zeros."""
     full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
-    return full.unflatten(-1, (-1, size)).movedim(-1, 0).contiguous()
+    return full.view(*row.shape[:-1], full.shape[-1] // size, size).movedim(-1, 0).contiguous()
