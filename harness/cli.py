@@ -420,7 +420,7 @@ def list_checkpoints(
                 f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
                 f"{manifest.of.get('stage')}; {manifest.writer}; "
             )
-            manifest.verify(path, range(len(manifest.files)), digests=digests)
+            manifest.verify(path, range(len(manifest.files)) if digests else ())
         except CheckpointError as error:
             broken.append(error)
             state = f"BROKEN: {error}"

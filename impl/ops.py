@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw, Sums
+from impl.codecs.codec import FRAME_ALIGNMENT, Codec, OwnCodec, Raw, Sums, has_kernels
 from impl.codecs.reference import DTYPES, NAMES, REFERENCE, Carried, Operations
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cpu import build
@@ -46,7 +46,7 @@ def try_codec(operations: Operations, codec: Codec, device: torch.device) -> Non
     Raises:
         RuntimeError: naming the codec and the device, if that fails.
     """
-    if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
+    if not has_kernels(codec):
         return
     x = torch.zeros(OCTET, device=device)
     frames = torch.zeros(codec.frame_bytes(OCTET), dtype=torch.uint8, device=device)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which components were missing."""
     needs.summarise(terminalreporter)
+
+
+@pytest.fixture(scope="session")
+def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where libraries that tests build are kept for the next session: in pytest's cache."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
+    return tmp_path_factory.mktemp("kernels") if cache is None else cache.mkdir("kernels")
+
+
+@pytest.fixture(scope="session")
+def cuda_libraries(libraries: Path) -> Path:
+    """Where CUDA sources are kept as they are compiled for the host."""
+    return libraries
 
 
 @pytest.fixture(autouse=True)

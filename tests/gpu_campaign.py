@@ -182,7 +182,7 @@ def _tests(device: str) -> Iterator[Stage]:
         "tests/impl/transport/test_staging.py",
         "tests/bench/test_cuda_codecs.py::test_large_results_are_the_references", "-n", "8",
     )  # fmt: skip
-    short = ("tests/impl/cuda/test_arithmetic.py", "-k", "bf16", "-n", "2")
+    short = ("tests/impl/cuda/test_kernels.py", "-k", "every_codec_with_scales", "-n", "2")
     needs = ("pytest", "hypothesis", "pytest_timeout", "pytest_benchmark", "xdist")
     yield Stage("a tests", (*pytest, *(kernels if gpu else short)), 240, needs)
     some = () if gpu else ("-k", "copies")

@@ -40,10 +40,7 @@ def levels(codec: Blocked) -> Tensor:
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
-    size, least = 1 << codec.mantissa, codec.smallest_exponent
-    exponents = range(least, math.frexp(codec.largest)[1])
-    found = [step * 2.0 ** (least - codec.mantissa) for step in range(size)]
-    found += [(size + step) * 2.0 ** (each - codec.mantissa) for each in exponents for step in range(size)]
+    found = reference.float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
     positive = torch.tensor(found, dtype=torch.float64)
     positive = positive[positive <= codec.largest]
     return torch.cat([-positive[1:].flip(0), positive])

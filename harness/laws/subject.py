@@ -10,7 +10,7 @@ import torch
 from harness.errors import Refusal
 from harness.laws.laws import Promises, Subject
 from impl import ops
-from impl.codecs.codec import FORMATS, Codec, OwnCodec, Raw, parse
+from impl.codecs.codec import FORMATS, Codec, OwnCodec, parse
 from impl.codecs.own_rows import by_rows
 from impl.codecs.reference import REFERENCE
 
@@ -52,7 +52,7 @@ def of_codec(codec: Codec, backend: str) -> Subject:
     return Subject(
         name=f"{codec} on {backend}",
         promises=codec,
-        block=1 if isinstance(codec, Raw) else codec.block,
+        block=codec.block,
         encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
         decode=lambda frames, out: operations.decode(codec, frames, out),
         decode_sum=lambda frames, out: operations.decode_sum(codec, frames, out),

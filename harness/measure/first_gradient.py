@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from impl.adapters.traffic import GroupGeometry
-from impl.codecs.codec import Codec, Dtype, Raw
+from impl.codecs.codec import Codec, Dtype
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
@@ -159,7 +159,7 @@ def composed(codecs: Sequence[Codec]) -> float:
 
 
 def _window(codecs: Sequence[Codec], row: int) -> int:
-    blocks = [1 if isinstance(codec, Raw) else codec.block for codec in codecs]
+    blocks = [codec.block for codec in codecs]
     if "shard" in blocks:
         return row
     sizes = [block for block in blocks if isinstance(block, int)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ def consolidated(folder: Path | str) -> dict[str, Any]:
     ``load_state_dict(strict=True)`` takes it: fp32 parameters, tied ones under all their names, buffers and
     extra states.  What is missing, foreign, of another version, cut short or altered is a CheckpointError.
     """
-    return {name: from_json(value) for name, value in _open(folder).entries()}
+    return dict(_entries(folder, torch.float32))
 
 
 def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
@@ -40,14 +42,9 @@ def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.f
     path = Path(path)
     if path.exists():
         raise CheckpointError(f"{path}: is there already")
-    parts, unfinished = _open(folder), path.with_name(f".{path.name}.partial")
-    tensors = (
-        (name, value.to(dtype) if "parameter" in parts.manifest.state[name] else value)
-        for name, value in parts.entries()
-        if isinstance(value, Tensor)
-    )
+    unfinished = path.with_name(f".{path.name}.partial")
     try:
-        write_tensors(unfinished, tensors)
+        write_tensors(unfinished, (one for one in _entries(folder, dtype) if isinstance(one[1], Tensor)))
         unfinished.replace(path)
         sync(path.parent)
     except OSError as error:
@@ -56,9 +53,16 @@ def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.f
         unfinished.unlink(missing_ok=True)
 
 
-def _open(folder: Path | str) -> Parts:
-    """A checkpoint whose files are all as they were written."""
+def _entries(folder: Path | str, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """The state dict out of files that are all as they were written, one whole entry after the other."""
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))
-    return Parts(path, manifest)
+    parts = Parts(path, manifest)
+    buffers = parts.tensors(0, "buffer")
+    for name, entry in manifest.state.items():
+        if "parameter" in entry:
+            whole = parts.read("weight", entry["parameter"], 0, math.prod(entry["shape"]))
+            yield name, whole.view(entry["shape"]).to(dtype)
+        else:
+            yield name, buffers[name] if "buffer" in entry else from_json(entry["extra"])

@@ -53,14 +53,14 @@ class Manifest:
         held = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**held, "sha256": digest(held)}, indent=1) + "\n"
 
-    def verify(self, path: Path, numbers: Collection[int], *, digests: bool = True) -> None:
-        """Refuse files of these ranks in ``path`` that are missing, cut short or altered."""
-        for number in numbers:
-            file, (nbytes, sha256) = path / file_name(number), self.files[number]
+    def verify(self, path: Path, numbers: Collection[int]) -> None:
+        """Refuse files in ``path`` that are missing or cut short, or, of the ranks ``numbers``, altered."""
+        for number, (nbytes, sha256) in enumerate(self.files):
+            file = path / file_name(number)
             try:
                 if (held := file.stat().st_size) != nbytes:
                     raise CheckpointError(f"{file}: {held} bytes, the manifest says {nbytes}")
-                if digests and digest_of(file)[1] != sha256:
+                if number in numbers and digest_of(file)[1] != sha256:
                     raise CheckpointError(f"{file}: altered since it was written: its digest is another")
             except OSError as error:
                 raise CheckpointError(f"{file}: {error.strerror}") from None

@@ -17,16 +17,15 @@ from torch.optim import Optimizer
 from impl.checkpoint.commit import CheckpointError
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.manifest import check_names
-from impl.checkpoint.resharding import Parts, Range, held_ranges, saved_ranges
+from impl.checkpoint.resharding import Parts, Range, ranges
 from impl.unit.unit import Unit
 
 
 class Owned(NamedTuple):
-    """A master: its elements here; the names of its parameters with elements on any rank; its ranges."""
+    """Of a master: its parameters with elements on any rank, what it holds here, and what of it is saved."""
 
-    numel: int
     names: list[str]
-    held: list[Range]  # of which ``at`` counts from the master's first element
+    held: list[Range]
     saved: list[Range]
 
 
@@ -45,12 +44,10 @@ class SavedMasters:
             spans = geometry.spans(rank) if geometry.trainable else ()
             for (_, master), (group, start, end) in zip(unit.master_shard.masters, spans, strict=True):
                 specs = [slot.spec for slot in geometry.slots if slot.spec.group == group]
-                names = [spec.name for spec in specs if spec.numel]
                 held, saved = (
-                    [one._replace(at=one.at - start) for one in ranges if one.slot.spec.group == group]
-                    for ranges in (held_ranges(geometry, rank), saved_ranges(geometry, rank))
+                    list(ranges(geometry, rank, (start, end), saved=part)) for part in (False, True)
                 )
-                self._owned[id(master)] = Owned(end - start, names, held, saved)
+                self._owned[id(master)] = Owned([one.name for one in specs if one.numel], held, saved)
         seen: set[int] = set()
         for number, optimizer in enumerate(optimizers):
             for one in map(id, _masters(optimizer)):
@@ -74,17 +71,16 @@ class SavedMasters:
             written = to_json(options, f"optimizer {number}: options")
             for master in group["params"]:
                 numbers: dict[str, Any] = {}
-                owned, held = self._owned[id(master)], optimizer.state.get(master)
-                for key, value in (held or {}).items():
+                for key, value in optimizer.state.get(master, {}).items():
                     if not _by_element(value):
                         numbers[key] = to_json(value, f"optimizer {number}: {key!r}")
-                    elif value.numel() != owned.numel:
+                    elif value.numel() != master.numel():
                         raise CheckpointError(
                             f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
-                            f"{owned.numel}: it is not of each element, and cannot be cut"
+                            f"{master.numel()}: it is not of each element, and cannot be cut"
                         )
-                one = {"options": written, "numbers": numbers if held else None}
-                parameters |= dict.fromkeys(owned.names, one)
+                one = {"options": written, "numbers": numbers if optimizer.state.get(master) else None}
+                parameters |= dict.fromkeys(self._owned[id(master)].names, one)
         return {"kind": type(optimizer).__name__, "parameters": parameters}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -93,12 +89,11 @@ class SavedMasters:
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
                     for one in self._owned[id(master)].saved if _by_element(value) else ():
-                        yield one.key(f"optimizer{number}.{key}"), value[one.at : one.at + one.numel]
+                        yield one.key(f"optimizer{number}.{key}"), value[one.here]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
         """Refuse state that these optimizers cannot take over; nothing is changed."""
-        if len(saved) != len(self._optimizers):
-            here = len(self._optimizers)
+        if len(saved) != (here := len(self._optimizers)):
             raise CheckpointError(f"it holds {len(saved)} optimizers, {here} are to be loaded")
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, held = type(optimizer).__name__, one["parameters"]
@@ -127,10 +122,15 @@ class SavedMasters:
         """
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
-            masters = _masters(optimizer)
+            masters, prefix = _masters(optimizer), f"optimizer{number}."
             for index, master in enumerate(masters):
                 if (numbers := self._shared(one["parameters"], [master], "numbers")) is not None:
-                    state[index] = numbers | _elements(parts, self._owned[id(master)], f"optimizer{number}.")
+                    names, held, _ = self._owned[id(master)]
+                    state[index] = numbers
+                    for kind in sorted(kind for kind in parts.kinds[names[0]] if kind.startswith(prefix)):
+                        dtype = parts.read(kind, names[0], 0, 0).dtype
+                        empty = torch.zeros(master.numel(), dtype=dtype)  # of its padding it stays so
+                        state[index][kind.removeprefix(prefix)] = parts.fill(empty, kind, held)
             groups = optimizer.state_dict()["param_groups"]
             for group, own in zip(groups, optimizer.param_groups, strict=True):
                 group.update(self._shared(one["parameters"], own["params"], "options") or {})
@@ -141,18 +141,6 @@ class SavedMasters:
                     if isinstance(value, Tensor) and own[key].dtype != value.dtype:
                         # torch gives all state the master's type, which may hold less, or another thing.
                         own[key] = value.to(own[key].device)
-
-
-def _elements(parts: Parts, owned: Owned, prefix: str) -> dict[str, Tensor]:
-    """(n,) of each kind, what the files hold for each element of a master; zeros for its padding."""
-    state: dict[str, Tensor] = {}
-    for kind in sorted(parts.kinds[owned.names[0]]):
-        if kind.startswith(prefix):
-            dtype = parts.read(kind, owned.names[0], 0, 0).dtype
-            whole = state[kind.removeprefix(prefix)] = torch.zeros(owned.numel, dtype=dtype)
-            for one in owned.held:
-                whole[one.at : one.at + one.numel] = parts.read(kind, one.name, one.start, one.end)
-    return state
 
 
 def _masters(optimizer: Optimizer) -> list[Tensor]:

@@ -9,7 +9,6 @@ written and read by the format's own library.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,51 +19,38 @@ from torch import Tensor
 
 from impl.checkpoint.commit import CheckpointError, digest_of, sync
 from impl.checkpoint.manifest import Manifest, file_name
-from impl.plan.shard_layout import Slot, UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a parameter, which begin at element ``at`` of a shard."""
+    """Elements [start, end) of a parameter, and where they lie in a shard, or in a master of it."""
 
-    slot: Slot
+    name: str
     start: int
     end: int
-    at: int
-
-    @property
-    def name(self) -> str:
-        """Of the parameter."""
-        return self.slot.spec.name
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.end - self.start
+    here: slice
 
     def key(self, kind: str) -> str:
         """What it is called in a file."""
         return f"{kind}/{self.name}@{self.start}"
 
 
-def _ranges(geometry: UnitGeometry, low: int, high: int, origin: int) -> Iterator[Range]:
-    """What elements [low, high) of a unit, whose shard begins at ``origin``, hold; padding is nobody's."""
-    for slot in geometry.slots:
-        begin, end = max(slot.offset, low), min(slot.end, high)
-        if begin < end:
-            yield Range(slot, begin - slot.offset, end - slot.offset, begin - origin)
+def ranges(
+    geometry: UnitGeometry, rank: int, span: tuple[int, int] | None = None, *, saved: bool = False
+) -> Iterator[Range]:
+    """What elements [start, end) of a shard hold, by default all; padding is nobody's.
 
-
-def held_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
-    """What ``rank``'s shard holds."""
-    low, high = geometry.bounds(rank)
-    return _ranges(geometry, low, high, low)
-
-
-def saved_ranges(geometry: UnitGeometry, rank: int) -> Iterator[Range]:
-    """What ``rank`` saves: of groups that hold copies of one another, each a part, so nothing twice."""
+    Of groups that hold copies of one another each saves a part, so nothing is ``saved`` twice.
+    """
     first, _ = geometry.bounds(rank)
-    low, high = geometry.own_piece(rank)
-    return _ranges(geometry, first + low, first + high, first)
+    start, end = span or (0, geometry.shard)
+    own, last = geometry.own_piece(rank) if saved else (start, end)
+    low, high = first + max(start, own), first + min(end, last)
+    for slot in geometry.slots:
+        begin, stop = max(slot.offset, low), min(slot.end, high)
+        if begin < stop:
+            here = slice(begin - first - start, stop - first - start)
+            yield Range(slot.spec.name, begin - slot.offset, stop - slot.offset, here)
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
@@ -106,10 +92,9 @@ class Parts:
         self.path, self.manifest = path, manifest
         self.kinds = defaultdict[str, set[str]](set)
         self._starts = defaultdict[tuple[str, str], list[tuple[int, int]]](list)  # and files
+        names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
-            self._files: list[Any] = [
-                safe_open(path / file_name(number), framework="pt") for number in range(len(manifest.files))
-            ]
+            self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None
         for number, file in enumerate(self._files):
@@ -135,19 +120,18 @@ class Parts:
             raise CheckpointError(f"{self.path}: {lacking}")
         return torch.cat(parts) if parts else torch.empty(0)
 
+    def fill(self, whole: Tensor, kind: str, held: Iterable[Range]) -> Tensor:
+        """``whole``, a shard or a master (n,), with what it holds as it was saved.
+
+        Raises:
+            CheckpointError: as :meth:`read`.
+        """
+        for one in held:
+            whole[one.here] = self.read(kind, one.name, one.start, one.end)
+        return whole
+
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
         """What is no range of a parameter in a rank's file, by the rest of its name, after ``kind/``."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}
-
-    def entries(self) -> Iterator[tuple[str, Any]]:
-        """The state dict: fp32 parameters, buffers, and extra states as JSON; whole, one by one."""
-        for name, entry in self.manifest.state.items():
-            if "parameter" in entry:
-                numel = math.prod(entry["shape"])
-                yield name, self.read("weight", entry["parameter"], 0, numel).view(entry["shape"])
-            elif "buffer" in entry:
-                yield name, self._files[0].get_tensor(f"buffer/{name}").clone()
-            else:
-                yield name, entry["extra"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,10 +27,10 @@ from impl.checkpoint.commit import CheckpointError, latest
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.manifest import Manifest, check_names, digest, file_name, read_manifest
 from impl.checkpoint.optimizer_state import SavedMasters
-from impl.checkpoint.resharding import Parts, held_ranges, saved_ranges, write_tensors
+from impl.checkpoint.resharding import Parts, ranges, write_tensors
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
-from impl.errors import ZeroError
+from impl.errors import ZeroError, raised
 from impl.unit.unit import WholeValues
 from impl.zero import Zero
 
@@ -52,20 +52,16 @@ class Loaded(NamedTuple):
     dropped: tuple[str, ...]  # a line each: what this run could not, or was not asked to, take over
 
 
-# All or nothing
-
-
-def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
+def together(wire: Wire, attempt: Callable[[], Any], unlike: str | None = None) -> list[Any]:
     """Run ``attempt`` on this rank, and return what it returned on each; all ranks must call it.
 
     A rank that raised alone would leave the others waiting in their next exchange, so all tell each other how
     it went, in one all-gather of small messages, before any goes on.  It returns something short that JSON
     has.  If it raises on any rank, all raise a CheckpointError: the first rank's, with its number where not
-    all say the same.
+    all say the same.  So they do, in the words ``unlike``, if a rank returns something else than rank 0.
     """
-    failure = None
     try:
-        outcome = json.dumps(attempt())
+        failure, outcome = None, json.dumps(attempt())
     except Exception as error:
         failure, outcome = error, "!" + _line(error)
     data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
@@ -76,6 +72,9 @@ def together(wire: Wire, attempt: Callable[[], Any]) -> list[Any]:
         if words.startswith("!"):
             where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
             raise CheckpointError(where + words[1:]) from failure
+    others = [rank for rank, words in enumerate(outcomes) if words != outcomes[0]]
+    if unlike and others:
+        raise CheckpointError(f"rank {others[0]} {unlike}")
     return [json.loads(words) for words in outcomes]
 
 
@@ -83,11 +82,7 @@ def _line(error: Exception) -> str:
     """One line that says what went wrong."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    words = " ".join(str(error).split()) or "no message"
-    return words if isinstance(error, CheckpointError | ZeroError) else f"{type(error).__name__}: {words}"
-
-
-# Saving
+    return " ".join(str(error).split()) if isinstance(error, CheckpointError | ZeroError) else raised(error)
 
 
 def save(
@@ -122,16 +117,18 @@ def save(
 
     def describe() -> str:
         nonlocal manifest, masters
-        _check_between_steps(zero)
+        zero.hooks.check_finished("save()")
+        if unused := zero.masters.unused_gradients:
+            raise CheckpointError(
+                f"save() with gradients that no optimizer has used, of {unused} masters: they are "
+                "not saved; save after the step of every optimizer, or drop them with model.zero_grad()"
+            )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
         masters = SavedMasters(zero.units, rank, optimizers)
         manifest = _manifest(zero, masters, extra)
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
         return digest(asdict(replace(manifest, state={})))
-
-    def write() -> tuple[int, str]:
-        return write_tensors(partial / file_name(rank), _tensors(zero, masters))
 
     def complete() -> str:
         if rank:
@@ -141,33 +138,17 @@ def save(
             disk.thin(folder, keep)
         return path.name
 
-    words = "another extra, or options of optimizers,"
-    _check_equal(together(wire, describe), f"would save {words} than rank 0: make them equal")
+    options = "another extra, or options of optimizers,"
+    together(wire, describe, f"would save {options} than rank 0: make them equal")
     partial = folder / together(wire, lambda: disk.begin(folder).name if rank == 0 else "")[0]
     try:
-        files = together(wire, write)
+        files = together(wire, lambda: write_tensors(partial / file_name(rank), _tensors(zero, masters)))
         name: str = together(wire, complete)[0]
     except CheckpointError:
         if rank == 0 and partial.exists():
             disk.remove(partial)
         raise
     return folder / name
-
-
-def _check_equal(digests: Sequence[str], words: str) -> None:
-    for rank, other in enumerate(digests):
-        if other != digests[0]:
-            raise CheckpointError(f"rank {rank} {words}")
-
-
-def _check_between_steps(zero: Zero) -> None:
-    """Refuse a moment at which gradients wait to be used: they are not saved."""
-    zero.hooks.check_finished("save()")
-    if unused := zero.masters.unused_gradients:
-        raise CheckpointError(
-            f"save() with gradients that no optimizer has used, of {unused} masters: they are "
-            "not saved; save after the step of every optimizer, or drop them with model.zero_grad()"
-        )
 
 
 def _identity(zero: Zero) -> dict[str, str]:
@@ -210,17 +191,14 @@ def _manifest(zero: Zero, masters: SavedMasters, extra: Any) -> Manifest:
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
     """The entries of its state dict, as the manifest has them, but extra states as they are."""
     own = state.parameter_names(zero.model, zero.units)
-    shapes = {slot.spec.name: slot.spec.shape for unit in zero.units for slot in unit.geometry.slots}
     entries: dict[str, dict[str, Any]] = {}
-    for name, value in zero.model.state_dict(keep_vars=True).items():
-        if name in own:
-            entries[name] = {"parameter": own[name], "shape": list(shapes[own[name]])}
-        elif isinstance(value, nn.Parameter) and not value.numel():  # no unit holds it; another layout's may
-            entries[name] = {"parameter": name, "shape": list(value.shape)}
-        elif isinstance(value, Tensor):
-            entries[name] = {"buffer": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-        else:
+    for name, value in zero.model.state_dict(keep_vars=True).items():  # no unit need hold an empty parameter
+        if not isinstance(value, Tensor):
             entries[name] = {"extra": value}
+        elif name in own or (isinstance(value, nn.Parameter) and not value.numel()):
+            entries[name] = {"parameter": own.get(name, name), "shape": list(value.shape)}
+        else:
+            entries[name] = {"buffer": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     return entries
 
 
@@ -229,8 +207,8 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # of weights that are held as codes, decoding makes a copy
-        for one in saved_ranges(unit.geometry, mesh.rank):
-            yield one.key("weight"), master[one.at : one.at + one.end - one.start]
+        for one in ranges(unit.geometry, mesh.rank, saved=True):
+            yield one.key("weight"), master[one.here]
         codes = unit.master_shard.codes
         if codes is not None and mesh.rank < unit.geometry.shards:  # other groups hold copies
             yield f"codes/{unit.geometry.name}", codes
@@ -241,19 +219,12 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
             yield f"buffer/{name}", held[name]
     for name, value in zero.communication_state().items():
         yield f"codecs/{name}", value
-    for name, value in _random_states(mesh.device).items():
-        yield f"random/{name}", value
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of this process's generators, each as (n,) uint8: torch's, Python's and NumPy's."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  # the one that programs draw from unasked
     text = json.dumps([random.getstate(), [name, np.asarray(keys).tolist(), *rest]])
-    states = {"torch": torch.get_rng_state(), "python": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-    return states if device.type == "cpu" else {**states, "device": torch.cuda.get_rng_state(device)}
-
-
-# Loading
+    yield "random/torch", torch.get_rng_state()
+    yield "random/python", torch.tensor(list(text.encode()), dtype=torch.uint8)
+    if mesh.device.type != "cpu":
+        yield "random/device", torch.cuda.get_rng_state(mesh.device)
 
 
 def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -> Loaded:
@@ -283,13 +254,11 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         zero.check_hidden("load()")
         path = disk.resolve(Path(folder))
         manifest = read_manifest(path)
-        numbers = range(len(manifest.files))
-        manifest.verify(path, numbers, digests=False)
-        manifest.verify(path, numbers[rank::world])  # each rank reads some of them
+        manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank reads some of them
         parts = Parts(path, manifest)
         masters = SavedMasters(zero.units, rank, optimizers)
         try:
-            _check_model(zero, manifest)
+            _check_model(_entries(zero), manifest.state)
             if optimizers:
                 masters.check(manifest.optimizers)
         except CheckpointError as error:
@@ -304,19 +273,17 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
             dropped.append(f"state of {len(parts.manifest.optimizers)} optimizers: not asked for")
         dropped.extend(_take_run(zero, parts))
 
-    _check_equal(together(wire, find), f"sees another checkpoint than rank 0 in {folder}")
+    together(wire, find, f"sees another checkpoint than rank 0 in {folder}")
     together(wire, take)
     return Loaded(from_json(parts.manifest.extra), parts.manifest.step, tuple(dropped))
 
 
-def _check_model(zero: Zero, manifest: Manifest) -> None:
+def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
     """Refuse a checkpoint of another model."""
-    entries = _entries(zero)
-    check_names(entries, manifest.state, "entries of the state dict")
+    check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
-        saved = manifest.state[name]
-        if entry != saved and not state.is_extra(name):  # a fresh model's may be of another form
-            raise CheckpointError(f"{name!r} is {saved} in it, {entry} in the model")
+        if entry != saved[name] and not state.is_extra(name):  # a fresh model's may be of another form
+            raise CheckpointError(f"{name!r} is {saved[name]} in it, {entry} in the model")
 
 
 def _take_weights(zero: Zero, parts: Parts) -> None:
@@ -324,10 +291,8 @@ def _take_weights(zero: Zero, parts: Parts) -> None:
     zero.model.zero_grad()  # of other weights
     for unit in zero.units:
         unit.release()
-        shard = torch.zeros(unit.geometry.shard)
-        for one in held_ranges(unit.geometry, zero.wire.mesh.rank):
-            shard[one.at : one.at + one.end - one.start] = parts.read("weight", one.name, one.start, one.end)
-        WholeValues(unit).load_shard(shard)
+        held, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
+        WholeValues(unit).load_shard(parts.fill(shard, "weight", held))
     own, buffers = zero.model.state_dict(keep_vars=True), parts.tensors(0, "buffer")
     for name, entry in parts.manifest.state.items():
         if "parameter" not in entry:
@@ -363,16 +328,13 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
                 yield f"{what}: {differ[0]}"
     if differ and holding_codes:
         yield f"codes of frozen weights, which were encoded again: {differ[0]}"
-    if len(manifest.files) == mesh.topology.world:
-        _take_random_states(parts.tensors(mesh.rank, "random"), mesh.device)
-    else:
+    if len(manifest.files) != mesh.topology.world:
         yield f"random states of {len(manifest.files)} ranks: here {mesh.topology.world}"
-
-
-def _take_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
+        return
+    states = parts.tensors(mesh.rank, "random")
     torch.set_rng_state(states["torch"])
     (version, keys, last), (name, numbers, *rest) = json.loads(states["python"].numpy().tobytes())
     random.setstate((version, tuple(keys), last))
     np.random.set_state((name, np.array(numbers, dtype=np.uint32), *rest))  # noqa: NPY002
-    if device.type != "cpu" and "device" in states:
-        torch.cuda.set_rng_state(states["device"], device)
+    if mesh.device.type != "cpu" and "device" in states:
+        torch.cuda.set_rng_state(states["device"], mesh.device)

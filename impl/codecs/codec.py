@@ -23,13 +23,12 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
 from impl.codecs.own_object import Law as Law  # noqa: PLC0414
 from impl.codecs.own_object import OwnObject
-from impl.errors import raised
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
@@ -97,6 +96,11 @@ class Raw(_Framed):
 
     def __str__(self) -> str:
         return self.dtype
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale: it has none."""
+        return 1
 
     @property
     def grain(self) -> int:
@@ -380,7 +384,7 @@ class OwnCodec(_Framed):
         return self.given or own_object.imported(FORMATS.get(self.name, self.name))
 
     @property
-    def claimed(self) -> Raw | Blocked | None:
+    def claimed(self) -> BuiltIn | None:
         """The codec of ours that it says it is, bit for bit; None for what is new.
 
         Raises:
@@ -393,29 +397,29 @@ class OwnCodec(_Framed):
             raise CodecError(f"{self.name}: {error}") from None
 
     @property
+    def _contract(self) -> BuiltIn | OwnObject:
+        """What says its sizes and promises: the codec that it claims to be, or its object."""
+        return self.claimed or self.thing
+
+    @property
     def block(self) -> Block:
         """Elements that share a scale, or ``shard``."""
-        if (claimed := self.claimed) is None:
-            return self.thing.block  # type: ignore[no-any-return]  # looked at where it was read
-        return 1 if isinstance(claimed, Raw) else claimed.block
+        return self._contract.block
 
     @property
     def grain(self) -> int:
         """Elements that a shard must be a multiple of."""
-        if (claimed := self.claimed) is not None:
-            return claimed.grain
-        return 1 if self.block == "shard" else self.block
+        return self._contract.grain
 
     @property
     def laws(self) -> frozenset[Law]:
         """What it promises."""
-        claimed = self.claimed
-        return frozenset(Law[law.upper()] for law in self.thing.promised) if claimed is None else claimed.laws
+        return self._contract.laws
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
         """Whether it takes random bits."""
-        return bool(self.thing.stochastic) if (claimed := self.claimed) is None else claimed.stochastic
+        return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
         """Bytes of its object's frame, before padding.
@@ -423,16 +427,9 @@ class OwnCodec(_Framed):
         Raises:
             CodecError: for a number that is no size.
         """
-        if (claimed := self.claimed) is not None:
-            return claimed.frame_bytes(numel)
-        count, where = self.thing.frame_bytes, f"{self.name}: frame_bytes({numel})"
-        assert count is not None  # noqa: S101  # looked at where it was read
-        try:
-            size = count(numel)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit too: it is no end of ours
-            raise CodecError(f"{where} raised {raised(error)}") from error
+        contract, where = self._contract, f"{self.name}: frame_bytes({numel})"
+        with own_object.told(f"{where} raised"):
+            size = contract.frame_bytes(numel)  # type: ignore[misc]  # looked at where it was read
         if not hasattr(size, "__index__") or not 0 <= operator.index(size) < 2**63:
             raise CodecError(f"{where} returned {size!r}, expected an int below 2^63")
         return operator.index(size)
@@ -443,11 +440,8 @@ class OwnCodec(_Framed):
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """What it promises; infinite where it promises none."""
-        if (claimed := self.claimed) is not None:
-            return claimed.error_bound(low, high, out)
-        bound = self.thing.error_bound
-        promised = bound is not None and self.laws & {Law.BOUND, Law.UNBIASED}
-        return float(bound(low, high, out)) if bound is not None and promised else math.inf
+        bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
+        return math.inf if bound is None else float(bound(low, high, out))
 
 
 def own(thing: Any, name: str | None = None) -> OwnCodec:
@@ -469,6 +463,12 @@ Blocked = IntCodec | FloatCodec  # codecs with scales
 BuiltIn = Raw | Blocked
 Codec = BuiltIn | OwnCodec  # what a wire can carry
 
+
+def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
+    """Whether backends have kernels of it: it has scales, or is a published format."""
+    return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
+
+
 FP32: Final = Raw("fp32")
 BF16: Final = Raw("bf16")
 FP16: Final = Raw("fp16")
@@ -481,9 +481,6 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 _OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
-_OPTIONS: Final = re.compile(
-    "(:hadamard(?P<hadamard>[0-9]+))?(?P<stochastic>:stochastic)?(:(?P<left>.*))?", re.DOTALL
-)
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
@@ -537,17 +534,18 @@ def _parsed(text: str) -> Codec:
         if not re.fullmatch("shard|[0-9]+", size):
             raise CodecError(f"block {size!r} is not a number; {_ALLOWED}")
         block = "shard" if size == "shard" else int(size)
-    scheme = rest.pop(0) if bits and rest[:1] in (["asym"], ["clip"]) else ""
-    found = _OPTIONS.fullmatch(":".join(["", *rest]))
-    assert found is not None  # noqa: S101  # what is left matches anything
-    if found["left"] is not None:
-        raise CodecError(f"unknown option {found['left']!r}; {_ALLOWED}")
-    hadamard, stochastic = int(found["hadamard"] or 0), found["stochastic"] is not None
-    if found["hadamard"] and not hadamard:
+    options = ("asym|clip" if bits else "(?!)", "hadamard[0-9]+", "stochastic")  # in this order
+    scheme, rotation, random = (
+        rest.pop(0) if rest and re.fullmatch(option, rest[0]) else "" for option in options
+    )
+    if rest:
+        raise CodecError(f"unknown option {':'.join(rest)!r}; {_ALLOWED}")
+    hadamard = int(rotation.removeprefix("hadamard") or 0)
+    if rotation and not hadamard:
         raise CodecError("hadamard0 rotates nothing; leave it out")
     if kind is not None:
-        return FloatCodec(kind[0], block, kind[1], hadamard, stochastic)
-    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, stochastic, scheme == "clip")
+        return FloatCodec(kind[0], block, kind[1], hadamard, bool(random))
+    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, bool(random), scheme == "clip")
 
 
 def common_grain(*codecs: Codec) -> int:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import HALF_ULP, LARGEST, SMALLEST_NORMAL
-from impl.codecs.reference import pack, random_bits, unpack
+from impl.codecs.reference import float_levels, of_e8m0, pack, random_bits, to_e8m0, unpack
 from impl.codecs.rounding_noise import Noise
 
 _ROOM: Final = 1 + 2.0**-15  # of bounds: fp32 rounds what is divided and multiplied
@@ -171,13 +171,10 @@ def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     return (top / largest).clamp_(min=SMALLEST_NORMAL).masked_fill_(broken, math.nan), broken
 
 
-def _float_table(exponent: int, mantissa: int, least: int) -> tuple[float, ...]:
+def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
     """All values of a small float without infinities, in ascending order, one zero."""
-    normal = [
-        (1 + m / 2**mantissa) * 2.0 ** (e + least) for e in range(2**exponent - 1) for m in range(2**mantissa)
-    ]
-    small = [m / 2**mantissa * 2.0**least for m in range(1, 2**mantissa)]
-    return (*(-v for v in reversed(small + normal)), 0.0, *small, *normal)
+    zero, *positive = float_levels(bits, mantissa, least)
+    return (*(-v for v in reversed(positive)), zero, *positive)
 
 
 class _Microscaled(_Table):
@@ -193,34 +190,31 @@ class _Microscaled(_Table):
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, broken = _scale_of(values, self.table[-1])
-        exponent = ((scale.view(torch.int32) + 0x7FFFFF) >> 23).masked_fill_(broken, 255)
-        power = ((exponent & 0xFF) << 23).view(torch.float32)
-        codes = self.nearest((values / power).masked_fill(broken, 0.0))
-        return codes, exponent.to(torch.uint8), values.new_empty(0)
+        exponent = to_e8m0(scale)
+        codes = self.nearest((values / of_e8m0(exponent)).masked_fill(broken, 0.0))
+        return codes, exponent, values.new_empty(0)
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        exponent = beside.to(torch.int32)
-        power = torch.where(exponent == 255, math.nan, (exponent << 23).view(torch.float32))
-        return self.entries(codes) * power
+        return self.entries(codes) * of_e8m0(beside)
 
 
 class MXFP6E2M3(_Microscaled):
     """See the table above."""
 
-    bits, table = 6, _float_table(2, 3, 0)
+    bits, table = 6, _float_table(6, 3, 0)
 
 
 class MXFP6E3M2(_Microscaled):
     """See the table above."""
 
-    bits, table = 6, _float_table(3, 2, -2)
+    bits, table = 6, _float_table(6, 2, -2)
 
 
 class NVFP4(_Table):
     """See the table above; scales of blocks are rounded to nearest, so that a block's top may saturate."""
 
     bits, size, beside, whole = 4, 16, 1, 4
-    table = _float_table(2, 1, 0)
+    table = _float_table(4, 1, 0)
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign"]
     block = "shard"  # whose scale is everybody's
 

@@ -5,12 +5,13 @@ No torch.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,7 @@ from impl.errors import raised
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _KINDS: Final = ("fp32", "bf16", "fp16")
 _DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
-_seen: Final[list[Path]] = []  # folders whose modules count
-_added: Final[list[str]] = []  # of them, those that were not in sys.path
+_seen: Final[dict[Path, bool]] = {}  # folders whose modules count, and whether they came into sys.path by it
 _names: Final[list[str]] = []  # of modules that were imported
 
 
@@ -38,7 +38,7 @@ class Law(enum.Enum):
     UNBIASED = "the mean over random bits is the value, within 2^-16 of a step"
 
 
-LAWS: Final = [law.name.lower() for law in Law]
+_LAWS: Final = {law.name.lower(): law for law in Law}
 
 
 class CodecError(ValueError):
@@ -59,7 +59,7 @@ class OwnObject:
         encode: (x, frame): writes the frame (F,) uint8 of x (S,); all of it, and nothing beyond it.
         decode: (frame, out): writes the elements (S,) of a frame.
         codec: text form of a codec of ours, which it then claims to be, bit for bit.
-        laws: names of the laws that it promises, as ``["bound", "zero"]`` (:class:`Law`).
+        laws: those that it promises (:class:`Law`), a user's by name, as ``["bound", "zero"]``.
         block: elements that share a scale, or ``"shard"``.
         frame_bytes: (numel): bytes of a frame.
         error_bound: (low, high, out): largest error of finite values in [low, high] of one block, decoded to
@@ -89,37 +89,42 @@ class OwnObject:
     decode_sum_encode: Callable[..., None] | None = None
 
     def __post_init__(self) -> None:
+        if (lacks := next(self._lacks(), None)) is not None:
+            raise OwnObjectError(lacks)
+        if self.codec is None:
+            object.__setattr__(self, "laws", frozenset(_LAWS[_name(law)] for law in self.laws))
+
+    def _lacks(self) -> Iterator[str]:
+        """What is wrong with it, in words."""
         for method in ("encode", "decode"):
             if not callable(getattr(self, method)):
-                raise OwnObjectError(f"has no method {method!r}")
+                yield f"has no method {method!r}"
         kinds = self.kinds
         if not isinstance(kinds, list | tuple) or not kinds or any(kind not in _KINDS for kind in kinds):
-            raise OwnObjectError(f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}")
+            yield f"kinds {kinds!r}: expected a list with some of {', '.join(_KINDS)}"
         if _DEVICE.fullmatch(str(self.device)) is None:
-            raise OwnObjectError(f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number")
+            yield f"device {self.device!r}: expected any, cpu, cuda, or cuda with a number"
         for method in ("decode_sum", "decode_sum_encode"):
             offered = getattr(self, method)
             if offered is not None and not callable(offered):
-                raise OwnObjectError(f"its {method!r} is a {type(offered).__name__}: expected a method")
+                yield f"its {method!r} is a {type(offered).__name__}: expected a method"
             if offered is not None and "fp32" not in kinds:  # a sum is fp32
-                raise OwnObjectError(f"has a method {method!r}, whose sum is fp32: expected fp32 in kinds")
-        if self.codec is None:
-            self._check_new()
-
-    def _check_new(self) -> None:
-        """Refuse what claims no codec of ours and lacks what a new one has."""
+                yield f"has a method {method!r}, whose sum is fp32: expected fp32 in kinds"
+        if self.codec is not None:
+            return
         if not isinstance(self.laws, list | tuple | set | frozenset):
-            raise OwnObjectError(f"has neither 'codec' nor a list 'laws' with some of {', '.join(LAWS)}")
-        if unknown := [word for word in self.promised if word not in LAWS]:
-            raise OwnObjectError(f"unknown law {unknown[0]!r}: expected some of {', '.join(LAWS)}")
+            yield f"has neither 'codec' nor a list 'laws' with some of {', '.join(_LAWS)}"
+        names = [*map(_name, self.laws)]
+        if unknown := [name for name in names if name not in _LAWS]:
+            yield f"unknown law {unknown[0]!r}: expected some of {', '.join(_LAWS)}"
         if not callable(self.frame_bytes):
-            raise OwnObjectError("has no method 'frame_bytes'")
-        if {"bound", "unbiased"} & set(self.promised) and not callable(self.error_bound):
-            raise OwnObjectError("promises bound or unbiased, and has no method 'error_bound'")
-        if "unbiased" in self.promised and not self.stochastic:
-            raise OwnObjectError("promises unbiased, and is not stochastic")
+            yield "has no method 'frame_bytes'"
+        if {"bound", "unbiased"} & {*names} and not callable(self.error_bound):
+            yield "promises bound or unbiased, and has no method 'error_bound'"
+        if "unbiased" in names and not self.stochastic:
+            yield "promises unbiased, and is not stochastic"
         if self.block != "shard" and not (isinstance(self.block, int) and self.block >= 1):
-            raise OwnObjectError(f"block {self.block!r}: expected a number of elements from 1, or 'shard'")
+            yield f"block {self.block!r}: expected a number of elements from 1, or 'shard'"
 
     @property
     def tried_on(self) -> str:
@@ -127,9 +132,14 @@ class OwnObject:
         return "cpu" if self.device == "any" else str(self.device)
 
     @property
-    def promised(self) -> list[str]:
-        """Names of its laws, in lower case."""
-        return [str(getattr(law, "name", law)).lower() for law in self.laws]
+    def grain(self) -> int:
+        """Elements that a shard must be a multiple of."""
+        return 1 if self.block == "shard" else int(self.block)
+
+
+def _name(law: object) -> str:
+    """Of a law, or of one that is given by name."""
+    return str(getattr(law, "name", law)).lower()
 
 
 def is_name(text: str) -> bool:
@@ -140,20 +150,18 @@ def is_name(text: str) -> bool:
 def see(folder: Path) -> None:
     """Add a folder to ``sys.path``, so that its modules can be imported."""
     here = folder.resolve()
-    if here not in _seen:
-        _seen.append(here)
-    if str(here) not in sys.path:
+    if added := str(here) not in sys.path:
         sys.path.append(str(here))
-        _added.append(str(here))
+    _seen[here] = _seen.get(here, False) or added
 
 
 def forget() -> None:
     """Drop the folders, and what was imported by name, as in a process that begins."""
     for name in _names:
         sys.modules.pop(name, None)
-    sys.path[:] = [one for one in sys.path if one not in _added]
-    for known in (_names, _added, _seen):
-        known.clear()
+    sys.path[:] = [one for one in sys.path if not _seen.get(Path(one), False)]
+    _names.clear()
+    _seen.clear()
     imported.cache_clear()
 
 
@@ -165,18 +173,24 @@ def import_object(text: str) -> Any:
     """
     module, _, path = text.partition(":")
     see(Path.cwd())
-    failed = f"cannot import {module!r}"
-    try:
-        if module not in sys.modules:
-            _names.append(module)
+    if module not in sys.modules:
+        _names.append(module)
+    with told(f"{text}: cannot import {module!r}:"):
         thing: Any = importlib.import_module(module)
-        _check_origin(text, module, getattr(thing, "__file__", None))
-        failed = f"{module} has no {path!r}"
+    _check_origin(text, module, getattr(thing, "__file__", None))
+    with told(f"{text}: {module} has no {path!r}:"):
         return operator.attrgetter(path)(thing)
-    except (KeyboardInterrupt, OwnObjectError):
+
+
+@contextlib.contextmanager
+def told(words: str) -> Iterator[None]:
+    """Whatever other people's code raises, SystemExit too, becomes one line of an OwnObjectError."""
+    try:
+        yield
+    except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a module may raise whatever it likes, SystemExit too
-        raise OwnObjectError(f"{text}: {failed}: {raised(error)}") from error
+    except BaseException as error:
+        raise OwnObjectError(f"{words} {raised(error)}") from error
 
 
 def _check_origin(text: str, module: str, file: str | None) -> None:
@@ -208,13 +222,11 @@ def declared(name: str, thing: Any) -> OwnObject:
     Raises:
         OwnObjectError: naming what it lacks, or what it raised.
     """
-    try:
+    with told(f"{name}: raised"):
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]
-        return OwnObject(**{field: getattr(thing, field) for field in names})
+        held = {field: getattr(thing, field) for field in names}
+    try:
+        return OwnObject(**held)
     except OwnObjectError as error:
         raise OwnObjectError(f"{name}: {error}") from None
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # its constructor and properties may raise whatever they like
-        raise OwnObjectError(f"{name}: raised {raised(error)}") from error

@@ -43,7 +43,7 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
 
 def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     """Write the frames (..., F) uint8 of ``x`` (..., S)."""
-    frame = _own_frames(codec, frames, x.shape[-1])
+    frame = frames[..., : codec.own_bytes(x.shape[-1])]  # without our padding
     frames[..., frame.shape[-1] :] = 0
     source = _known(codec, x).clone(memory_format=torch.contiguous_format)
     by_rows(codec.thing.encode, stochastic=codec.stochastic)(source, frame, noise)
@@ -53,17 +53,17 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the elements (..., S) of ``frames`` (..., F) uint8, saturated where ``out`` is narrower."""
     kind = _known(codec, out[..., :0]).dtype
     held = torch.empty(out.shape, dtype=kind, device=out.device)
-    by_rows(codec.thing.decode)(_own_frames(codec, frames, out.shape[-1]).clone(), held)
+    by_rows(codec.thing.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), held)
     largest = torch.finfo(out.dtype).max
     out.copy_(held if kind == out.dtype else torch.where(held.isinf(), held, held.clamp(-largest, largest)))
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Write the fp32 sum (..., S) of ``frames`` (sources, ..., F), in ascending order."""
-    own, function = _own_frames(codec, frames, out.shape[-1]), codec.thing.decode_sum
-    if function is not None:
+    if (function := codec.thing.decode_sum) is not None:
         held = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        rows = own.clone().movedim(0, -2).reshape(-1, own.shape[0], own.shape[-1])  # (rows, sources, F)
+        own = frames[..., : codec.own_bytes(out.shape[-1])].clone()
+        rows = own.movedim(0, -2).reshape(-1, own.shape[0], own.shape[-1])  # (rows, sources, F)
         for row, one in zip(rows, held.view(-1, held.shape[-1]), strict=True):
             function(row, one)
         out.copy_(held)
@@ -83,11 +83,6 @@ def decoded_sha256(codec: OwnCodec) -> str:
     encode(codec, x, frame, Noise((0, 0, 0, 0)) if codec.stochastic else None)
     decode(codec, frame, x)
     return hashlib.sha256(x.cpu().numpy().tobytes()).hexdigest()
-
-
-def _own_frames(codec: OwnCodec, frames: Tensor, numel: int) -> Tensor:
-    """(..., F) uint8 without our padding."""
-    return frames[..., : codec.own_bytes(numel)]
 
 
 def _known(codec: OwnCodec, x: Tensor) -> Tensor:

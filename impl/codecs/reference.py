@@ -482,7 +482,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
     pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
     _zero_padding(frames, codes_end, scales_at)
     stored = scale.squeeze(-1).contiguous()
-    parts = [_e8m0(stored) if codec.scale == "e8m0" else stored]
+    parts = [to_e8m0(stored) if codec.scale == "e8m0" else stored]
     if codec.asymmetric:
         parts.append(low.squeeze(-1).contiguous())
     end = scales_at
@@ -496,9 +496,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
     """The scale of symmetric blocks."""
     scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
-    if codec.scale == "e8m0":  # up to a power of two: nothing saturates
-        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return scale
+    return of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
@@ -521,22 +519,20 @@ def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
     if shift is not None:
         steps = steps + shift
     size = steps.round_().mul_(quantum).abs().clamp_(max=codec.largest)  # exact
-    size = size.nan_to_num(0.0)  # only in broken blocks
-    # The element's pattern: that of fp32 with another bias; below the smallest normal, multiples of
-    # the smallest quantum.
-    normal = (size.view(torch.int32) >> (23 - codec.mantissa)) - (
-        (127 - 1 + codec.smallest_exponent) << codec.mantissa
-    )
-    subnormal = (size / 2.0 ** (codec.smallest_exponent - codec.mantissa)).to(torch.int32)
-    code = torch.where(size >= 2.0**codec.smallest_exponent, normal, subnormal)
+    code = torch.searchsorted(_levels(codec, size.device), size.nan_to_num(0.0))  # NaN only in broken blocks
     sign = ((bits >> 31) & 1) << (codec.bits - 1)
     return (code | sign).to(torch.uint8)
 
 
-def _e8m0(scale: Tensor) -> Tensor:
-    """(...) uint8 exponents of scales that are powers of two; 255 for NaN."""
-    exponents = (scale.view(torch.int32) >> 23) & 0xFF
+def to_e8m0(scale: Tensor) -> Tensor:
+    """(...) uint8 exponents of scales, rounded up to powers of two so that nothing saturates; 255 for NaN."""
+    exponents = ((scale.view(torch.int32) + 0x7FFFFF) >> 23) & 0xFF
     return torch.where(scale.isnan(), 255, exponents).to(torch.uint8)
+
+
+def of_e8m0(exponents: Tensor) -> Tensor:
+    """(...) fp32 scales of E8M0 exponents."""
+    return torch.where(exponents == 255, math.nan, (exponents.to(torch.int32) << 23).view(torch.float32))
 
 
 def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -> Tensor:
@@ -554,8 +550,7 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
         values[..., :numel] = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
     values = values.view(*lead, blocks, block)
     if codec.scale == "e8m0":
-        exponents = frames[..., scales_at : scales_at + blocks].to(torch.int32).unsqueeze(-1)
-        scale = torch.where(exponents == 255, math.nan, (exponents << 23).view(torch.float32))
+        scale = of_e8m0(frames[..., scales_at : scales_at + blocks]).unsqueeze(-1)
     else:
         scale = _floats(frames, scales_at, blocks)
     if codec.asymmetric:  # in halves: q * scale alone may overflow
@@ -572,12 +567,25 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
 
 def _elements(codec: FloatCodec, codes: Tensor) -> Tensor:
     """(...) fp32 values of float codes."""
-    size = (codes & ((1 << (codec.bits - 1)) - 1)).to(torch.int32)
-    exponent, fraction = size >> codec.mantissa, size & ((1 << codec.mantissa) - 1)
-    quantum = exponent.clamp(min=1) + (127 + codec.smallest_exponent - 1 - codec.mantissa)
-    whole = torch.where(exponent > 0, fraction + (1 << codec.mantissa), fraction)
-    value = whole.float() * (quantum << 23).view(torch.float32)
+    value = _levels(codec, codes.device)[(codes & ((1 << (codec.bits - 1)) - 1)).long()]
     return torch.where(codes >> (codec.bits - 1) != 0, -value, value)
+
+
+def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
+    found = float_levels(codec.bits, codec.mantissa, codec.smallest_exponent)
+    return torch.tensor(found, dtype=torch.float32, device=device)
+
+
+def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
+    """What is not negative of a float of so many bits and bits of mantissa, ascending, by its codes.
+
+    ``least`` is the smallest exponent of normal ones; each code is a number, beyond a format's largest too.
+    """
+    size = 1 << mantissa
+    return [
+        (code % size + size * (code >= size)) * 2.0 ** (max(code // size, 1) - 1 + least - mantissa)
+        for code in range(1 << (bits - 1))
+    ]
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
@@ -592,41 +600,33 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     if bits == 8:
         out.copy_(codes)
         return
-    numel, width = codes.shape[-1], math.gcd(8, bits)
-    group = 8 // width  # codes that fill whole bytes, bits * group / 8 of them
-    groups = -(-numel // group)
-    padded = codes.new_zeros((*codes.shape[:-1], groups * group))
-    torch.bitwise_and(codes, (1 << bits) - 1, out=padded[..., :numel])
-    padded = padded.view(*codes.shape[:-1], groups, group)
-    if bits == width:  # 2 and 4: a byte holds whole codes
-        stream = padded[..., 0].clone()
-        for index in range(1, group):
-            stream |= padded[..., index] << (bits * index)
-    else:
-        shifts = torch.arange(0, group * bits, bits, device=codes.device)
-        words = (padded.long() << shifts).sum(dim=-1, keepdim=True)  # at most 8 * 7 = 56 bits
-        byte_shifts = torch.arange(0, group * bits, 8, device=codes.device)
-        stream = ((words >> byte_shifts) & 0xFF).view(*codes.shape[:-1], -1)
-    out.copy_(stream[..., : out.shape[-1]])
+    group = 8 // math.gcd(8, bits)  # codes that fill whole bytes
+    rows = _in_groups(codes & ((1 << bits) - 1), group)
+    stream = codes.new_zeros((group * bits // 8 + 1, *rows.shape[1:]))  # of the last byte nothing is left
+    for index, row in enumerate(rows):
+        byte, shift = divmod(index * bits, 8)
+        stream[byte] |= row << shift
+        if shift + bits > 8:
+            stream[byte + 1] |= row >> (8 - shift)
+    out.copy_(stream[:-1].movedim(0, -1).flatten(-2)[..., : out.shape[-1]])
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
     """(..., S) uint8 codes below 2^bits, a copy, from a bit stream."""
     if bits == 8:
         return packed.clone()
-    width = math.gcd(8, bits)
-    group = 8 // width
-    groups, lead = -(-numel // group), packed.shape[:-1]
-    codes = packed.new_empty((*lead, groups, group))
-    if bits == width:
-        for index in range(group):
-            codes[..., index] = (packed >> (bits * index)) & ((1 << bits) - 1)
-    else:
-        size = group * bits // 8  # bytes of a group
-        stream = packed.new_zeros((*lead, groups * size), dtype=torch.int64)
-        stream[..., : packed.shape[-1]] = packed
-        byte_shifts = torch.arange(0, size * 8, 8, device=packed.device)
-        words = (stream.view(*lead, groups, size) << byte_shifts).sum(dim=-1, keepdim=True)
-        shifts = torch.arange(0, group * bits, bits, device=packed.device)
-        codes.copy_((words >> shifts) & ((1 << bits) - 1))
-    return codes.view(*lead, -1)[..., :numel]
+    group = 8 // math.gcd(8, bits)
+    stream = _in_groups(packed, group * bits // 8)
+    codes = packed.new_empty((group, *stream.shape[1:]))
+    for index, row in enumerate(codes):
+        byte, shift = divmod(index * bits, 8)
+        torch.bitwise_right_shift(stream[byte], shift, out=row)
+        if shift + bits > 8:
+            row.bitwise_or_(stream[byte + 1] << (8 - shift))
+    return codes.bitwise_and_((1 << bits) - 1).movedim(0, -1).flatten(-2)[..., :numel]
+
+
+def _in_groups(row: Tensor, size: int) -> Tensor:
+    """(size, ..., groups): (..., n) cut into groups of ``size``, the last one filled up with zeros."""
+    full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
+    return full.view(*row.shape[:-1], full.shape[-1] // size, size).movedim(-1, 0).contiguous()

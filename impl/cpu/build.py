@@ -1,8 +1,8 @@
 """Builds ``kernels.cpp`` once with the system's compiler, and keeps the library for later processes.
 
 A library's name holds the hash of what made it: sources, flags, compiler and processor (it is built for
-the one it runs on).  Its own hash lies beside it, so that a file cut short is built again rather than
-loaded.  Processes that start at once build one after another: the first builds, the others find it.
+the one it runs on).  It has that name once it is whole and on the disk.  Processes that start at once build
+one after another: the first builds, the others find it.
 """
 
 from __future__ import annotations
@@ -58,19 +58,19 @@ def user_folder() -> Path:
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The shared library, built if ``folder``, which is made if missing, does not hold it whole.
+    """The shared library, built if ``folder``, which is made if missing, does not hold it.
 
     ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` come beside those that
     optimise.  Without a compiler, if it fails, or if the folder cannot be written, it is a BuildError.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
-    if _is_whole(path):
+    if path.exists():
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock"), timeout=_SECONDS):
-            if not _is_whole(path):
+            if not path.exists():
                 _build(command, flags, path)
     except Timeout as problem:
         raise BuildError(
@@ -126,11 +126,9 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     unfinished = path.with_suffix(f".{os.getpid()}")
     try:
         _run([compiler, *_optimization(compiler), *flags, str(SOURCE), "-o", str(unfinished)])
-        _digest_path(path).unlink(missing_ok=True)
-        digest = _digest(unfinished)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
         unfinished.replace(path)
-        unfinished.write_text(digest, encoding="utf-8")
-        unfinished.replace(_digest_path(path))
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -148,18 +146,3 @@ def _run(command: list[str]) -> str:
         first = next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {first.strip()}")
     return done.stdout
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return _digest_path(path).read_text(encoding="utf-8") == _digest(path)
-    except (OSError, UnicodeDecodeError):
-        return False
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _digest_path(path: Path) -> Path:
-    return path.with_suffix(".sha256")

@@ -223,23 +223,16 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
     """What the names of a codec's kernels end with, and how it codes a row; None where it has no kernels."""
-    if isinstance(codec, OwnCodec):
-        if not codec.published:
-            return "", None
+    if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
-    if isinstance(codec, Raw):
+    if isinstance(codec, Raw | OwnCodec):
         return "", None
     return "", _Coding(
         2 if isinstance(codec, FloatCodec) else int(codec.asymmetric),
         codec.bits,
         codec.mantissa if isinstance(codec, FloatCodec) else 0,
         codec.scale == "e8m0",
-        codec.hadamard,
-        codec.stochastic,
-        codec.clipped,
-        codec.block_size(numel),
-        codec.blocks(numel),
-        codec.code_bytes(numel),
-        codec.scales_at(numel),
-        codec.frame_bytes(numel),
+        *(codec.hadamard, codec.stochastic, codec.clipped),
+        *(codec.block_size(numel), codec.blocks(numel)),
+        *(codec.code_bytes(numel), codec.scales_at(numel), codec.frame_bytes(numel)),
     )

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, Raw
+from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, Raw, has_kernels
 from impl.codecs.reference import Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
@@ -223,35 +223,33 @@ class Kernels(Operations):
             self._remember(partial(self._run_again, launch, [*tensors]), "encode", (codec,), x, frames)
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
-            super()._decode(codec, frames, out)
-            return
-        tensors = {"frames": frames, "values": out}
-        sources = frames[None] if isinstance(codec, OwnCodec) else None  # whose kernels sum
-        call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
-        if isinstance(codec, OwnCodec):
-            launch = call.format("decode", codec, out.dtype)
-        elif self._plain(codec):
-            kernel = f"decode<{TYPES[out.dtype]}, {codec.bits}>"
-            launch = call.octets("dequantize.cu", kernel, DECODED, loops=True)
+        if has_kernels(codec):
+            self._add_up("decode", codec, frames, out, frames[None] if isinstance(codec, OwnCodec) else None)
         else:
-            launch = call.octets("dequantize.cu", f"decode_general<{_any(codec)}>")
-        self._launch(launch, [*tensors], "decode", (codec,), frames, out)
+            super()._decode(codec, frames, out)
 
     def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
+        if has_kernels(codec):
+            self._add_up("decode_sum", codec, frames, out, frames)
+        else:
             super()._decode_sum(codec, frames, out)
-            return
-        tensors = {"frames": frames[0], "values": out}
-        call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=frames)
+
+    def _add_up(
+        self, what: str, codec: Blocked | OwnCodec, frames: Tensor, out: Tensor, sources: Tensor | None
+    ) -> None:
+        """Decode ``frames``, or the sum of ``sources``, which kernels of formats have always."""
+        tensors = {"frames": frames if what == "decode" else frames[0], "values": out}
+        call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
+        file = "dequantize.cu"
         if isinstance(codec, OwnCodec):
             launch = call.format("decode", codec, out.dtype)
-        elif self._plain(codec):
-            kernel = f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>"
-            launch = call.octets("dequantize.cu", kernel, loops=True)
+        elif not self._plain(codec):
+            launch = call.octets(file, f"{what}_general<{_any(codec)}>")
+        elif what == "decode":
+            launch = call.octets(file, f"decode<{TYPES[out.dtype]}, {codec.bits}>", DECODED, loops=True)
         else:
-            launch = call.octets("dequantize.cu", f"decode_sum_general<{_any(codec)}>")
-        self._launch(launch, [*tensors], "decode_sum", (codec,), frames, out)
+            launch = call.octets(file, f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>", loops=True)
+        self._launch(launch, [*tensors], what, (codec,), frames, out)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether one launch sums and encodes.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,9 +22,7 @@ from impl.unit.placeholder import Placeholder
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def check_same_start(
-    mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int] = MappingProxyType({})
-) -> None:
+def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int]) -> None:
     """Refuse values that differ between ranks, on all of them; all must call this.
 
     ``parameters`` that are cut already, or have no values, are left out; ``drawn`` has for each of those that

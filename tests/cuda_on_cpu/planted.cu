@@ -50,21 +50,3 @@ __global__ void half_a_warp_shuffles(const Planted a) {
 __global__ void wrong_mask(const Planted a) {
     reinterpret_cast<int*>(a.out)[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, int(threadIdx.x), 1);
 }
-
-// Writes `count` elements, the guard off by one.
-__global__ void one_too_many(const Planted a) {
-    if (i64(threadIdx.x) <= a.count) reinterpret_cast<int*>(a.out)[threadIdx.x] = 1;
-}
-
-// Reads one element behind a shared array.
-__global__ void behind_shared(const Planted a) {
-    __shared__ int held[256];
-    held[threadIdx.x] = int(threadIdx.x);
-    __syncthreads();
-    reinterpret_cast<int*>(a.out)[threadIdx.x] = held[threadIdx.x + 1];
-}
-
-// Shifts by as many bits as there are.
-__global__ void shift_by_width(const Planted a) {
-    reinterpret_cast<int*>(a.out)[threadIdx.x] = 1 << (32 + int(a.count) * 0);
-}

@@ -1,7 +1,7 @@
 """Runs kernels under the address and undefined-behaviour sanitizers; a process of its own.
 
-``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs a covering set of the project's kernels;
-``... FOLDER KERNEL`` runs one of ``planted.cu`` with 100 elements.  A finding ends the process.
+``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs a covering set of the project's kernels.  A finding ends
+the process.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ import itertools
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from impl.codecs.codec import FORMATS, IntCodec, parse
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
-from impl.cuda.launch import Launch
 from tests.cuda_on_cpu import host
 
-PLANTED = Path(__file__).parent / "planted.cu"
-BUGS = ("one_too_many", "behind_shared", "shift_by_width")
 VARIANTS = {
     "quantize.cu": [
         *("encode_held<Fp32, 8, true>", "encode_held<Bf16, 4, false>"),
@@ -83,17 +79,6 @@ def healthy(folder: Path) -> None:
         kernels.decode_sum_encode(first, second, frames, out, numel)
 
 
-def planted(folder: Path, kernel: str) -> None:
-    """One kernel with a bug."""
-    library = host.load(host.build(PLANTED, BUGS, folder, sanitize=True))
-    out = torch.zeros(256 if kernel != "one_too_many" else 100, dtype=torch.int32)
-    arguments = np.array([0, out.data_ptr(), 100])
-    host.call(library, Launch(PLANTED.name, kernel, (1, 1, 1), 256, arguments))
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        planted(Path(sys.argv[1]), sys.argv[2])
-    else:
-        healthy(Path(sys.argv[1]))
+    healthy(Path(sys.argv[1]))
     print("clean")

@@ -3,8 +3,6 @@
 ``python -m tests.golden.record`` writes ``golden.json.gz`` anew.  Do so only in a change that means to
 alter ids, bytes or arithmetic, and say in it which and why: the file is there so that nothing alters them
 unnoticed.
-``python -m tests.golden.record --processes shm`` (or ``backend``) compares ranks that are processes with the
-file instead; it writes nothing.
 
 Everything that a run depends on stands here, models and loops too, so that a change of other tests' models
 leaves the file as it is.  All fields of ``MemoryLimits`` that have come into question as defaults are named.
@@ -12,12 +10,10 @@ leaves the file as it is.  All fields of ``MemoryLimits`` that have come into qu
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gzip
 import json
 import platform
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -170,7 +166,7 @@ def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool, steps: int 
     return {"ledger": ledger, "losses": losses}
 
 
-def all_runs(mesh: Mesh, transport: str = "backend") -> dict[str, Any]:
+def all_runs(mesh: Mesh) -> dict[str, Any]:
     """Every preset in fp32 and bf16 on one rank; on 3x2 also the ragged model, and the combinations."""
     torch.set_num_threads(1)
     asked: list[tuple[str, Policy, bool]] = []
@@ -183,7 +179,7 @@ def all_runs(mesh: Mesh, transport: str = "backend") -> dict[str, Any]:
         asked = [(name, policy, ragged) for name, policy, ragged in asked if name in PRESETS and not ragged]
     return {
         f"{name}, {policy.compute}, {'ragged' if ragged else 'whole blocks'}": run(
-            mesh, transport, policy, ragged=ragged
+            mesh, "backend", policy, ragged=ragged
         )
         for name, policy, ragged in asked
     }
@@ -228,26 +224,11 @@ def load() -> dict[str, Any]:
 
 
 def _main() -> None:
-    from tests.support.ranks import on_processes, on_threads
+    from tests.support.ranks import on_threads
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", choices=["shm", "backend"], help="compare, with ranks as processes")
-    asked = parser.parse_args()
     runs: dict[str, Any] = {}
     for topology in TOPOLOGIES:
-        ranks = (
-            on_processes(topology, all_runs, asked.processes)
-            if asked.processes
-            else on_threads(topology, all_runs)
-        )
-        runs |= merged(topology, ranks)
-    if asked.processes:
-        golden = load()["runs"]
-        differing = [key for key in golden if golden[key] != runs[key]]
-        print(f"{len(golden) - len(differing)} of {len(golden)} runs equal to the bit", *differing, sep="\n")
-        sys.exit(bool(differing))
+        runs |= merged(topology, on_threads(topology, all_runs))
     data = {"machine": fingerprint(), "elsewhere": {}, "trials": trials(), "runs": runs}
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     FILE.write_bytes(gzip.compress(text.encode(), mtime=0))

@@ -101,16 +101,3 @@ def test_a_device_without_kernels_is_refused() -> None:
     """A device of another kind raises, naming it."""
     with pytest.raises(ValueError, match="no kernels for device meta: expected one of cpu, cuda"):
         ops.backend_of(torch.device("meta"))
-
-
-def test_a_sum_encoded_again_equals_its_two_steps() -> None:
-    """decode_sum_encode gives the frames of decode_sum, then encode."""
-    first, second = parse("int8:8"), parse("int4:16:asym")
-    frames = torch.empty(3, 2, first.frame_bytes(40), dtype=torch.uint8)
-    ops.encode(first, torch.randn(3, 2, 40), frames)
-    held, wanted = torch.empty(2, 40), torch.empty(2, second.frame_bytes(40), dtype=torch.uint8)
-    reference.decode_sum(first, frames, held)
-    reference.encode(second, held, wanted)
-    got = torch.empty_like(wanted)
-    ops.decode_sum_encode(first, second, frames, got, 40)
-    assert torch.equal(got, wanted)

@@ -13,10 +13,7 @@ from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.cuda.launch import Launch
 from report.bench.boards import BACKENDS
-from tests.cuda_on_cpu.fixtures import cuda_libraries
 from tests.cuda_on_cpu.host import Host
-
-__all__ = ["cuda_libraries"]
 
 WHOLE = ["encode_held<Fp32, 8, false>", "decode<Fp32, 8>", "decode_sum<8, 4>"]
 FUSED = ["decode_sum_encode<8, 2, 8, false>"]

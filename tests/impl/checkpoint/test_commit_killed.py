@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from harness.cluster.rank_processes import start_server
+from impl.checkpoint.save_load import load, save
+from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
-from tests.impl.checkpoint.killed import main, number_of, numbered, sound
+from impl.zero import shard
 from tests.support.ranks import on_threads
+from tests.support.strategies import EXACT
+from tests.support.training import model
 
-PAIR, ONE = Topology(1, 2), Topology(1, 1)
+PAIR = Topology(1, 2)
 OPERATIONS = ("mkdir", "fsync", "rename", "unlink", "rmdir")  # of the disk
 
 
 class Killed(BaseException):
     """The process is gone: no handler may act on it."""
+
+
+def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> None:
+    """Save a model of which every weight is ``number``."""
+    zero = shard(model(depth=1), mesh=mesh, policy=EXACT)
+    with torch.no_grad():
+        for unit in zero.units:
+            unit.master_shard.master.fill_(number)
+    zero.weights_changed()
+    save(folder, zero, extra=number, keep=keep)
+
+
+def sound(mesh: Mesh, folder: Path) -> int:
+    """Load the newest checkpoint, and make sure that it is whole: the number that it was saved with."""
+    zero = shard(model(depth=1), mesh=mesh, policy=EXACT)
+    number = load(folder, zero).extra
+    weights = [v for name, v in zero.full_state_dict().items() if name != "scale"]
+    assert all(bool((value == number).all()) for value in weights)
+    return int(number)
 
 
 def _stop_before(monkeypatch: pytest.MonkeyPatch, operation: int) -> None:
@@ -65,22 +85,3 @@ def test_a_save_stopped_before_any_operation_leaves_the_one_before(tmp_path: Pat
         assert on_threads(PAIR, sound, folder) == [3, 3]
         assert len(list(folder.iterdir())) == 1
     assert stops > 14  # operations of one save
-
-
-def test_a_process_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """SIGKILL at a random moment of a process that saves all the time."""
-    chance = random.Random(5)
-    before = 0
-    start_server()  # which has imported torch
-    for _ in range(3):
-        child = multiprocessing.get_context("forkserver").Process(target=main, args=(tmp_path,), daemon=True)
-        child.start()
-        while number_of(tmp_path) <= before:
-            assert child.is_alive()
-            time.sleep(0.01)
-        time.sleep(chance.random() * 0.2)
-        child.kill()
-        child.join()
-        (number,) = on_threads(ONE, sound, tmp_path)
-        assert number > before
-        before = number

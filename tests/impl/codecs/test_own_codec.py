@@ -15,9 +15,8 @@ from impl.comm.mesh import Mesh
 from impl.ops import operations_of
 from impl.plan.policy import LossScale, MemoryLimits, PolicyError, preset
 from impl.plan.topology import Topology
-from impl.quantized_collectives import quantized_all_gather
 from impl.zero import shard
-from tests.support.own_codecs import Claims, Claims4, OnGpu, Sixteenths
+from tests.support.own_codecs import Claims4, OnGpu, Sixteenths
 from tests.support.ranks import each_rank, on_threads
 from tests.support.training import model, train
 
@@ -86,19 +85,6 @@ def test_what_is_given_to_read_is_not_written() -> None:
     REFERENCE.decode(codec, frames, out)
     REFERENCE.decode_sum(codec, frames, out[0])
     assert torch.equal(frames, sent)
-
-
-def _gathered(mesh: Mesh, codec: Any) -> torch.Tensor:
-    shard = torch.randn(64, generator=torch.Generator().manual_seed(mesh.rank))  # ranks are threads
-    return quantized_all_gather(shard, codec, mesh=mesh)
-
-
-@pytest.mark.parametrize("codec", [f"{HERE}:Claims", own(Claims())], ids=["named", "given"])
-def test_collectives_carry_it(codec: Any) -> None:
-    """By name or as an object, with the result of the codec that it claims to be."""
-    topology = Topology(2, 2)
-    mine, ours = on_threads(topology, _gathered, codec), on_threads(topology, _gathered, "int8:64")
-    assert all(torch.equal(one, other) for one, other in zip(mine, ours, strict=True))
 
 
 def test_training_is_that_of_the_claimed_codecs() -> None:

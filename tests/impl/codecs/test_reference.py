@@ -101,34 +101,22 @@ def test_rotations_are_hadamards(codec: Blocked, numel: int, seed: int) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_packing_is_exact_for_every_byte(bits: int) -> None:
-    """Every sequence of codes unpacks to itself, exhaustively where the space is small."""
+    """Sequences of codes, whole groups and parts of one, unpack to themselves and are little-endian numbers;
+    short ones of few bits exhaustively.
+    """
     top = 1 << bits
     if bits <= 4:
         sequences = torch.tensor(list(itertools.product(range(top), repeat=3)), dtype=torch.uint8)
     else:
-        values = torch.arange(top, dtype=torch.int32).to(torch.uint8)
-        sequences = torch.stack([values, values.flip(0), values.roll(7), values ^ 1, values], dim=-1)
+        values = torch.arange(top)
+        columns = [(values * odd).roll(odd) % top for odd in (1, 3, 5, 7, 9, 11, 13, 15, 17)]
+        sequences = torch.stack(columns, dim=-1).to(torch.uint8)
     packed = torch.zeros((len(sequences), -(-sequences.shape[1] * bits // 8)), dtype=torch.uint8)
     reference.pack(sequences, bits, packed)
     assert torch.equal(reference.unpack(packed, bits, sequences.shape[1]), sequences)
     words = [sum(int(code) << (i * bits) for i, code in enumerate(row)) for row in sequences[:64]]
     wanted = [list(word.to_bytes(packed.shape[1], "little")) for word in words]
     assert packed[:64].tolist() == wanted
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("rest", [0x00, 0xFF, 0x5A])
-def test_unpacking_is_exact_for_every_byte(bits: int, rest: int) -> None:
-    """Every byte at every place of a group of codes is unpacked and packed again unchanged."""
-    rows = torch.full((bits, 256, bits), rest, dtype=torch.uint8)  # bits bytes hold 8 codes
-    every = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    for place in range(bits):
-        rows[place, :, place] = every
-    codes = reference.unpack(rows, bits, 8)
-    assert int(codes.max()) < 1 << bits
-    again = torch.empty_like(rows)
-    reference.pack(codes, bits, again)
-    assert torch.equal(again, rows)
 
 
 @given(
@@ -145,18 +133,6 @@ def test_batches_and_strides_do_not_matter(codec: Codec, a: int, b: int, numel: 
         row, noise = x[i, j].contiguous(), replace(NOISE, start=400 * i + 80 * j)
         assert torch.equal(frames[i, j], encoded(codec, row, noise))
         assert torch.equal(out[i, j], through(codec, row, noise))
-
-
-@given(codecs, st.integers(1, 5), st.integers(1, 60), st.integers(0, 2**31))
-def test_sum_is_in_ascending_order(codec: Codec, sources: int, numel: int, seed: int) -> None:
-    """The sum over sources equals adding them one by one, in order, in fp32."""
-    x = torch.randn(sources, numel, generator=torch.Generator().manual_seed(seed))
-    out = torch.empty(numel)
-    reference.decode_sum(codec, encoded(codec, x), out)
-    wanted = through(codec, x[0])
-    for row in x[1:]:
-        wanted = wanted + through(codec, row)
-    assert torch.equal(out, wanted)
 
 
 @given(
@@ -185,13 +161,6 @@ def test_a_sum_in_fp16_is_numpys_and_within_its_bound(
     bound = ((1 + 2.0**-11) ** sources - 1) * magnitudes + sources * 2.0**-24
     assert bool((off <= bound)[magnitudes < 65504 / (1 + 2.0**-11) ** sources].all())
     assert not bool(out.isfinite()[terms.abs().amax(0) >= 65520].any())
-
-
-def test_noise_of_other_rows_is_refused() -> None:
-    """With the numbers."""
-    random, frames = parse("int8:4:stochastic"), torch.zeros(2, 32, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"rows \(2,\) need noise with 1 strides, got \(\)"):
-        reference.encode(random, torch.zeros(2, 9), frames, noise=NOISE)
 
 
 @given(st.integers(2, 8), blocks_of_values())

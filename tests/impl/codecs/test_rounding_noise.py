@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harness.laws.adversarial_rows import noises
-from harness.laws.laws import FALSE_ALARM
 from impl.codecs import reference
 from impl.codecs.codec import Blocked, Codec, FloatCodec, parse
 from impl.codecs.rounding_noise import BITS, OCTET, Clock, Key, Noise, Words
@@ -132,15 +131,6 @@ def test_the_clock_keys_what_is_encoded() -> None:
     assert clock.weights("a") != weights
     gradients |= {clock.gradients("a", rank) for rank in (0, 1)}
     assert len(gradients) == 6
-
-
-@given(noises)
-def test_bits_are_fair(noise: Noise) -> None:
-    """Each of an element's 16 bits is set in half of the elements (Hoeffding; false alarm 1e-9)."""
-    draws = 1 << 14
-    bits = reference.random_bits(noise, torch.Size(), draws, torch.device("cpu"))
-    share = torch.stack([bits >> i & 1 for i in range(BITS)]).double().mean(dim=1)
-    assert bool(((share - 0.5).abs() <= math.sqrt(math.log(2 * BITS / FALSE_ALARM) / (2 * draws))).all())
 
 
 @pytest.mark.parametrize(("start", "strides"), [(4, ()), (-8, ()), (0, (12,)), (8, (16, -8))])

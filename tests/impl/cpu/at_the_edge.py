@@ -1,6 +1,7 @@
 """Runs the C++ kernels on tensors that end where the memory of the process does, as a program.
 
-Reading or writing one byte beyond a frame, a row or a carried error ends the process.  With a library built
+Reading or writing one byte beyond a frame, a row or a carried error ends the process, and what lies before
+one is looked at.  With a library built
 with ``-fsanitize=undefined``, so does undefined behaviour.
 """
 
@@ -26,7 +27,7 @@ CODECS = (
     *FORMATS,
 )
 LENGTHS = (1, 7, 16, 33, 255, 2049, 4100)
-KEPT: list[mmap.mmap] = []  # views do not keep their memory
+KEPT: list[tuple[mmap.mmap, Tensor]] = []  # views do not keep their memory; bytes before each
 
 
 def at_the_edge(numel: int, kind: torch.dtype) -> Tensor:
@@ -34,8 +35,8 @@ def at_the_edge(numel: int, kind: torch.dtype) -> Tensor:
     size = numel * kind.itemsize
     whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, whole + mmap.PAGESIZE)
-    KEPT.append(memory)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
+    KEPT.append((memory, flat[: whole - size]))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(flat.data_ptr() + whole), mmap.PAGESIZE, 0) != 0:
         raise OSError(ctypes.get_errno(), "mprotect")
@@ -63,5 +64,7 @@ if __name__ == "__main__":
     for text in CODECS:
         for index, length in enumerate(LENGTHS):
             run(built, parse(text), length, (torch.float32, torch.bfloat16, torch.float16)[index % 3])
+        if any(bool(before.any()) for _, before in KEPT):
+            raise AssertionError(f"{text} writes before the start of a row")
         KEPT.clear()
     print("nothing touched")

@@ -21,13 +21,6 @@ class Alone:
     ran: list[str] = field(default_factory=list)
 
 
-@pytest.fixture(scope="session")
-def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where built libraries are kept."""
-    cache: pytest.Cache | None = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
-    return tmp_path_factory.mktemp("cpu_kernels") if cache is None else cache.mkdir("cpu_kernels")
-
-
 # For any x86 or Arm: the loops that stand beside those for AVX-512.
 PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mprefer-vector-width=512"))
 

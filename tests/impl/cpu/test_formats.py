@@ -28,7 +28,7 @@ from tests.support.strategies import blocks_of_values
 
 TEXTS = list(FORMATS)
 TABLES = {
-    "nvfp4": _float_table(2, 1, 0), "mxfp6e2m3": _float_table(2, 3, 0), "mxfp6e3m2": _float_table(3, 2, -2),
+    "nvfp4": _float_table(4, 1, 0), "mxfp6e2m3": _float_table(6, 3, 0), "mxfp6e3m2": _float_table(6, 2, -2),
     "nf4": _NF4, "spike2": tuple(range(4)), "spike3": tuple(range(8)),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ import torch
 from docs.tables.codecs import SHOWN
 from impl.codecs import reference
 from impl.codecs.codec import IntCodec, Raw, parse
+from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
 from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every backend
@@ -27,24 +28,6 @@ from tests.impl.codecs.properties import (
     use_all,
     without_reference,
 )
-
-
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_product_decides_as_the_division(
-    backend: Backend, bits: int, kind: torch.dtype, *, asymmetric: bool
-) -> None:
-    """Blocks full of ties and of their neighbours are coded as by division."""
-    random = torch.Generator().manual_seed(bits)
-    steps = (1 << bits) - 1 if asymmetric else (1 << (bits - 1)) - 1
-    scale = torch.rand(40, 1, generator=random) * 2.0 ** torch.randint(-120, 110, (40, 1), generator=random)
-    ties = torch.randint(0 if asymmetric else -steps, steps, (40, 512), generator=random) + 0.5
-    ties[:, 0], ties[:, 1] = steps, 0
-    values = (ties * scale).view(torch.int32)
-    values[:, 2:] += torch.randint(-2, 3, (40, 510), generator=random, dtype=torch.int32)
-    x = values.view(torch.float32).clamp(-6e4, 6e4).to(kind)
-    check(backend, IntCodec(bits, 512, asymmetric), x, kind)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -81,45 +64,6 @@ def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
         check(backend, IntCodec(bits, 100, asymmetric=True), x, torch.float32)
 
 
-@pytest.mark.parametrize("sources", range(1, 12))
-@pytest.mark.parametrize("text", ["int8:256", "int4:96:asym", "int3:7", "mxfp4", "int6:64:hadamard64"])
-def test_any_number_of_sources(backend: Backend, text: str, sources: int) -> None:
-    """Sums over any number of sources, taken by fours, twos and ones, are bit-equal."""
-    codec, x = parse(text), torch.randn(sources, 3, 2500)
-    frames = encoded(codec, x)
-    wanted, got = torch.empty(3, 2500), torch.empty(3, 2500)
-    reference.decode_sum(codec, frames, wanted)
-    backend.kernels.decode_sum(codec, frames, got)
-    assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("text", ["fp32", "bf16", "int8:256", "int4:96:asym", "mxfp4", "int6:64:hadamard64"])
-def test_a_job_is_run_again_where_other_tensors_lie(backend: Backend, text: str) -> None:
-    """Of what was worked out for one call only types, shapes and strides are used by the next: four
-    operations on other tensors, whole ones, and strided ones of the same shapes, are the reference's.
-    """
-    codec, numel = parse(text), 2500
-    for step in range(6):
-        x = torch.randn(3, 2, numel) * 2.0**step
-        x = x.transpose(0, 1).contiguous().transpose(0, 1) if step % 2 else x
-        wanted, got = (garbage(codec, x.shape, x.device) for _ in range(2))
-        reference.encode(codec, x, wanted)
-        backend.kernels.encode(codec, x, got)
-        assert torch.equal(got, wanted)
-        out, back = torch.empty_like(x), torch.empty_like(x)
-        reference.decode(codec, wanted, out)
-        backend.kernels.decode(codec, wanted, back)
-        assert same(back, out)
-        total, expected = torch.empty(2, numel), torch.empty(2, numel)
-        reference.decode_sum(codec, wanted, expected)
-        backend.kernels.decode_sum(codec, wanted, total)
-        assert same(total, expected)
-        again, held = (garbage(codec, total.shape, x.device) for _ in range(2))
-        reference.decode_sum_encode(codec, codec, wanted, again, numel)
-        backend.kernels.decode_sum_encode(codec, codec, wanted, held, numel)
-        assert torch.equal(held, again)
-
-
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("numel", [1, 8, 2049, 1_048_577, 2_200_003])
 def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
@@ -151,33 +95,6 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
     reference.decode_sum_encode(first, second, frames, wanted, 70_003)
     backend.kernels.decode_sum_encode(first, second, frames, got, 70_003)
     assert torch.equal(got, wanted)
-
-
-LENGTHS = [
-    *[("int3:8", 1), ("int5:8", 13), ("int7:8", 2049), ("int4:8", 4097), ("int8:8", 31), ("mxfp8", 33)],
-    *[("mxfp4:stochastic", 4097), ("fp8e5m2:64:hadamard32", 77), ("int4:shard:hadamard2", 99)],
-    *[("nvfp4", 20), ("mxfp6e2m3", 20), ("nf4", 65), ("spike3", 129), ("sign1", 96), ("bf16sr", 9)],
-]
-
-
-def test_nothing_beyond_the_frame_is_written(backend: Backend) -> None:
-    """Bytes around each frame and each row stay as they were."""
-    for text, numel in LENGTHS:
-        codec = parse(text)
-        size = codec.frame_bytes(numel)
-        around = torch.full((3, size + 32), 0x5A, dtype=torch.uint8)
-        noise, error = noise_of(codec, torch.Size([3])), torch.full((3, numel + 32), 7.0)
-        carried = reference.Carried(error[:, 16 : 16 + numel])
-        frames = around[:, 16 : 16 + size]
-        backend.kernels.encode(codec, torch.randn(3, numel), frames, noise=noise, carried=carried)
-        assert bool((error[:, :16] == 7.0).all())
-        assert bool((error[:, 16 + numel :] == 7.0).all())
-        values = torch.full((3, numel + 32), 7.0)
-        backend.kernels.decode(codec, around[:, 16 : 16 + size], values[:, 16 : 16 + numel])
-        assert bool((around[:, :16] == 0x5A).all())
-        assert bool((around[:, 16 + size :] == 0x5A).all())
-        assert bool((values[:, :16] == 7.0).all())
-        assert bool((values[:, 16 + numel :] == 7.0).all())
 
 
 @pytest.mark.parametrize("undefined", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -272,6 +189,8 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
             kernels.encode(parse("int8:8:stochastic"), x, frames)
+        with pytest.raises(ValueError, match=r"rows \(16,\) need noise with 1 strides, got \(\)"):
+            kernels.encode(parse("int8:8:stochastic"), x, frames, noise=Noise((1, 2, 3, 4)))
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))

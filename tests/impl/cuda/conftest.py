@@ -9,11 +9,8 @@ import torch
 
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch, on_device
-from tests.cuda_on_cpu.fixtures import cuda_libraries
 from tests.cuda_on_cpu.host import Host
 from tests.impl.codecs.properties import Backend
-
-__all__ = ["backend", "cuda_libraries"]
 
 
 @dataclass

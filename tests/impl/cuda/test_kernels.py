@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
@@ -104,38 +103,6 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
             torch.zeros(2, 2, 2, 2, 48, dtype=torch.uint8),
             noise=Key(0, 0, 0, "", "weights").noise(0, (8, 24, 8, 72)),
         )
-
-
-def test_a_launch_is_repeated_for_tensors_that_differ_in_their_addresses(backend: Backend) -> None:
-    """The same launch again, but for addresses; another alignment, stride or type is laid out anew.
-
-    Results are the reference's each time.
-    """
-    launches: list[Launch] = []
-
-    def run(launch: Launch, device: torch.device) -> None:
-        launches.append(launch)
-        backend.run(launch, device)
-
-    kernels, codec = Kernels(run), parse("int8:32")
-    store = torch.randn(3 * 256 + 4, device=backend.device)
-    nbytes = codec.frame_bytes(256)
-    for start, dtype in ((0, torch.float32), (256, torch.float32), (3, torch.float32), (0, torch.bfloat16)):
-        x = store[start : start + 256].to(dtype)
-        frames, wanted = (torch.zeros(nbytes, dtype=torch.uint8, device=backend.device) for _ in range(2))
-        kernels.encode(codec, x, frames)
-        reference.encode(codec, x, wanted)
-        assert torch.equal(frames, wanted)
-        out, decoded = torch.empty_like(x), torch.empty_like(x)
-        kernels.decode(codec, frames, out)
-        reference.decode(codec, frames, decoded)
-        assert torch.equal(out, decoded)
-        assert launches[-2].arguments["values"]["address"][0] == x.data_ptr()
-        assert launches[-1].arguments["values"]["address"][0] == out.data_ptr()
-        assert launches[-1].arguments["frames"]["address"][0] == frames.data_ptr()
-    first, second, unaligned, _ = launches[::2]
-    assert first.arguments["values"]["vectors"][0] == second.arguments["values"]["vectors"][0] == 1
-    assert unaligned.arguments["values"]["vectors"][0] == 0
 
 
 def test_only_listed_kernels_are_asked_for(backend: Backend) -> None:

@@ -43,8 +43,7 @@ def test_other_parameters_are_told() -> None:
     """A rank that has one more, or one less, is named."""
     one = sums({"w": torch.ones(3)})
     for other in ({}, {**one, "b": 0}):
-        found = differing([one, other])
-        assert "rank 1 " in found
+        assert "rank 1 " in differing([one, other])
 
 
 def _seeded(mesh: Mesh, cut: bool) -> list[str]:
