@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
+from impl.unit.master_shard import sliced
 from impl.unit.unit import Unit, WholeValues
 
 _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
@@ -76,9 +77,10 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
         if isinstance(value, Tensor) and not is_extra(name) and value.shape != state[name].shape:
             raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
     names = {id(value): name for name, value in own.items()}
-    with torch.no_grad():
-        for unit in units:
-            WholeValues(unit).load_masters([state[names[id(parameter)]] for parameter in unit.visible])
+    for unit in units:
+        values = [state[names[id(parameter)]] for parameter in unit.visible]
+        device = unit.master_shard.held.device
+        WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, values, device))
     sharded = parameter_names(model, units)
     for name, value in own.items():
         if name not in sharded:

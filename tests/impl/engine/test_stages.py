@@ -208,8 +208,8 @@ def _under_way(mesh: Mesh, bucket: int) -> tuple[int, int]:
     reductions = zero.units[0].reduction.queue
     start = reductions._start
 
-    def watched(reduction: Any) -> None:
-        start(reduction)
+    def watched() -> None:
+        start()
         seen.append(reductions.elements_under_way)
 
     reductions._start = watched  # type: ignore[method-assign]
