@@ -49,12 +49,10 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
     All ranks must call it, and all get it.
     """
-    state = dict(model.state_dict(keep_vars=True))
-    own = parameter_names(model, units)
+    whole: dict[int, Any] = {}
     for unit in units:
-        values = WholeValues(unit).masters()
-        of = {slot.spec.name: value for slot, value in zip(unit.geometry.slots, values, strict=True)}
-        state |= {name: of[parameter] for name, parameter in own.items() if parameter in of}
+        whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
+    state = {name: whole.get(id(one), one) for name, one in model.state_dict(keep_vars=True).items()}
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in state.items()
@@ -81,9 +79,9 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
         values = [state[names[id(parameter)]] for parameter in unit.visible]
         device = unit.master_shard.held.device
         WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, values, device))
-    sharded = parameter_names(model, units)
+    sharded = {id(parameter) for unit in units for parameter in unit.visible}
     for name, value in own.items():
-        if name not in sharded:
+        if id(value) not in sharded:
             load_entry(model, name, value, state[name])
 
 

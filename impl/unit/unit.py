@@ -28,7 +28,7 @@ from impl.unit.context import MEMORY, UnitContext
 from impl.unit.flat_buffer import FlatBuffer, Holder, InUnit, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
 from impl.unit.master_shard import MasterShard, sliced
-from impl.unit.placeholder import hide, release, restore, unhide
+from impl.unit.placeholder import Placeholder, release, restore
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
@@ -345,8 +345,8 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
                 parameter, placeholder = member.parameter, member.placeholder
-                for holder in member.holders:
-                    held = holder.module._parameters.get(holder.name)  # noqa: SLF001
+                for module, name in member.holders:
+                    held = module._parameters.get(name)  # noqa: SLF001
                     if held is not (parameter if shown else placeholder):
                         raise ZeroError(
                             f"parameter {slot.spec.name!r} was replaced by another object in its module "
@@ -418,7 +418,7 @@ class WholeValues:
         unit.flat.whole[number] = values
         unit.meter.add("gathered", values.nbytes)
         restore(member.placeholder, values)
-        unhide(member.parameter)
+        member.parameter.__class__ = nn.Parameter
         member.parameter.data = values  # whoever took it during a pass
         return member.placeholder
 
@@ -431,7 +431,7 @@ class WholeValues:
         torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
-            hide(member.parameter)
+            member.parameter.__class__ = Placeholder
 
     # Overwriting
 
