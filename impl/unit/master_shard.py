@@ -81,7 +81,7 @@ class MasterShard:
         coded = not geometry.trainable and policy.frozen is not None
         if coded:
             codes = self._host.empty(self._frame, host=placement.shard)
-            self._encode(self.held, codes)
+            ops.encode(self._codec, self.held, codes, noise=self._noise(self._codec))
             self.held = self.codes = codes
         self._meter.add(counted_as("frozen" if coded else "masters", host=placement.shard), self.held.nbytes)
         self.masters: list[tuple[int, nn.Parameter]] = []
@@ -121,7 +121,7 @@ class MasterShard:
             master[start:end] = values
         if self.codes is not None and start < end:
             self.arrival.finish()  # of a copy from them to the device
-            self._encode(master, self.codes)
+            ops.encode(self._codec, master, self.codes, noise=self._noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes with a frame of equal layout and codec.
@@ -147,7 +147,7 @@ class MasterShard:
         """Write this rank's frame to a message."""
         if not self.placement.shard:
             if self.codes is None:
-                self._encode(self.held, frame)
+                ops.encode(self._codec, self.held, frame, noise=self._noise(self._codec))
             else:
                 frame.copy_(self.codes)
             return
@@ -182,7 +182,7 @@ class MasterShard:
             self._meter.add("host_frames", self._encoded.nbytes)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it
-            self._encode(self.held, self._encoded)
+            ops.encode(self._codec, self.held, self._encoded, noise=self._noise(self._codec))
             self._encoded_of = now
         return self._encoded
 
@@ -192,9 +192,6 @@ class MasterShard:
         """
         difference = torch.zeros_like(self.master) if nothing else self.master - copy
         ops.encode(codec, difference, frame, noise=self._noise(codec))
-
-    def _encode(self, master: Tensor, frame: Tensor) -> None:
-        ops.encode(self._codec, master, frame, noise=self._noise(self._codec))
 
     def _noise(self, codec: Codec) -> Noise | None:
         """The random bits of this rank's shard, where ``codec`` rounds at random."""

@@ -109,7 +109,7 @@ class Unit:
 
     def pre_forward(self, phase: Phase) -> None:
         """All-gather the weights before the unit's module runs, and start gathering those that run next."""
-        self._gather(phase, self._passes.schedule.ahead_in_forward)
+        self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
     def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
         """Reshard the weights once the unit's module has run, unless they are to be used again.
@@ -130,13 +130,14 @@ class Unit:
 
     def pre_backward(self) -> None:
         """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
-        self._gather("backward", self._passes.schedule.ahead_in_backward)
+        self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
         if self.geometry.trainable:
             self.reduction.begin_collecting()
 
     def post_backward(self) -> None:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
-        self.release()
+        if written := self.reshard():
+            self.refuse_written(written)
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
 
@@ -152,14 +153,17 @@ class Unit:
         """Whether they are here, or on their way."""
         return self.state is not State.SHARDED
 
-    def _gather(self, phase: Phase, ahead: Sequence[Sequence[int]]) -> None:
-        """All-gather the weights, and start gathering those of the units ``ahead`` of each."""
-        self.start_gather(phase)  # this one first: all ranks post in one order
-        for index in ahead[self.index]:
+    def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
+        """All-gather the weights, and start gathering those of the units ``ahead``, which run next."""
+        current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
+        if not current:
+            self.start_gather(phase)  # this one first: all ranks post in one order
+        for index in ahead:
             unit = self._siblings[index]
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:  # or they pile up
                 unit.start_gather(phase)  # travels while this one computes
-        self.wait()
+        if not current:
+            self.wait()
 
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are here or on their way.
@@ -213,12 +217,6 @@ class Unit:
         elif self.state is State.HIDDEN:
             self.flat.show(gathered=True)
             self.state = State.UNSHARDED
-
-    def all_gather(self, phase: Phase) -> None:
-        """:meth:`start_gather` and :meth:`wait`."""
-        if self.state is not State.UNSHARDED or self.weight_gather.version != self.master_shard.version:
-            self.start_gather(phase)
-            self.wait()
 
     def reshard(self) -> Sequence[str]:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.

@@ -33,7 +33,6 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from impl import ops
 from impl.codecs.codec import Blocked
@@ -150,20 +149,19 @@ class WeightGather:
         self._under_way.post()
         if (stream := self._wire.gathers) is not None:
             flat.attach()  # memory of the computation's stream, which uses it last
-            with self._wire.beside(stream) as self._arrival:
-                self._receive()
+            with self._wire.beside(stream) as arrival:
+                self.finish()
+            self._arrival = arrival
 
     def finish(self) -> None:
-        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5."""
-        if self._arrival is None:
-            self._receive()
-        else:
+        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5.
+
+        Of two planes that of columns in backward, else that of rows.
+        """
+        if self._arrival is not None:
             self._wire.join(self._arrival)
             self._arrival = None
-
-    def _receive(self) -> None:
-        gather = self._under_way
-        if gather is None:  # alone
+        if (gather := self._under_way) is None:  # alone, or received beside the computation
             return
         if gather is self._between or gather is self._difference:
             gather = self._forward_copy(gather)
@@ -171,19 +169,16 @@ class WeightGather:
         if gather is self._again:
             ops.decode(self._kept_codec, rows.view(self._kept), self._flat.attach().as_strided(*self._placed))
         elif not self._in_place:
-            self._decode(rows.view(self._sent), self._flat.attach())
+            frames, flat = rows.view(self._sent), self._flat.attach()
+            columns, plane = self._bands and self._tag.phase == "backward", self._frame // 2
+            if self._bands:
+                frames = frames[..., plane:] if columns else frames[..., :plane]
+            ops.decode(self._codec, frames, flat.as_strided(*self._placed))
+            if columns:
+                for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
+                    turn(shard, bands, self._rows, back=True)
         gather.close()
         self._under_way = None
-
-    def _decode(self, frames: Tensor, flat: Tensor) -> None:
-        """Decode (rank digits..., F) uint8 to ``flat`` (P,); of two planes, in backward, that of columns."""
-        backward, plane = self._tag.phase == "backward", self._frame // 2
-        if self._bands:
-            frames = frames[..., plane:] if backward else frames[..., :plane]
-        ops.decode(self._codec, frames, flat.as_strided(*self._placed))
-        if self._bands and backward:
-            for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
-                turn(shard, bands, self._rows, back=True)
 
     def _forward_copy(self, between: FrameGather) -> FrameGather:
         """Keep what the hops between nodes brought, and post it along the hops inside them."""
