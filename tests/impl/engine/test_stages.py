@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from impl.codecs.codec import FP32, IntCodec, parse
+from impl.codecs.codec import IntCodec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.memory import memory
 from impl.plan.policy import MemoryLimits, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
-from tests.support.history import lived
+from tests.support.history import formula_held, lived
 from tests.support.models import Odd
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes, on_threads
@@ -128,25 +127,17 @@ def test_memory_is_the_formulas_at_every_stage(
         block.up.bias.requires_grad_(requires_grad=False)
     policy = replace(EXACT, stage=stage, memory=replace(ROOMY, prefetch=0), **changes)
     zero = on_threads(Topology(2, 2), train, net, policy, 2, micro_batches)[0][2]
-    units = [unit.geometry for unit in zero.units]
-    formula = memory(policy, Topology(2, 2), units, micro_batches=micro_batches)
-    measured = zero.memory()
-    assert {part: measured.get(part, 0) for part in formula if part != "optimizer"} == {
-        part: size for part, size in formula.items() if part != "optimizer"
-    }
+    formula_held(zero, policy, Topology(2, 2), micro_batches)
 
 
 @each_rank(1, 2)
-def test_a_step_on_gradients_that_were_not_reduced_is_refused(mesh: Mesh) -> None:
-    """An optimizer step after accumulating passes alone says what is missing."""
+def test_gradients_that_were_not_reduced_are_refused_by_the_step(mesh: Mesh) -> None:
+    """A step after accumulating passes alone says what is missing; where each micro-batch is reduced, as at
+    stage 3 by default, accumulating names the setting.
+    """
     history = lived(mesh, NET, replace(EXACT, stage=1), ["accumulate"])
     with pytest.raises(ZeroError, match="run the last micro-batch outside"):
         history.optimizer.step()
-
-
-@each_rank(1, 2)
-def test_accumulating_locally_is_refused_where_each_micro_batch_is_reduced(mesh: Mesh) -> None:
-    """Stage 3 by default adds up in shards; asking for less traffic there names the setting."""
     with pytest.raises(ZeroError, match="reduce_every to 'step'"):
         shard(model(), mesh=mesh, policy=EXACT).accumulate(on=True)
 
@@ -165,7 +156,12 @@ def test_no_more_is_gathered_than_allowed(max_live: int, max_reuse: int) -> None
 
 @pytest.mark.parametrize(("max_reuse", "kept"), [(0, 0), (1, 1), (3000, 2), (10**9, 5)])
 def test_blocks_within_the_reuse_distance_are_gathered_once(max_reuse: int, kept: int) -> None:
-    """The last blocks are gathered in forward alone, as far as max_reuse reaches, and with any the root."""
+    """The last blocks are gathered in forward alone, as far as max_reuse reaches, and with any the root.
+
+    By default, of all presets, it is one block.
+    """
+    assert preset("zeropp").memory == MemoryLimits()
+    assert MemoryLimits().max_reuse == 1
     policy = replace(EXACT, memory=replace(ROOMY, max_reuse=max_reuse))
     zero = on_threads(Topology(1, 2), train, model(depth=5), policy, 1)[0][2]
     rows = zero.wire.ledger.rows()
@@ -173,19 +169,6 @@ def test_blocks_within_the_reuse_distance_are_gathered_once(max_reuse: int, kept
     assert {f"blocks.{i}" for i in range(5 - kept)} <= again
     assert not again & {f"blocks.{i}" for i in range(5 - kept, 5)}
     assert ("root" in again) == (max_reuse == 0)
-
-
-@pytest.mark.parametrize("name", ["zero3", "qwz", "hpz", "zeropp"])
-def test_what_backward_needs_first_is_not_gathered_again_at_once(name: str) -> None:
-    """By default the root and the last block stay from forward to backward; evaluated, and alone, they go."""
-    assert preset(name).memory == MemoryLimits()
-    small = {"weights": parse("int8:32")} if name in ("qwz", "zeropp") else {}
-    policy = preset(name, memory=ROOMY, gradients=(FP32, FP32), **small)
-    zero = on_threads(Topology(2, 2), train, model(depth=3), policy, 1)[0][2]
-    rows = zero.wire.ledger.rows()
-    again = {key.unit for key in rows if (key.phase, key.purpose) == ("backward", "weights")}
-    assert again == {"blocks.0", "blocks.1"}
-    assert not any(unit.gathered for unit in zero.units)
 
 
 @each_rank(1, 2)
