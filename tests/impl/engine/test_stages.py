@@ -217,48 +217,6 @@ def test_small_parameters_are_gathered_once_a_step_and_never_quantised() -> None
     assert sent == booked(zero, purpose="persistent", phase="forward") == 2 * 4 * small.shard  # steps, fp32
 
 
-class _Skipping(nn.Module):
-    """Some blocks bring rank 1 no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, rank: int) -> Tensor:
-        x = self.embed(x)
-        for index, block in enumerate(self.blocks):
-            x = torch.tanh(block(x))
-            x = x.detach() if rank == 1 and index < 2 else x
-        return self.head(x).square().mean()
-
-
-def _skips(mesh: Mesh, policy: Policy) -> float:
-    torch.manual_seed(0)
-    net = _Skipping()
-    wire = Wire(mesh, timeout=20.0)
-    zero = shard(net, mesh=mesh, policy=policy, wire=wire)
-    for _ in range(2):
-        net(torch.ones(2, 16) * (1 + mesh.rank), mesh.rank).backward()
-    wire.check_order()
-    return float(zero.grad_norm())
-
-
-@pytest.mark.parametrize(
-    ("topology", "policy"),
-    [
-        (Topology(2, 2), replace(EXACT, stage=2, group=2)),
-        (Topology(1, 4), replace(EXACT, stage=1, gather="flat", reduce="ring")),
-    ],
-    ids=["groups", "ring"],
-)
-def test_ranks_without_gradients_for_some_units_keep_the_order(topology: Topology, policy: Policy) -> None:
-    """Below stage 3 reductions of several messages go on alike, whichever units bring a rank gradients."""
-    norms = on_processes(topology, _skips, policy)
-    assert len(set(norms)) == 1
-
-
 class _Chooses(nn.Module):
     """Of its blocks it calls one, and another on each rank."""
 
@@ -283,11 +241,23 @@ def _chosen(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("processes", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_may_call_different_blocks_below_stage_3(stage: Stage, processes: bool) -> None:
-    """Each rank another one of six: all gather all in one order, and learn what one process learns."""
+@pytest.mark.parametrize(
+    ("topology", "changes"),
+    [
+        *((Topology(1, 2), {"stage": stage}) for stage in (0, 1, 2)),
+        (Topology(2, 2), {"stage": 2, "group": 2}),
+        (Topology(1, 4), {"stage": 1, "gather": "flat", "reduce": "ring"}),
+    ],
+    ids=str,
+)
+def test_ranks_may_call_different_blocks_below_stage_3(
+    topology: Topology, changes: dict[str, Any], processes: bool
+) -> None:
+    """Each rank another one of six: all gather and reduce all in one order, also in groups and in a ring,
+    whose reductions are several messages, and learn what one process learns.
+    """
     run, net = on_processes if processes else on_threads, model(_Chooses)
-    results = run(Topology(1, 2), _chosen, replace(EXACT, stage=stage))
-    wanted = single(net, 2, 4, optimize=partial(sgd, lr=0.5), loss_of=_choice)
+    results = run(topology, _chosen, replace(EXACT, **changes))
+    wanted = single(net, topology.world, 4, optimize=partial(sgd, lr=0.5), loss_of=_choice)
     assert mean_losses(results) == pytest.approx(wanted, rel=1e-5)
     assert close(results[0][1], dict(net.state_dict()), 1e-4)
