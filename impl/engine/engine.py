@@ -367,13 +367,15 @@ class Zero:
             unit.release()
         state_dict.load_full_state_dict(self.model, self.units, given)
 
-    def _load_state_dict(self, given: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def _load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """What ``model.load_state_dict()`` means: :meth:`load_full_state_dict`, but of values seen whole."""
         if all(len(unit.flat.whole) == len(unit.members) for unit in self.units):
-            return type(self.model).load_state_dict(self.model, given, strict, assign)
+            return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
         if not strict or assign:
             raise ZeroError("load_state_dict() of a sharded model: strict=False and assign=True are not done")
-        self.load_full_state_dict(given)
+        self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
     def memory(self) -> dict[str, int]:
