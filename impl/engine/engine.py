@@ -374,7 +374,7 @@ class Zero:
         if all(len(unit.flat.whole) == len(unit.members) for unit in self.units):
             return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
         if not strict or assign:
-            raise ZeroError("load_state_dict() of a sharded model: strict=False and assign=True are not done")
+            raise ZeroError("load_state_dict() of a sharded model: neither strict=False nor assign=True")
         self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
