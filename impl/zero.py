@@ -34,8 +34,9 @@ from impl.parameters.presharded import drawn, taken_over
 from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.traffic import placements_of
-from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Pool, Reserve, UnitContext
+from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
 from impl.unit.flat_buffer import check_plain
+from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.unit import Unit
 
 __all__ = ["Zero", "ZeroError", "find_blocks", "plan_units", "shard"]
@@ -97,22 +98,23 @@ def shard(
     parameters = dict(model.named_parameters())
     check_same_start(mesh, parameters, drawn(parameters))
     meter = Meter()
-    pool = Pool(DTYPES[policy.compute], mesh.device, meter, "local_gradients")
-    weights = Reserve(DTYPES[policy.compute], mesh.device, meter, "gathered")
+    gradients, weights = (
+        Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")
+    )
     passes = Passes(Schedule.of(policy, geometries))
     host = HostMemory(mesh.device, meter)
-    context = UnitContext(wire, policy, meter, Clock(seed), pool, weights, host, passes)
+    context = UnitContext(wire, policy, meter, Clock(seed), gradients, weights, host, passes)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)
-    external = list(external_to(model))
+    external, queue = list(external_to(model)), ReductionQueue(policy.memory.reduce_bucket)
     units: list[Unit] = []
     placements = placements_of(policy.offload, geometries)
     for draft, geometry, placement in zip(drafts, geometries, placements, strict=True):
         cut = taken_over(geometry, draft.parameters, wire)
-        unit = Unit(geometry, draft.parameters, draft.holders, context, placement, siblings=units, cut=cut)
-        units.append(unit)
+        given = geometry, draft.parameters, draft.holders, context, placement
+        units.append(Unit(*given, siblings=units, queue=queue, cut=cut))
     for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
         unit.reserve()  # the largest first, so that each arena is made once
-    hooks = Hooks(model, units, [draft.module for draft in drafts], context, casts_inputs=casts)
+    hooks = Hooks(model, units, [draft.module for draft in drafts], context, queue, casts_inputs=casts)
     zero = Zero(model, units, context, hooks)
     unit_of = {id(one): unit for draft, unit in zip(drafts, units, strict=True) for one in draft.parameters}
     for module, parameter in external:

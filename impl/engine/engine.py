@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
@@ -58,8 +59,8 @@ class Zero:
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
         # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
-        model.register_load_state_dict_pre_hook(self._refuse_load)  # type: ignore[no-untyped-call]
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]
+        model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
         watch_optimizers(self, self.units)
 
     # Training
@@ -145,8 +146,9 @@ class Zero:
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
         kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
-        secondaries = [unit.weight_gather.secondary for unit in self.units]
-        copies = [secondary.kept() for secondary in secondaries]
+        copies = [
+            unit.weight_gather.secondary.state(unit.master_shard.version, whole=True) for unit in self.units
+        ]
         with self.buffers.restored():
             yield
         self._zero_grad()
@@ -155,8 +157,8 @@ class Zero:
         self._host.copied.clear()
         self._host.copied.update(copied)
         self.forget_gathered()
-        for secondary, copy in zip(secondaries, copies, strict=True):
-            secondary.put_back(copy)
+        for unit, copy in zip(self.units, copies, strict=True):
+            unit.weight_gather.secondary.load(copy, unit.master_shard.version)
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
@@ -196,14 +198,14 @@ class Zero:
         if scaled or max_norm is not None:
             norm = float(self.grad_norm(norm_type)) / self.scaler.scale
             if not math.isfinite(norm):
-                self.forget_overflow()
+                self._forget_overflow()
             factor = self.scaler.factor(norm, max_norm)
             if factor is None:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
                 return Stepped(norm, done=False)
             if factor != 1.0:
-                self.scale_gradients(factor)
+                self.masters.scale_gradients(factor)
         for optimizer in optimizers:
             optimizer.step()
         if norm is not None:
@@ -238,27 +240,12 @@ class Zero:
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
         norm = self.grad_norm(norm_type)
-        if self.policy.feedback is not None:  # looking waits for the device
-            self.overflowed(norm)
-        self.scale_gradients(clip_factor(norm, max_norm).float())
+        if self.policy.feedback is not None and not norm.isfinite():  # looking waits for the device
+            self._forget_overflow()
+        self.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply the masters' gradients, where they are there."""
-        self.masters.scale_gradients(factor)
-
-    def overflowed(self, norm: Tensor | None = None) -> bool:
-        """Whether any rank's gradient holds a NaN or an infinity; the same answer on all ranks.
-
-        If so, the errors that gradient codecs carry are forgotten: they are of gradients that are not
-        used.  ``norm`` is :meth:`grad_norm`'s, where it is known.
-        """
-        overflowed = not bool(torch.isfinite(self.grad_norm() if norm is None else norm))
-        if overflowed:
-            self.forget_overflow()
-        return overflowed
-
-    def forget_overflow(self) -> None:
+    def _forget_overflow(self) -> None:
         """Drop the errors that codecs carry: they are of gradients that are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
@@ -320,8 +307,9 @@ class Zero:
         if self.renewal is not None:
             state["budget"] = self.renewal.state()
         for unit in self.units:
-            copies = unit.weight_gather.secondary.state(unit.master_shard.version)
-            held = unit.reduction.feedback_state() | copies
+            held = unit.weight_gather.secondary.state(unit.master_shard.version)
+            if (errors := unit.reduction.feedback()) is not None:
+                held |= errors.state()
             state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
         return state
 
@@ -355,7 +343,7 @@ class Zero:
         for unit, own, copies in found:
             if (feedback := unit.reduction.feedback()) is not None:
                 feedback.load(own)
-            unit.weight_gather.secondary.load(copies)
+            unit.weight_gather.secondary.load(copies, unit.master_shard.version)
         if self.renewal is not None:
             self.renewal.load(given["budget"])
 
@@ -378,6 +366,17 @@ class Zero:
         for unit in self.units:
             unit.release()
         state_dict.load_full_state_dict(self.model, self.units, given)
+
+    def _load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """What ``model.load_state_dict()`` means: :meth:`load_full_state_dict`, but of values seen whole."""
+        if all(len(unit.flat.whole) == len(unit.members) for unit in self.units):
+            return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
+        if not strict or assign:
+            raise ZeroError("load_state_dict() of a sharded model: neither strict=False nor assign=True")
+        self.load_full_state_dict(state_dict)
+        return _IncompatibleKeys([], [])
 
     def memory(self) -> dict[str, int]:
         """Most bytes that this rank's engine has held, by part (keys of :func:`impl.plan.memory.memory`)."""
@@ -408,13 +407,6 @@ class Zero:
             for number in unit.flat.whole:
                 name = unit.geometry.slots[number].spec.name
                 raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
-
-    def _refuse_load(self, module: nn.Module, *_: Any) -> None:
-        if any(len(unit.flat.whole) < len(unit.members) for unit in self.units):
-            raise ZeroError(
-                f"{type(module).__name__}.load_state_dict() of a sharded model loads nothing: use "
-                "Zero.load_full_state_dict(), or GatheredParameters of all its parameters"
-            )
 
 
 def describe(zero: Zero) -> dict[str, Any]:

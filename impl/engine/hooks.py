@@ -37,13 +37,13 @@ class Hooks:
     Args:
         units: the root's first, then in model order.
         modules: of each unit, the module that it travels with.
+        reductions: of the backward pass under way.
         casts_inputs: whether the model was given in another type than it computes in.
 
     Attributes:
         masters: told when new gradients are there.
         buffers: the model's persistent ones; made equal before a forward pass.
         scaler: of losses; told when a backward pass is over.
-        reductions: of the backward pass under way.
         finished: backward passes so far.
     """
 
@@ -53,15 +53,16 @@ class Hooks:
         units: Sequence[Unit],
         modules: Sequence[nn.Module],
         context: UnitContext,
+        reductions: ReductionQueue,
         *,
         casts_inputs: bool,
     ) -> None:
         self._model, self._units, self._passes = model, units, context.passes
         self._wire, self._weights, self._clock = context.wire, context.weights, context.clock
-        self._check_every, self._bucket = context.policy.order_every, context.policy.memory.reduce_bucket
+        self._gradients, self._reductions = context.gradients, reductions
+        self._check_every, self.finished = context.policy.order_every, 0
         self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
-        self.scaler, self.reductions = LossScaler(context.policy.loss_scale), ReductionQueue()
-        passes, self.finished = context.passes, 0
+        self.scaler, passes = LossScaler(context.policy.loss_scale), context.passes
         self._inputs = DTYPES[context.policy.compute] if casts_inputs else None  # what inputs are cast to
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
@@ -85,12 +86,12 @@ class Hooks:
             if unit.geometry.trainable:
                 for number, member in enumerate(unit.members):
                     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
-                        member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            self._hook(Hooks.collect_gradient, unit.index, number)
-                        )
-                        member.placeholder.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                            self._hook(Hooks.collect_outside, unit.index, number)
-                        )
+                        for leaf, event in (
+                            (member.parameter, Hooks.collect_gradient),
+                            (member.placeholder, Hooks.collect_outside),
+                        ):
+                            hook = self._weakly(event, unit.index, number, needed=True)
+                            leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     # Before a module runs
 
@@ -244,21 +245,23 @@ class Hooks:
     def _follow_order(self) -> None:
         """Reduce gradients in the schedule's order from the next pass on."""
         order = (self._units[index] for index in self._passes.schedule.reduction_order)
-        reductions = [unit.reduction for unit in order if unit.geometry.trainable]
-        self.reductions.follow(reductions, self._bucket)
+        self._reductions.order = [unit.reduction for unit in order if unit.geometry.trainable]
 
     # Backward
 
-    def _hook(
-        self, event: Callable[[Hooks, int, int], None], unit: int, number: int
-    ) -> Callable[[Tensor], None]:
-        """Tells the engine that the gradient of a parameter has arrived."""
+    def _weakly(self, event: Callable[..., None], *what: Any, needed: bool = False) -> Callable[[Any], None]:
+        """A hook of autograd that tells the engine of ``event``, while there is one.
+
+        Raises:
+            ZeroError: in the hook, if one is ``needed`` and gone.
+        """
         engine = weakref.ref(self)
 
-        def arrived(_: Tensor) -> None:
-            if (there := engine()) is None:
+        def arrived(_: Any) -> None:
+            if (there := engine()) is not None:
+                event(there, *what)
+            elif needed:
                 raise ZeroError("a gradient arrived for a sharded model whose engine is gone")
-            event(there, unit, number)
 
         return arrived
 
@@ -273,28 +276,17 @@ class Hooks:
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        engine, left = weakref.ref(self), len(tensors)
-
-        def arrived(_: Tensor) -> None:
-            nonlocal left
-            left -= 1
-            if not left and (there := engine()) is not None:
-                there.post_backward(module)
-
+        # torch's own register_multi_grad_hook() would keep the graph alive, and so the engine.
+        hook = self._weakly(Hooks.post_backward, module, [len(tensors)])
         for tensor in tensors:
-            tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _gather_before(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Gather a block's units again when the gradient of one of its outputs arrives."""
-        engine = weakref.ref(self)
-
-        def arrived(_: Tensor) -> None:
-            if (there := engine()) is not None:
-                there.pre_backward(module)
-
+        hook = self._weakly(Hooks.pre_backward, module)
         for tensor in outputs:
             if tensor.grad_fn is not None:
-                tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def pre_backward(self, module: nn.Module) -> None:
         """The gradient of one of ``module``'s outputs is there."""
@@ -318,12 +310,14 @@ class Hooks:
         if not self._passes.in_backward:
             self._begin_backward()
 
-    def post_backward(self, module: nn.Module) -> None:
-        """The gradients of all inputs of one call of ``module`` are there."""
-        self._calls[module] = self._calls.get(module, 1) - 1
-        if not self._calls[module]:
-            for unit in self._units_of[module]:
-                unit.release()
+    def post_backward(self, module: nn.Module, left: list[int]) -> None:
+        """The gradient of an input of one call of ``module`` is there; of how many it is not is ``left``."""
+        left[0] -= 1
+        if not left[0]:
+            self._calls[module] = self._calls.get(module, 1) - 1
+            if not self._calls[module]:
+                for unit in self._units_of[module]:
+                    unit.release()
 
     def _begin_backward(self) -> None:
         """Have autograd end the pass once it is through: this is its first gradient.
@@ -344,14 +338,13 @@ class Hooks:
     def _end_backward(self) -> None:
         """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
         passes, written = self._passes, list[str]()
-        if not passes.accumulating:
-            self.reductions.start_all()
-        self.reductions.finish()
+        self._reductions.finish(start=not passes.accumulating)
         for unit in self._units:
             if unit.in_use:
                 written += unit.reshard()
             unit.end_backward()
         self._weights.trim()
+        self._gradients.trim()
         self._calls.clear()
         passes.in_backward = False
         self._clock.micro_batch += 1
@@ -420,7 +413,7 @@ class Hooks:
         if self.saved.active:
             self.saved.end()
         self._called_alone = None
-        self.reductions.drop_failed()
+        self._reductions.drop_failed()
         for unit in self._units:
             unit.drop_gradients()
 

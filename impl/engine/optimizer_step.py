@@ -219,7 +219,13 @@ class LossScaler:
             LossScaleError: for an overflow at the smallest scale of a dynamic one.
         """
         if not math.isfinite(norm) and self._setting is not None:
-            self._overflowed(self._setting)
+            self.skipped += 1
+            if self._setting.window:  # a fixed scale stays, and every overflow is a skipped step
+                if self.scale <= self._setting.least:
+                    raise LossScaleError(
+                        f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed"
+                    )
+                self.scale, self._since = max(self.scale / 2.0, self._setting.least), 0
             return None
         factor = 1.0 / self.scale
         if max_norm is not None:
@@ -231,15 +237,6 @@ class LossScaler:
         self._since += 1
         if self._setting is not None and self._setting.window and self._since >= self._setting.window:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
-
-    def _overflowed(self, setting: LossScale) -> None:
-        self.skipped += 1
-        if setting.window:  # a fixed scale stays, and every overflow is a skipped step
-            if self.scale <= setting.least:
-                raise LossScaleError(
-                    f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed"
-                )
-            self.scale, self._since = max(self.scale / 2.0, setting.least), 0
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on with."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
+from impl.unit.master_shard import sliced
 from impl.unit.unit import Unit, WholeValues
 
 _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
@@ -48,12 +49,10 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
     All ranks must call it, and all get it.
     """
-    state = dict(model.state_dict(keep_vars=True))
-    own = parameter_names(model, units)
+    whole: dict[int, Any] = {}
     for unit in units:
-        values = WholeValues(unit).masters()
-        of = {slot.spec.name: value for slot, value in zip(unit.geometry.slots, values, strict=True)}
-        state |= {name: of[parameter] for name, parameter in own.items() if parameter in of}
+        whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
+    state = {name: whole.get(id(one), one) for name, one in model.state_dict(keep_vars=True).items()}
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in state.items()
@@ -76,12 +75,13 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
         if isinstance(value, Tensor) and not is_extra(name) and value.shape != state[name].shape:
             raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
     names = {id(value): name for name, value in own.items()}
-    with torch.no_grad():
-        for unit in units:
-            WholeValues(unit).load_masters([state[names[id(parameter)]] for parameter in unit.visible])
-    sharded = parameter_names(model, units)
+    for unit in units:
+        values = [state[names[id(parameter)]] for parameter in unit.visible]
+        device = unit.master_shard.held.device
+        WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, values, device))
+    sharded = {id(parameter) for unit in units for parameter in unit.visible}
     for name, value in own.items():
-        if name not in sharded:
+        if id(value) not in sharded:
             load_entry(model, name, value, state[name])
 
 

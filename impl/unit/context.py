@@ -42,40 +42,6 @@ class Meter:
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
-class Pool:
-    """Flat buffers of one type, taken and given back: a fresh one costs a page fault every 4 KiB.
-
-    All are counted as ``part``, free ones too.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
-        self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
-        self._free: list[Tensor] = []
-        self._taken: dict[int, Tensor] = {}  # by address: the whole of what was handed out
-
-    def take(self, numel: int) -> Tensor:
-        """(numel,) of any content: of the smallest free buffer that is large enough.
-
-        If none is, the largest free one goes before a fresh one comes.
-        """
-        fits = [buffer for buffer in self._free if buffer.numel() >= numel]
-        if fits:
-            chosen = min(fits, key=Tensor.numel)
-            self._free = [buffer for buffer in self._free if buffer is not chosen]
-        else:
-            if self._free:
-                self._free.sort(key=Tensor.numel)
-                self._meter.add(self._part, -self._free.pop().nbytes)
-            chosen = torch.empty(numel, dtype=self._dtype, device=self._device)
-            self._meter.add(self._part, chosen.nbytes)
-        self._taken[chosen.data_ptr()] = chosen
-        return chosen[:numel]
-
-    def give_back(self, buffer: Tensor) -> None:
-        """What :meth:`take` handed out is free again."""
-        self._free.append(self._taken.pop(buffer.data_ptr()))
-
-
 class Reserve:
     """Flat buffers of one type, by exact size; free ones never raise the most that was in use at once.
 
@@ -230,7 +196,7 @@ class UnitContext:
     policy: Policy
     meter: Meter
     clock: Clock
-    gradients: Pool
+    gradients: Reserve
     weights: Reserve
     host: HostMemory
     passes: Passes

@@ -29,11 +29,10 @@ from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
-from impl.unit.placeholder import Placeholder, hide, keep, keeper_of, release
+from impl.unit.placeholder import Placeholder, keep, keeper_of, release
 
 
-@dataclass(slots=True, eq=False)
-class Holder:
+class Holder(NamedTuple):
     """A module that holds a parameter under a name; tied weights have several."""
 
     module: nn.Module
@@ -43,10 +42,6 @@ class Holder:
     def held(self) -> nn.Parameter | None:
         """What the module sees now."""
         return self.module._parameters.get(self.name)  # noqa: SLF001
-
-    def put(self, parameter: nn.Parameter) -> None:
-        """Let the module see ``parameter``."""
-        self.module._parameters[self.name] = parameter  # noqa: SLF001  # setattr would re-register
 
 
 class Place(NamedTuple):
@@ -87,8 +82,8 @@ class Member:
 
     def put(self, shown: nn.Parameter) -> None:
         """Let all modules that hold it see ``shown``: the parameter or the placeholder."""
-        for holder in self.holders:
-            holder.put(shown)
+        for module, name in self.holders:
+            module._parameters[name] = shown  # noqa: SLF001  # setattr would re-register
 
 
 class FlatBuffer:
@@ -105,7 +100,7 @@ class FlatBuffer:
         whole: by number of a member, its values (shape) while
             :class:`~impl.parameters.gathered.GatheredParameters` shows them.
         used_outside: called with the name of a parameter that is used while modules do not show it;
-            gathers the unit, or refuses.
+            gathers the unit, or refuses.  The engine gives it.
     """
 
     def __init__(
@@ -123,7 +118,7 @@ class FlatBuffer:
             for number, (original, where) in enumerate(zip(originals, holders, strict=True))
         ]
         self.bounds, self.whole = (0, 0), dict[int, Tensor]()
-        self.used_outside: Callable[[str], None] = _refuse_use
+        self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
@@ -140,7 +135,6 @@ class FlatBuffer:
         parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
         release(placeholder, InUnit(self, name, number))
         keep(parameter, InUnit(self, name, number))
-        hide(parameter)
         strides = torch.empty(shape, device="meta").stride()
         place = Place(nowhere.dtype, shape, strides, slot.offset)
         member = Member(parameter, placeholder, holders, place, no_values)
@@ -196,15 +190,15 @@ class FlatBuffer:
             parameter = member.parameter
             parameter.__class__ = nn.Parameter
             marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
-            for holder in member.holders:
-                holder.module._parameters[holder.name] = parameter  # noqa: SLF001
+            for module, name in member.holders:
+                module._parameters[name] = parameter  # noqa: SLF001
 
     def hide(self) -> None:
         """Let modules hold placeholders; whoever took a parameter during a pass asks for its values."""
         for member in self.members:
             member.parameter.__class__ = Placeholder
-            for holder in member.holders:
-                holder.module._parameters[holder.name] = member.placeholder  # noqa: SLF001
+            for module, name in member.holders:
+                module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
         """Names of the parameters that were written in place since :meth:`unhide`, or lie elsewhere now.
@@ -305,11 +299,6 @@ def check_plain(model: nn.Module) -> None:
             raise ZeroError(
                 f"parameter {name!r} is a {type(parameter).__name__}: only plain parameters can be sharded"
             )
-
-
-def _refuse_use(name: str) -> None:
-    """Refuse a use before an engine trains the model."""
-    raise ZeroError(f"parameter {name!r} is used, but no engine trains its model")
 
 
 def _handles(tensor: Tensor) -> int:

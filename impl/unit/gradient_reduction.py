@@ -73,31 +73,22 @@ class Phase(enum.Enum):
     FAILED = enum.auto()
 
 
-_NEXT: Final = (
-    (Phase.IDLE, Phase.COLLECTING),
-    (Phase.IDLE, Phase.READY),  # no gradient will come
-    (Phase.COLLECTING, Phase.READY),
-    (Phase.COLLECTING, Phase.IDLE),  # the pass reduces nothing, or failed
-    (Phase.READY, Phase.REDUCING),
-    (Phase.READY, Phase.IDLE),
-    (Phase.REDUCING, Phase.REDUCED),
-    (Phase.REDUCED, Phase.IDLE),
-    (Phase.FAILED, Phase.IDLE),
-)
 _STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
 
 
 class GradientReduction:
     """The reductions of one unit on one rank; the policy of ``context`` is this unit's own.
 
-    What this rank has collected and not sent lies in a buffer of the pool or, once a message was opened for
-    it, in that message; of one rank, whose mean it is, where the mean lies.
+    What this rank has collected and not sent lies in a buffer of the reserve or, once a message was opened
+    for it, in that message; of one rank, whose mean it is, where the mean lies.
+
+    Args:
+        queue: of the model's reductions, which starts this one in its turn.
 
     Attributes:
         how: along which hops it is reduced, with which codecs.
         elements: of the gradient, padding included.
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
-        queue: starts it in its turn.
     """
 
     def __init__(
@@ -106,14 +97,15 @@ class GradientReduction:
         context: UnitContext,
         master_shard: MasterShard,
         members: Sequence[Member],
+        queue: ReductionQueue,
     ) -> None:
         self._geometry, self._wire, self._passes = geometry, context.wire, context.passes
-        self._pool, self._meter, self._clock = context.gradients, context.meter, context.clock
+        self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
-        self.phase, self.queue, self.missing = Phase.IDLE, ReductionQueue(), set[int]()
+        self.phase, self.queue, self.missing = Phase.IDLE, queue, set[int]()
         self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
-        self._pooled = False  # whether that is of the pool
+        self._reserved = False  # whether that is of the reserve
         self._opened: Exchange | None = None  # the message in which they lie
         self._written: set[int] = set()  # members whose part of it holds something
         self._average: Average | None = None  # while REDUCING
@@ -154,17 +146,6 @@ class GradientReduction:
         missing = f", missing {sorted(self.missing)}" if self.missing else ""
         return f"GradientReduction({self._geometry.name!r}, {self.phase.name}{missing})"
 
-    def _enter(self, phase: Phase) -> None:
-        """Go to another phase, or stay.
-
-        Raises:
-            ZeroError: for one that does not follow.
-        """
-        if phase is not self.phase and (self.phase, phase) not in _NEXT:
-            name = self._geometry.name
-            raise ZeroError(f"the reduction of unit {name!r} goes from {self.phase.name} to {phase.name}")
-        self.phase = phase
-
     # Collecting
 
     def begin_collecting(self) -> None:
@@ -186,14 +167,24 @@ class GradientReduction:
             missing = self.missing
         if len(missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
             self.queue.post_next_hops()
-        if self._flat is None and not self._passes.accumulating:
-            self._open()
         self._add(number, self._members[number].parameter)
         missing.discard(number)
-        if missing:
-            return False
-        self.end_collecting()
-        return True
+        if not missing:
+            self.phase = Phase.READY
+        return not missing
+
+    def collect_outside(self, number: int) -> None:
+        """Take the gradient that arrived at the placeholder of member ``number``.
+
+        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
+        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+
+        Raises:
+            ZeroError: if the unit was reduced in this pass already.
+        """
+        self._refuse_started()
+        self.begin_collecting()
+        self._add(number, self._members[number].placeholder)
 
     def _refuse_started(self) -> None:
         """Refuse a gradient of a unit that this pass has reduced already."""
@@ -204,28 +195,9 @@ class GradientReduction:
                 "in parts, so use_reentrant=False there"
             )
 
-    def _open(self) -> None:
-        """Collect in the message that is sent, if this unit is the next and frames are the elements."""
-        if not self.how.hops and self._in_place:  # one rank: the mean is the gradient
-            self._flat = self._master_shard.place()
-        elif self._collects and self.queue.is_next(self):
-            self._opened = self.how.open_message()
-            self._flat = self._opened.send.view(-1).view(self._dtype)
-            self._meter.add("local_gradients", self._flat.nbytes)
-
-    def _take(self, *, accumulating: bool) -> Tensor:
-        """Collect in (P,) of the pool, at least fp32 if other passes will add to it."""
-        self._pooled = True
-        if accumulating and self._dtype.itemsize < torch.float32.itemsize:
-            items = torch.float32.itemsize // self._dtype.itemsize
-            self._flat = self._pool.take(self.elements * items).view(torch.float32)
-        else:
-            self._flat = self._pool.take(self.elements)
-        return self._flat
-
     def _add(self, number: int, leaf: nn.Parameter) -> None:
         """Move the gradient of ``leaf`` to the place of member ``number``; nothing need be cleared before."""
-        flat = self._take(accumulating=self._passes.accumulating) if self._flat is None else self._flat
+        flat = self._open() if self._flat is None else self._flat
         slot = self._members[number].place
         place = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
@@ -240,6 +212,25 @@ class GradientReduction:
                 self._written.add(number)
             leaf.grad = None
 
+    def _open(self) -> Tensor:
+        """(P,) to collect in: at least fp32 if other passes will add to it, and then of the reserve.
+
+        Else, where that is possible, it is what the optimizer reads, or the message that is sent.
+        """
+        accumulating = self._passes.accumulating
+        if not accumulating and not self.how.hops and self._in_place:  # one rank: the mean is the gradient
+            self._flat = self._master_shard.place()
+        elif not accumulating and self._collects and self.queue.is_next(self):
+            self._opened = self.how.open_message()
+            self._flat = self._opened.send.view(-1).view(self._dtype)
+            self._meter.add("local_gradients", self._flat.nbytes)
+        else:
+            wide = accumulating and self._dtype.itemsize < torch.float32.itemsize
+            items = torch.float32.itemsize // self._dtype.itemsize if wide else 1
+            flat, self._reserved = self._reserve.take(self.elements * items), True
+            self._flat = flat.view(torch.float32) if wide else flat
+        return self._flat
+
     @property
     def held(self) -> bool:
         """Whether local gradients wait to be reduced."""
@@ -247,7 +238,7 @@ class GradientReduction:
 
     def _whole(self) -> Tensor:
         """(P,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
-        flat = self._take(accumulating=False) if self._flat is None else self._flat
+        flat = self._open() if self._flat is None else self._flat
         for start, end in self._gaps:
             flat[start:end].zero_()
         if len(self._written) < len(self._members):
@@ -260,34 +251,16 @@ class GradientReduction:
         """They have been encoded, or belong to the message."""
         if self._flat is not None and self._opened is not None:
             self._meter.add("local_gradients", -self._flat.nbytes)
-        elif self._flat is not None and self._pooled:
-            self._pool.give_back(self._flat)
+        elif self._flat is not None and self._reserved:
+            self._reserve.give_back(self._flat.view(self._dtype))
         self._flat = self._opened = None
-        self._pooled = False
+        self._reserved = False
         self._written.clear()
-
-    def collect_outside(self, number: int, placeholder: nn.Parameter) -> None:
-        """Take the gradient that arrived at a placeholder.
-
-        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
-        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
-
-        Raises:
-            ZeroError: if the unit was reduced in this pass already.
-        """
-        self._refuse_started()
-        self.begin_collecting()
-        self._add(number, placeholder)
-
-    def end_collecting(self) -> None:
-        """Nothing is missing any more, or will come."""
-        self.missing.clear()
-        self._enter(Phase.READY)
 
     def end_pass(self) -> None:
         """The backward pass is over; what it collected without reducing it stays."""
         self.missing.clear()
-        self._enter(Phase.IDLE)
+        self.phase = Phase.IDLE
 
     # Reducing
 
@@ -298,27 +271,24 @@ class GradientReduction:
         return not self.how.replicas and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Hand the gradient over, and post its first hop."""
-        self._enter(Phase.REDUCING)
-        key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
-        try:
-            average = self._average = Average(
-                self.how,
-                self._whole(),
-                key=key,
-                errors=None if self._policy.feedback is None else self.feedback(),
-                opened=self._opened,
-                out=self._master_shard.place() if self._in_place else None,
-            )
-            self._forget()
-            stream, self._arrival = self._wire.reductions, None
-            observed = self._wire.observer or self.how.watcher
-            if stream is not None and average.mean is None and not observed:
-                with self._wire.beside(stream) as self._arrival:
-                    self._take_mean(average.finish())
-        except BaseException:
-            self.phase = Phase.FAILED
-            raise
+        """Hand the gradient over, whatever of it has arrived, and post its first hop."""
+        self.missing.clear()
+        self.phase = Phase.FAILED  # unless it gets through this
+        average = self._average = Average(
+            self.how,
+            self._whole(),
+            key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
+            errors=None if self._policy.feedback is None else self.feedback(),
+            opened=self._opened,
+            out=self._master_shard.place() if self._in_place else None,
+        )
+        self._forget()
+        stream, self._arrival = self._wire.reductions, None
+        observed = self._wire.observer or self.how.watcher
+        if stream is not None and average.mean is None and not observed:
+            with self._wire.beside(stream) as self._arrival:
+                self._take_mean(average.finish())
+        self.phase = Phase.REDUCING
         if average.mean is not None and self._arrival is None:
             self.finish()
 
@@ -334,11 +304,9 @@ class GradientReduction:
         if self.phase is Phase.FAILED:
             raise ZeroError(_INTERRUPTED)
         if self._average is not None and self._arrival is None:
-            try:
-                self._average.post_next_hop()
-            except BaseException:
-                self.phase = Phase.FAILED
-                raise
+            self.phase = Phase.FAILED  # unless it gets through this
+            self._average.post_next_hop()
+            self.phase = Phase.REDUCING
             if self._average.mean is not None:
                 self.finish()
 
@@ -351,16 +319,12 @@ class GradientReduction:
         if self.phase is Phase.FAILED:
             raise ZeroError(_INTERRUPTED)
         if self._average is not None:
-            try:
-                if self._arrival is None:
-                    self._take_mean(self._average.finish())
-                else:
-                    self._wire.join(self._arrival)  # until then the average holds its memory
-            except BaseException:
-                self.phase = Phase.FAILED
-                raise
-            self._average = None
-            self._enter(Phase.REDUCED)
+            self.phase = Phase.FAILED  # unless it gets through this
+            if self._arrival is None:
+                self._take_mean(self._average.finish())
+            else:
+                self._wire.join(self._arrival)  # until then the average holds its memory
+            self._average, self.phase = None, Phase.REDUCED
 
     def _take_mean(self, mean: Tensor) -> None:
         """Let this rank's shard take ``mean`` (S,)."""
@@ -380,9 +344,10 @@ class GradientReduction:
             self._opened.wait()
             self._opened.close()
         self._forget()
-        self._average = None if self.phase is Phase.FAILED else self._average
         self.missing.clear()
-        if self.phase in (Phase.COLLECTING, Phase.READY):
+        if self.phase is Phase.FAILED:
+            self._average = None
+        elif self.phase not in _STARTED:
             self.phase = Phase.IDLE
         self.clear_feedback()
 
@@ -402,11 +367,6 @@ class GradientReduction:
         if self._errors is not None:
             self._errors.clear()
 
-    def feedback_state(self) -> dict[str, Tensor]:
-        """The errors of the gradient codecs, to be loaded again."""
-        errors = self.feedback()
-        return {} if errors is None else errors.state()
-
 
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block; of a user's own nobody knows."""
@@ -418,42 +378,40 @@ def _keeps_zeros(codec: Codec) -> bool:
 
 
 class ReductionQueue:
-    """The reductions of one backward pass after the other."""
+    """The reductions of one backward pass after the other.
 
-    def __init__(self) -> None:
-        self._order: Sequence[GradientReduction] = ()
-        self._bucket = 0
+    Args:
+        bucket: elements that may be under way at once; an earlier reduction is finished before the one that
+            would exceed it begins.
+
+    Attributes:
+        order: of the units that are trained, equal on all ranks: from the next pass on it is kept.
+    """
+
+    def __init__(self, bucket: int) -> None:
+        self.order: Sequence[GradientReduction] = ()
+        self._bucket = bucket
         self._position = 0  # in the order, of the next to be started
         self._under_way: list[GradientReduction] = []  # as they were started
         self._behind = False  # whether one was started since those under way last went on
 
-    def follow(self, order: Sequence[GradientReduction], bucket: int) -> None:
-        """Start reductions in this order, from the next pass on.
-
-        Args:
-            order: of the units that are trained, equal on all ranks.
-            bucket: elements that may be under way at once; an earlier reduction is finished before the one
-                that would exceed it begins.
-        """
-        self._order, self._bucket = order, bucket
-        for reduction in order:
-            reduction.queue = self
-
     def is_next(self, reduction: GradientReduction) -> bool:
         """Whether ``reduction`` is the next to be started."""
-        return self._position < len(self._order) and self._order[self._position] is reduction
+        return self._position < len(self.order) and self.order[self._position] is reduction
 
     def start_ready(self) -> None:
         """Start what has all its gradients, as far as everything before it in the order has been started."""
-        while self._position < len(self._order) and self._order[self._position].phase is Phase.READY:
-            self._start(self._order[self._position])
+        while self._position < len(self.order) and self.order[self._position].phase is Phase.READY:
+            self._start()
 
-    def start_all(self) -> None:
-        """Start what has not been started, whether gradients came or not."""
-        while self._position < len(self._order):
-            reduction = self._order[self._position]
-            reduction.end_collecting()
-            self._start(reduction)
+    def finish(self, *, start: bool) -> None:
+        """Wait for all that are under way, after the start of all others, whether gradients came or not."""
+        while start and self._position < len(self.order):
+            self._start()
+        for reduction in self._under_way:
+            reduction.finish()
+        self._under_way.clear()
+        self._position, self._behind = 0, False
 
     def post_next_hops(self) -> None:
         """Let every reduction under way post its next message, so that no link idles.
@@ -470,21 +428,15 @@ class ReductionQueue:
         """Forget those that were interrupted: their gradients are lost."""
         self._under_way = [one for one in self._under_way if one.phase is not Phase.FAILED]
 
-    def finish(self) -> None:
-        """Wait for all that are under way; the pass is over."""
-        for reduction in self._under_way:
-            reduction.finish()
-        self._under_way.clear()
-        self._position, self._behind = 0, False
-
     @property
     def elements_under_way(self) -> int:
         """Of the gradients whose reduction has begun and not ended."""
         return sum(one.elements for one in self._under_way if one.phase is Phase.REDUCING)
 
-    def _start(self, reduction: GradientReduction) -> None:
-        """Start one, after the others have gone on by a message, within the limit on those under way."""
+    def _start(self) -> None:
+        """Start the next, after the others have gone on by a message, within the limit on those under way."""
         self.post_next_hops()
+        reduction = self.order[self._position]
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:
                 break

@@ -55,7 +55,8 @@ class MasterShard:
         shard: (S,) fp32 this rank's slice of the values.
 
     Attributes:
-        codes: (F,) uint8 this rank's frame of weights that are held as codes; None of others.
+        held: what this rank keeps of its shard: (S,) fp32 masters, or their frame (F,) uint8.
+        codes: that frame, of weights that are held as codes; None of others.
         crosses: whether a gather brings bytes from the host.
         masters: leaf views of the master, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
@@ -71,22 +72,24 @@ class MasterShard:
         self._meter, self._clock = context.meter, context.clock
         self.encode_as(policy.weights)
         self._changes = 0  # of the weights, as far as the engine was told
-        self.codes: Tensor | None = None
-        self._master: Tensor | None = shard.to(MEMORY if placement.shard else mesh.device)  # (S,) fp32
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
         self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
         self._sent_of: tuple[Version, int] | None = None
         self.arrival = Arrival()
+        self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
         coded = not geometry.trainable and policy.frozen is not None
         if coded:
-            self._hold_codes()
+            codes = self._host.empty(self._frame, host=placement.shard)
+            ops.encode(self._codec, self.held, codes, noise=self._noise(self._codec))
+            self.held = self.codes = codes
         self._meter.add(counted_as("frozen" if coded else "masters", host=placement.shard), self.held.nbytes)
-        spans = geometry.spans(mesh.rank) if geometry.trainable else ()
-        self.masters = [
-            (group, nn.Parameter(self.master[start:end], requires_grad=True)) for group, start, end in spans
-        ]
-        self._spans = [(start, end) for _, start, end in spans]
+        self.masters: list[tuple[int, nn.Parameter]] = []
+        self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, and where in the shard they lie
+        for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():
+            master = nn.Parameter(self.held[start:end], requires_grad=True)
+            self.masters.append((group, master))
+            self._spans.append((master, start, end))
         self._mean: Tensor | None = None  # (S,) fp32, accumulated mean gradient
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean on its way to the host
         self._landed: Tensor | None = None  # (S,) where it arrives if it is to be added to another
@@ -96,8 +99,7 @@ class MasterShard:
     @property
     def version(self) -> Version:
         """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
-        held = self._master if self.codes is None else self.codes
-        return self._changes, held._version  # type: ignore[union-attr]  # noqa: SLF001  # the public way warns
+        return self._changes, self.held._version  # noqa: SLF001  # the public way warns
 
     def changed(self) -> None:
         """The weights have new values."""
@@ -106,19 +108,11 @@ class MasterShard:
     @property
     def master(self) -> Tensor:
         """(S,) fp32 this rank's shard of the weights, on the host if offloaded; decoded of codes."""
-        if self._master is not None:
-            return self._master
-        assert self.codes is not None  # noqa: S101  # one of them is there
+        if self.codes is None:
+            return self.held
         master = torch.empty(self._geometry.shard, dtype=torch.float32, device=self.codes.device)
         ops.decode(self._codec, self.codes, master)
         return master
-
-    @property
-    def held(self) -> Tensor:
-        """What this rank keeps of its shard: fp32 masters, or codes."""
-        held = self._master if self.codes is None else self.codes
-        assert held is not None  # noqa: S101  # one of them is there
-        return held
 
     def load_part(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) with ``values`` (end - start,) fp32."""
@@ -126,8 +120,8 @@ class MasterShard:
         with torch.no_grad():
             master[start:end] = values
         if self.codes is not None and start < end:
-            self._master, self.codes = master, None
-            self._hold_codes()
+            self.arrival.finish()  # of a copy from them to the device
+            ops.encode(self._codec, master, self.codes, noise=self._noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes with a frame of equal layout and codec.
@@ -143,12 +137,6 @@ class MasterShard:
         self.arrival.finish()  # of a copy from them to the device
         self.codes.copy_(frame)
 
-    def _hold_codes(self) -> None:
-        """Encode the master once and for all, and let it go."""
-        codes = self._host.empty(self._frame, host=self.placement.shard)
-        self._encode_master(codes)
-        self.codes, self._master = codes, None
-
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
@@ -159,11 +147,11 @@ class MasterShard:
         """Write this rank's frame to a message."""
         if not self.placement.shard:
             if self.codes is None:
-                self._encode_master(frame)
+                ops.encode(self._codec, self.held, frame, noise=self._noise(self._codec))
             else:
                 frame.copy_(self.codes)
             return
-        source, name = self.codes if self.codes is not None else self._kept_frame(), self._geometry.name
+        source, name = self._kept_frame() if self.codes is None else self.codes, self._geometry.name
         if self.placement.frames:
             self._host.copy("to_device", source, frame, "weights", name)
             return
@@ -194,7 +182,7 @@ class MasterShard:
             self._meter.add("host_frames", self._encoded.nbytes)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it
-            self._encode_master(self._encoded)
+            ops.encode(self._codec, self.held, self._encoded, noise=self._noise(self._codec))
             self._encoded_of = now
         return self._encoded
 
@@ -204,9 +192,6 @@ class MasterShard:
         """
         difference = torch.zeros_like(self.master) if nothing else self.master - copy
         ops.encode(codec, difference, frame, noise=self._noise(codec))
-
-    def _encode_master(self, frame: Tensor) -> None:
-        ops.encode(self._codec, self.master, frame, noise=self._noise(self._codec))
 
     def _noise(self, codec: Codec) -> Noise | None:
         """The random bits of this rank's shard, where ``codec`` rounds at random."""
@@ -227,13 +212,9 @@ class MasterShard:
 
     def take(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) fp32 to the masters' gradients; where offloaded, in :meth:`land`."""
-        if self.placement.shard:
-            self._send_home(mean)
-        else:
+        if not self.placement.shard:
             self._accumulate(mean)
-
-    def _send_home(self, mean: Tensor) -> None:
-        """Start copying ``mean`` (S,) to the host; :meth:`land` accumulates it there."""
+            return
         staged = self._host.stage(self._geometry.shard)
         staged.copy_(mean)
         target = self.place()
@@ -259,42 +240,42 @@ class MasterShard:
         if self.fresh:
             if mean is not kept:
                 kept.copy_(mean)
-            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+            for master, start, end in self._spans:
                 master.grad = kept[start:end]
         else:
-            for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
-                if master.grad is None:
-                    master.grad = kept[start:end].zero_()
-                master.grad.add_(mean[start:end])
+            for gradient, start, end in self._gradients():
+                gradient.add_(mean[start:end])
+
+    def _gradients(self) -> Iterator[tuple[Tensor, int, int]]:
+        """The masters' gradients, zeros where there was none, and where in the shard they lie."""
+        kept = self.place()
+        for master, start, end in self._spans:
+            if master.grad is None:
+                master.grad = kept[start:end].zero_()
+            yield master.grad, start, end
 
     def place(self) -> Tensor:
         """(S,) fp32 where the masters' gradients lie."""
         if self._mean is None:
-            if self.placement.shard:
-                self._mean = self._host.empty(self._geometry.shard, torch.float32).zero_()
-            else:
-                self._mean = torch.zeros(self._geometry.shard, device=self._mesh.device)
-            self._meter.add(counted_as("gradients", host=self.placement.shard), self._mean.nbytes)
+            numel, host = self._geometry.shard, self.placement.shard
+            self._mean = self._host.empty(numel, torch.float32, host=host).zero_()
+            self._meter.add(counted_as("gradients", host=host), self._mean.nbytes)
         return self._mean
 
     def mean_gradient(self) -> Tensor | None:
         """(S,) fp32 accumulated mean gradient of this rank's shard, None before the first."""
-        if self._mean is None or self.fresh:
-            return None
-        return self._mean
+        return None if self.fresh else self._mean
 
     def own_gradients(self) -> Iterator[Tensor]:
         """Parts of the masters' gradients that no other rank counts, in a norm over all ranks."""
         low, high = self._geometry.own_piece(self._mesh.rank)
-        for (_, master), (start, end) in zip(self.masters, self._spans, strict=True):
+        for master, start, end in self._spans:
             first, last = max(start, low), min(end, high)
             if master.grad is not None and first < last:
                 yield master.grad[first - start : last - start]
 
     def load_gradient(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
-        kept = self.place()
-        for (_, master), (first, last) in zip(self.masters, self._spans, strict=True):
-            if master.grad is None:
-                master.grad = kept[first:last].zero_()
-        kept[start:end] = values
+        for _ in self._gradients():
+            pass  # zeros where there was none
+        self.place()[start:end] = values

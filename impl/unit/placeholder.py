@@ -109,18 +109,12 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Let ``keeper`` be asked whenever :func:`hide` has hidden the values of ``parameter``."""
+    """Hide the values of ``parameter``, whose memory stays: from here on ``keeper`` is asked for them.
+
+    They are shown, and hidden again, by the class of ``parameter``.
+    """
     _keepers[parameter] = keeper
-
-
-def hide(parameter: nn.Parameter) -> None:
-    """Values of a :func:`keep`-ed parameter are not to be used: its keeper is asked; its memory stays."""
     parameter.__class__ = Placeholder
-
-
-def unhide(parameter: nn.Parameter) -> None:
-    """End what :func:`hide` began."""
-    parameter.__class__ = nn.Parameter
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
@@ -129,8 +123,7 @@ def release(parameter: nn.Parameter, keeper: Keeper) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, seen everywhere: what reads past the keeper is loud, what writes is refused by torch.
         parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-    _keepers[parameter] = keeper
-    parameter.__class__ = Placeholder
+    keep(parameter, keeper)
 
 
 def restore(parameter: nn.Parameter, values: Tensor) -> None:

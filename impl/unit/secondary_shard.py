@@ -19,8 +19,8 @@ weights that were gathered and are gathered anew unchanged differ by nothing, so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version, counted_as
 
-_ANY: Final = -1  # in place of torch's count of a master: of its values, whatever they are
 Change = Literal["stepped", "loaded", "unchanged"]
 """Why weights are gathered anew: an optimizer stepped them, they were written otherwise, or nothing did."""
 
@@ -142,7 +141,7 @@ class SecondaryShard:
 
     def settled(self, version: Version) -> bool:
         """Whether the copies are of the master's values already, though it is of another ``version``."""
-        return self._settled in (version[1], _ANY)
+        return self._settled == version[1]
 
     def _values(self) -> Tensor:
         """(copies, S) the weights that are kept."""
@@ -162,17 +161,19 @@ class SecondaryShard:
         kept.copy_(sums.add_(kept))
         self._version, self._settled = version, version[1]
 
-    def state(self, version: Version) -> dict[str, Tensor]:
+    def state(self, version: Version, *, whole: bool = False) -> dict[str, Tensor]:
         """This rank's own shard of the copy, to be loaded again; nothing where no difference is sent.
 
         ``begun`` has a second number: whether the copy is of the master's values, whose ``version`` is given.
+        With ``whole`` it is all copies, if they are here, which then need not be gathered.
         """
         if self._differences is None or self.begun is None:
             return {}
-        return {"copy": self.own().clone(), "begun": torch.tensor([self.begun, self.settled(version)])}
+        copy = self._values() if whole and not self.pending else self.own()
+        return {"copy": copy.clone(), "begun": torch.tensor([self.begun, self.settled(version)])}
 
-    def check_state(self, state: dict[str, Tensor]) -> None:
-        """Refuse what :meth:`state` does not give.
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse what :meth:`state` does not give of this rank's own shard.
 
         Raises:
             ZeroError: naming what differs.
@@ -183,28 +184,16 @@ class SecondaryShard:
         if held is None or (state["copy"].shape, state["copy"].dtype) != (held.shape, held.dtype):
             raise ZeroError(f"unit {self._unit!r}: {', '.join(sorted(state))} is no state of its copy")
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`state` gave on the same rank; the other ranks' shards are gathered next."""
+    def load(self, state: Mapping[str, Tensor], version: Version) -> None:
+        """Take over what :meth:`state` gave on the same rank of the weights that are now of ``version``."""
         self._version, self.begun, self._settled, self.pending = None, None, None, False
         if state:
-            self.own().copy_(state["copy"])
+            self.pending = state["copy"].dim() == 1  # the other ranks' shards are gathered next
+            (self.own() if self.pending else self._values()).copy_(state["copy"])
             self.begun, settled = map(int, state["begun"])
-            self._settled, self.pending = _ANY if settled else None, True
+            self._settled = version[1] if settled else None
 
     def fill(self, received: Tensor) -> None:
         """Take over the copies (n, k * K) uint8 of which this rank had its own shard's alone."""
         self._room().view(received.shape).copy_(received)
         self.pending = False
-
-    def kept(self) -> tuple[Tensor, int, int | None, bool] | None:
-        """A copy of all that differences begin with, for :meth:`put_back`; None where there is nothing."""
-        if self._differences is None or self.begun is None:
-            return None
-        return self._room().clone(), self.begun, self._settled, self.pending
-
-    def put_back(self, kept: tuple[Tensor, int, int | None, bool] | None) -> None:
-        """Be as when :meth:`kept` was called, but that all is gathered anew."""
-        self._version, self.begun, self._settled, self.pending = None, None, None, False
-        if kept is not None:
-            copies, self.begun, self._settled, self.pending = kept
-            self._room().copy_(copies)

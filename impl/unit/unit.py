@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,9 @@ from impl.plan.topology import Axis
 from impl.plan.traffic import ON_DEVICE, Phase, Placement, Tag
 from impl.unit.context import MEMORY, UnitContext
 from impl.unit.flat_buffer import FlatBuffer, Holder, InUnit, Member, check_hooks
-from impl.unit.gradient_reduction import GradientReduction
-from impl.unit.master_shard import MasterShard, Version, sliced
-from impl.unit.placeholder import hide, release, restore, unhide
+from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
+from impl.unit.master_shard import MasterShard, sliced
+from impl.unit.placeholder import Placeholder, release, restore
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
@@ -50,17 +49,6 @@ class State(enum.Enum):
     HIDDEN = enum.auto()
 
 
-_NEXT: Final = (
-    (State.SHARDED, State.GATHERING),
-    (State.GATHERING, State.UNSHARDED),
-    (State.GATHERING, State.SHARDED),  # it was interrupted
-    (State.UNSHARDED, State.HIDDEN),
-    (State.UNSHARDED, State.SHARDED),
-    (State.HIDDEN, State.UNSHARDED),
-    (State.HIDDEN, State.SHARDED),
-)
-
-
 class Unit:
     """One unit on one rank.
 
@@ -69,6 +57,7 @@ class Unit:
         holders: for each of them, the modules that hold it.
         placement: what of it lies in host memory.
         siblings: all units of the model in their order, this one the next; filled as they are made.
+        queue: of the model's reductions.
         cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
 
     Attributes:
@@ -84,6 +73,7 @@ class Unit:
         placement: Placement = ON_DEVICE,
         *,
         siblings: Sequence[Unit],
+        queue: ReductionQueue,
         cut: Tensor | None = None,
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
@@ -94,12 +84,11 @@ class Unit:
         device = MEMORY if placement.shard else mesh.device
         shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
         self.master_shard = MasterShard(geometry, own, placement, shard)
-        self.weight_gather = WeightGather(geometry, own, self.master_shard)
         self.flat = FlatBuffer(geometry, own, originals, holders)
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
-        self.reduction = GradientReduction(geometry, own, self.master_shard, self.members)
+        self.weight_gather = WeightGather(geometry, own, self.master_shard, self.flat)
+        self.reduction = GradientReduction(geometry, own, self.master_shard, self.members, queue)
         self.state = State.SHARDED
-        self._version: Version | None = None  # of the weights that were last gathered
         self._stays = self.policy.stage < 3  # gathered until the weights change
 
     def __repr__(self) -> str:
@@ -120,10 +109,7 @@ class Unit:
 
     def pre_forward(self, phase: Phase) -> None:
         """All-gather the weights before the unit's module runs, and start gathering those that run next."""
-        self.start_gather(phase)  # this one first: all ranks post in one order
-        for ahead in self._passes.schedule.ahead_in_forward[self.index]:
-            self._siblings[ahead].gather_ahead(phase)  # travels while this one computes
-        self.wait()
+        self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
     def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
         """Reshard the weights once the unit's module has run, unless they are to be used again.
@@ -144,16 +130,14 @@ class Unit:
 
     def pre_backward(self) -> None:
         """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
-        self.start_gather("backward")
-        for ahead in self._passes.schedule.ahead_in_backward[self.index]:
-            self._siblings[ahead].gather_ahead("backward")
-        self.wait()
+        self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
         if self.geometry.trainable:
             self.reduction.begin_collecting()
 
     def post_backward(self) -> None:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
-        self.release()
+        if written := self.reshard():
+            self.refuse_written(written)
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
 
@@ -169,10 +153,17 @@ class Unit:
         """Whether they are here, or on their way."""
         return self.state is not State.SHARDED
 
-    def gather_ahead(self, phase: Phase) -> None:
-        """Start the all-gather before the unit's module runs: as long as those not used do not pile up."""
-        if self.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
-            self.start_gather(phase)
+    def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
+        """All-gather the weights, and start gathering those of the units ``ahead``, which run next."""
+        current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
+        if not current:
+            self.start_gather(phase)  # this one first: all ranks post in one order
+        for index in ahead:
+            unit = self._siblings[index]
+            if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:  # or they pile up
+                unit.start_gather(phase)  # travels while this one computes
+        if not current:
+            self.wait()
 
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are here or on their way.
@@ -185,24 +176,22 @@ class Unit:
             raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
         if self.state is State.GATHERING:
             return
-        version = self.master_shard.version
         if self.state is not State.SHARDED:
-            if self._version == version:
+            if self.weight_gather.version == self.master_shard.version:
                 return
             self._end_use()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
-            self.gather_earlier(phase)
-        self._version = version
+            self._gather_earlier(phase)
         if self.master_shard.crosses:
             with self.host.ahead() as arrival:
-                self.weight_gather.start(phase, version, self.flat)
+                self.weight_gather.start(phase)
             self.master_shard.arrival = arrival
         else:
-            self.weight_gather.start(phase, version, self.flat)
-        self._enter(State.GATHERING)
+            self.weight_gather.start(phase)
+        self.state = State.GATHERING
         self._passes.gathering.add(self.index)
 
-    def gather_earlier(self, phase: Phase) -> None:
+    def _gather_earlier(self, phase: Phase) -> None:
         """Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls."""
         schedule = self._passes.schedule
         for index in (*schedule.outer, *schedule.order):
@@ -218,24 +207,16 @@ class Unit:
             try:
                 if self.master_shard.crosses:
                     self.master_shard.arrival.join()
-                self.weight_gather.finish(self.flat)
-            except BaseException:  # one that is interrupted brings nothing
-                self._enter(State.SHARDED)
-                raise
+                self.state = State.SHARDED  # one that is interrupted brings nothing
+                self.weight_gather.finish()
             finally:
                 self._passes.gathering.discard(self.index)
             self.flat.unhide()
             self._passes.weights_at[self.flat.bounds[0]] = self.index
-            self._enter(State.UNSHARDED)
+            self.state = State.UNSHARDED
         elif self.state is State.HIDDEN:
             self.flat.show(gathered=True)
-            self._enter(State.UNSHARDED)
-
-    def all_gather(self, phase: Phase) -> None:
-        """:meth:`start_gather` and :meth:`wait`."""
-        if self.state is not State.UNSHARDED or self._version != self.master_shard.version:
-            self.start_gather(phase)
-            self.wait()
+            self.state = State.UNSHARDED
 
     def reshard(self) -> Sequence[str]:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
@@ -278,7 +259,7 @@ class Unit:
         """Let modules hold placeholders from here on."""
         if self.state is State.UNSHARDED:
             self.flat.show(gathered=False)
-            self._enter(State.HIDDEN)
+            self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
         """The parameters that were written in place since they were gathered, or lie elsewhere now.
@@ -301,20 +282,10 @@ class Unit:
         if not self._stays:
             self.flat.detach()
 
-    def _enter(self, state: State) -> None:
-        """Go to another state; all of its changes are here.
-
-        Raises:
-            ZeroError: for one that does not follow.
-        """
-        if (self.state, state) not in _NEXT:
-            raise ZeroError(f"unit {self.geometry.name!r} goes from {self.state.name} to {state.name}")
-        self.state = state
-
     def _end_use(self) -> None:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
         self.flat.hide()
-        self._enter(State.SHARDED)
+        self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
         """Send in the codecs of another ``policy`` from here on; nothing is being reduced."""
@@ -323,7 +294,7 @@ class Unit:
             self.weight_gather.secondary.let_go()
             self.master_shard.encode_as(policy.weights)
             own = replace(self._context, policy=policy)
-            self.weight_gather = WeightGather(self.geometry, own, self.master_shard)
+            self.weight_gather = WeightGather(self.geometry, own, self.master_shard, self.flat)
         self.policy = policy
         self.reduction.follow(policy)
 
@@ -345,7 +316,7 @@ class Unit:
                 "GatheredParameters, which no optimizer would see: compute the loss in a pass of the model, "
                 "or use torch.no_grad()"
             )
-        self.reduction.collect_outside(number, member.placeholder)
+        self.reduction.collect_outside(number)
 
     def drop_gradients(self) -> None:
         """Forget what was collected and not reduced, and what a pass that failed left at the parameters."""
@@ -372,8 +343,8 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member, slot in zip(self.members, self.geometry.slots, strict=True):
                 parameter, placeholder = member.parameter, member.placeholder
-                for holder in member.holders:
-                    held = holder.module._parameters.get(holder.name)  # noqa: SLF001
+                for module, name in member.holders:
+                    held = module._parameters.get(name)  # noqa: SLF001
                     if held is not (parameter if shown else placeholder):
                         raise ZeroError(
                             f"parameter {slot.spec.name!r} was replaced by another object in its module "
@@ -445,7 +416,7 @@ class WholeValues:
         unit.flat.whole[number] = values
         unit.meter.add("gathered", values.nbytes)
         restore(member.placeholder, values)
-        unhide(member.parameter)
+        member.parameter.__class__ = nn.Parameter
         member.parameter.data = values  # whoever took it during a pass
         return member.placeholder
 
@@ -458,7 +429,7 @@ class WholeValues:
         torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
-            hide(member.parameter)
+            member.parameter.__class__ = Placeholder
 
     # Overwriting
 
@@ -466,11 +437,6 @@ class WholeValues:
         """Overwrite this rank's part of member ``number`` with ``part`` (elements here,) fp32."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
-
-    def load_masters(self, values: Sequence[Tensor]) -> None:
-        """Overwrite the weights with ``values``, one tensor per slot."""
-        device = self._master_shard.held.device
-        self.load_shard(sliced(self._geometry, self._wire.mesh.rank, values, device))
 
     def load_shard(self, values: Tensor) -> None:
         """Overwrite this rank's shard with ``values`` (S,) fp32."""

@@ -33,7 +33,6 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
-from torch import Tensor
 
 from impl import ops
 from impl.codecs.codec import Blocked
@@ -52,15 +51,21 @@ from impl.unit.secondary_shard import SecondaryShard
 class WeightGather:
     """The all-gathers of one unit on one rank; the policy of ``context`` is this unit's own.
 
+    Args:
+        flat: where the weights are put.
+
     Attributes:
         secondary: hpZ's copy.
         keeps: whether it keeps anything.
+        version: of the weights that are gathered.
     """
 
-    def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
+    def __init__(
+        self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard, flat: FlatBuffer
+    ) -> None:
         policy, wire = context.policy, context.wire
         shard, topology = geometry.shard, wire.mesh.topology
-        self._geometry, self._wire, self._master_shard = geometry, wire, master_shard
+        self._geometry, self._wire, self._master_shard, self._flat = geometry, wire, master_shard, flat
         self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._codecs = policy.candidates.get("weights", (policy.weights,))
@@ -98,7 +103,7 @@ class WeightGather:
         self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._tag = self._tags["forward"]
-        self._version: Version = (-1, -1)  # of the weights that are gathered
+        self.version: Version = (-1, -1)
 
     def __repr__(self) -> str:
         return f"WeightGather({self._geometry.name!r}, {self._under_way or 'none under way'})"
@@ -113,21 +118,15 @@ class WeightGather:
             self._wire.reserve(axis, max(held, kept) if hop >= self._spared else held)
             held, kept = held * axis.size, kept * axis.size
 
-    def start(self, phase: Phase, version: Version, flat: FlatBuffer) -> None:
-        """Encode this rank's frame, or take it from the secondary, and post the first hop: steps 1, 2 and 7.
-
-        Args:
-            phase: for the ledger.
-            version: of the weights.
-            flat: where the weights are put.
-        """
+    def start(self, phase: Phase) -> None:
+        """Encode this rank's frame, or take it from the secondary, and post hop 1: steps 1, 2 and 7."""
         self._under_way = self._arrival = None  # of one that was interrupted
-        tag = self._tag = self._tags[phase]
-        self._version = version
+        tag, flat = self._tags[phase], self._flat
+        self._tag, self.version = tag, self._master_shard.version
         if self._alone:
             self._master_shard.write_frame(flat.attach().view(torch.uint8))
             return
-        if self._again is not None and self.secondary.holds(self._version):
+        if self._again is not None and self.secondary.holds(self.version):
             self._under_way = self._again
             self.secondary.write(self._again.open(tag))
         elif self._difference is not None and self.secondary.sends_difference(self._clock.step):
@@ -136,7 +135,7 @@ class WeightGather:
                 self._gather_copies()
             self._under_way = self._difference
             message = self._difference.open(tag)
-            copy, settled = self.secondary.own(), self.secondary.settled(version)
+            copy, settled = self.secondary.own(), self.secondary.settled(self.version)
             self._master_shard.write_difference(self._differences, copy, message, nothing=settled)
         else:
             self._under_way = self._between or self._last
@@ -150,48 +149,44 @@ class WeightGather:
         self._under_way.post()
         if (stream := self._wire.gathers) is not None:
             flat.attach()  # memory of the computation's stream, which uses it last
-            with self._wire.beside(stream) as self._arrival:
-                self._receive(flat)
+            with self._wire.beside(stream) as arrival:
+                self.finish()
+            self._arrival = arrival
 
-    def finish(self, flat: FlatBuffer) -> None:
-        """Wait for all hops, keep hpZ's copy, and decode the frames to ``flat``: steps 3 to 5."""
-        if self._arrival is None:
-            self._receive(flat)
-        else:
+    def finish(self) -> None:
+        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5.
+
+        Of two planes that of columns in backward, else that of rows.
+        """
+        if self._arrival is not None:
             self._wire.join(self._arrival)
             self._arrival = None
-
-    def _receive(self, flat: FlatBuffer) -> None:
-        gather = self._under_way
-        if gather is None:  # alone
+        if (gather := self._under_way) is None:  # alone, or received beside the computation
             return
         if gather is self._between or gather is self._difference:
             gather = self._forward_copy(gather)
         rows = gather.finish()
         if gather is self._again:
-            ops.decode(self._kept_codec, rows.view(self._kept), flat.attach().as_strided(*self._placed))
+            ops.decode(self._kept_codec, rows.view(self._kept), self._flat.attach().as_strided(*self._placed))
         elif not self._in_place:
-            self._decode(rows.view(self._sent), flat.attach())
+            frames, flat = rows.view(self._sent), self._flat.attach()
+            columns, plane = self._bands and self._tag.phase == "backward", self._frame // 2
+            if self._bands:
+                frames = frames[..., plane:] if columns else frames[..., :plane]
+            ops.decode(self._codec, frames, flat.as_strided(*self._placed))
+            if columns:
+                for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
+                    turn(shard, bands, self._rows, back=True)
         gather.close()
         self._under_way = None
-
-    def _decode(self, frames: Tensor, flat: Tensor) -> None:
-        """Decode (rank digits..., F) uint8 to ``flat`` (P,); of two planes, in backward, that of columns."""
-        backward, plane = self._tag.phase == "backward", self._frame // 2
-        if self._bands:
-            frames = frames[..., plane:] if backward else frames[..., :plane]
-        ops.decode(self._codec, frames, flat.as_strided(*self._placed))
-        if self._bands and backward:
-            for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
-                turn(shard, bands, self._rows, back=True)
 
     def _forward_copy(self, between: FrameGather) -> FrameGather:
         """Keep what the hops between nodes brought, and post it along the hops inside them."""
         rows = between.finish()  # (node, F), or their differences
         if between is self._difference:
-            self.secondary.add(rows, self._version)
+            self.secondary.add(rows, self.version)
         else:
-            self.secondary.keep(rows, self._version, step=self._clock.step)
+            self.secondary.keep(rows, self.version, step=self._clock.step)
         onward = self._last
         if self._sends_copy:
             assert self._again is not None  # noqa: S101  # there is a copy

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
-from impl.pytree import cast_tensors, tensors_in
+from impl.pytree import cast_tensors, memory_of, tensors_in
 from impl.zero import shard
 from tests.support.ranks import each_rank
 from tests.support.strategies import ROOMY
@@ -89,3 +89,20 @@ def test_blocks_that_are_given_fp32_compute_in_the_type_of_their_weights(mesh: M
     net(Point(x, "a")).backward()
     assert x.grad.dtype == torch.float32
     assert zero.grad_norm() > 0
+
+
+class _Wrapper(Tensor):
+    """A tensor of another's shape, and no memory of its own, as subclasses of several tensors are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is computed with it")
+
+
+def test_what_has_no_one_memory_is_nobodys_view() -> None:
+    """Wrappers, sparse tensors and those of the meta device have no address; a view has that of its whole."""
+    whole = torch.ones(4)
+    wrapper = Tensor._make_wrapper_subclass(_Wrapper, whole.shape)  # type: ignore[attr-defined]
+    for other in (wrapper, whole.to_sparse(), whole.to("meta")):
+        assert memory_of(other) == 0
+    assert memory_of(whole[2:]) == memory_of(whole[4:]) == whole.data_ptr()

@@ -85,7 +85,7 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
 
     take = Staging.take
     with pytest.MonkeyPatch.context() as patch:
-        for pool in (context.Pool, context.Reserve, exchanges.Buffers):
+        for pool in (context.Reserve, exchanges.Buffers):
             patch.setattr(pool, "give_back", poisoning(pool.give_back))
         patch.setattr(Staging, "take", taking)
         for kind, name in ((Staging, "out"), (Staging, "back"), (HostMemory, "copy")):

@@ -139,8 +139,6 @@ def _fails(net: nn.Module, zero: Zero, how: str) -> None:
             update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))
         case "module's optimizer":
             update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))
-        case "load_state_dict":
-            net.load_state_dict(model(Stack).state_dict())
         case "step between":
             first, second = net(data(0, 0)), net(data(1, 0))
             first.backward()
@@ -166,7 +164,6 @@ def _fails(net: nn.Module, zero: Zero, how: str) -> None:
         ("norm after a failed one", r"grad_norm\(\) after a backward pass that failed: call"),
         ("Adafactor", "Adafactor is not elementwise"),
         ("module's optimizer", r"construct it with Zero.param_groups\(\)"),
-        ("load_state_dict", r"use Zero.load_full_state_dict\(\)"),
         ("step between", "changed between its forward and its backward pass"),
         ("create_graph", "gradients of gradients are not supported"),
         ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
@@ -207,10 +204,17 @@ def test_a_copy_of_a_sharded_model_is_refused(mesh: Mesh) -> None:
 
 
 @each_rank(1, 2)
-def test_loading_a_full_state_sets_extra_states(mesh: Mesh) -> None:
-    """Zero.load_full_state_dict() gives modules the extra state that full_state_dict() took from them."""
+def test_a_full_state_is_loaded_with_extra_states(mesh: Mesh) -> None:
+    """load_full_state_dict(), and so model.load_state_dict(), takes what full_state_dict() gave: weights, and
+    modules' extra states.
+    """
     zero = shard(model(Dropping), mesh=mesh, policy=EXACT)
-    state = zero.full_state_dict()
-    state["_extra_state"]["passes"] = 5
-    zero.load_full_state_dict(state)
-    assert zero.model.passes == 5
+    for factor, load in ((2, zero.load_full_state_dict), (3, zero.model.load_state_dict)):
+        state = zero.full_state_dict()
+        weights = {name: one * factor for name, one in state.items() if isinstance(one, Tensor)}
+        load({**state, **weights, "_extra_state": {**state["_extra_state"], "passes": factor}})
+        assert zero.model.passes == factor
+        loaded = zero.full_state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in weights.items())
+    with pytest.raises(ZeroError, match="strict=False"):
+        zero.model.load_state_dict(state, strict=False)

@@ -111,7 +111,6 @@ def test_nonfinite_values_reach_the_norm_on_all_ranks(
         x[0, 0] = value
     zero.model(x).backward()
     assert not torch.isfinite(zero.grad_norm())
-    assert zero.overflowed()
 
 
 # Groups and gradients

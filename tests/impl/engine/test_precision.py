@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,35 +13,37 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.codec import parse
+from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
 from impl.engine.optimizer_step import LossScaleError, LossScaler
 from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
-from tests.impl.test_zero_models import Stack, data
 from tests.support.history import History
 from tests.support.models import Net
-from tests.support.ranks import each_rank, on_processes, on_threads
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import batch, mean_losses, model, sgd, single, train
 
 
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize(("given", "compute"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_model_in_fp32_may_be_computed_in_16_bits(compute: Dtype, stage: Stage) -> None:
-    """Weights, activations and gradients have the compute type, masters stay fp32: losses within 2 %."""
+def test_a_model_may_be_computed_in_16_bits(given: Dtype, compute: Dtype, stage: Stage) -> None:
+    """Given in fp32, or in 16 bits: weights, activations and gradients have the compute type, masters are
+    fp32, and losses within 2 %.
+    """
     scale = LossScale(initial=1024.0) if compute == "fp16" else None
     policy = preset("zero3", stage=stage, compute=compute, loss_scale=scale, memory=ROOMY)
-    results = on_threads(Topology(2, 2), train, model(), policy, 4, 2)
+    net = model().to(DTYPES[given])
+    loss_of = lambda net, number, rank: net(batch(number, rank).to(DTYPES[given]))  # noqa: E731
+    results = on_threads(Topology(2, 2), partial(train, loss_of=loss_of), net, policy, 4, 2)
     assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
     _, state, zero = results[0]
     assert all(
         master.dtype == torch.float32 for unit in zero.units for _, master in unit.master_shard.masters
     )
     assert state["embed.weight"].dtype == torch.float32
-    assert zero.units[0].members[0].parameter.dtype == getattr(
-        torch, {"bf16": "bfloat16", "fp16": "float16"}[compute]
-    )
+    assert zero.units[0].members[0].parameter.dtype == DTYPES[compute]
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8:32", "int4:32:asym", "fp8e5m2:32"])
@@ -62,7 +65,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh: Mesh, codec: str) -
 
 
 def test_the_scale_moves_as_it_says() -> None:
-    """It doubles after a window of good steps and halves at an overflow; at the least that is an error."""
+    """It doubles after a window of good steps and halves at an overflow; at the least that is an error.
+
+    A fixed one stays: overflows are skipped steps, and counted.
+    """
     scaler = LossScaler(LossScale(initial=4.0, window=2, least=2.0))
     assert scaler.factor(2.0, 1.0) == pytest.approx(0.25 * 0.5, rel=1e-6)
     scaler.stepped()
@@ -76,13 +82,9 @@ def test_the_scale_moves_as_it_says() -> None:
     assert resumed.factor(math.inf, None) is None
     with pytest.raises(LossScaleError, match="loss scale of 2, the smallest"):
         resumed.factor(math.inf, None)
-
-
-def test_a_fixed_scale_stays() -> None:
-    """Overflows under a fixed scale are skipped steps, and counted."""
-    scaler = LossScaler(LossScale(initial=512.0, window=0))
-    assert scaler.factor(math.inf, None) is None
-    assert (scaler.scale, scaler.skipped) == (512.0, 1)
+    fixed = LossScaler(LossScale(initial=512.0, window=0))
+    assert fixed.factor(math.inf, None) is None
+    assert (fixed.scale, fixed.skipped) == (512.0, 1)
 
 
 def _half_frozen() -> Net:
@@ -210,16 +212,3 @@ def test_a_loss_that_was_not_scaled_is_noticed(mesh: Mesh) -> None:
             with pytest.raises(ZeroError, match=r"1 backward passes .*loss scale of 8; run zero.scaler"):
                 zero.step(optimizer)
             net.zero_grad()
-
-
-def _in_bf16(mesh: Mesh) -> list[float]:
-    net, policy = model(Stack).bfloat16(), preset("zero3", memory=ROOMY, compute="bf16")
-    loss_of = lambda net, step, _: net(data(step, 0).bfloat16())  # noqa: E731
-    return train(mesh, net, policy, 3, optimize=sgd, loss_of=loss_of)[0]
-
-
-def test_a_bf16_model_trains_with_fp32_masters() -> None:
-    """A policy that computes in bf16 trains a bf16 model."""
-    first, other = on_processes(Topology(1, 2), _in_bf16)
-    assert first == other
-    assert first[-1] < model(Stack).bfloat16()(data(0, 0).bfloat16()).item()

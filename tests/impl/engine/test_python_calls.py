@@ -1,7 +1,4 @@
-"""A step makes few Python calls: a GPU's small steps wait for them.
-
-``tests/bench/test_python_calls.py`` counts FSDP2's beside them.
-"""
+"""A step makes few Python calls: a GPU's small steps wait for them."""
 
 from __future__ import annotations
 
@@ -9,13 +6,15 @@ from impl.plan.topology import Topology
 from tests.support.python_calls import calls_of_gather, calls_of_step
 from tests.support.ranks import on_processes
 
-STEP, UNIT, FILES, GATHER = 450, 250, 20, 60
+STEP, UNIT, FILES, GATHER = 409, 250, 20, 60
 
 
 def test_a_step_makes_few_python_calls() -> None:
-    """Of two units, on one of four gloo ranks, in few files; and what a third unit adds."""
-    two, three = (on_processes(Topology(1, 4), calls_of_step, units, "zero3")[0][0] for units in (2, 3))
-    assert two.calls <= STEP
+    """Of two units, on one of four gloo ranks, fewer than FSDP2's, in few files; and what a third adds."""
+    (two, fsdp2), (three, _) = (
+        on_processes(Topology(1, 4), calls_of_step, units, "zero3")[0] for units in (2, 3)
+    )
+    assert two.calls <= min(STEP, fsdp2.calls)
     assert two.files <= FILES
     assert three.calls - two.calls <= UNIT
 

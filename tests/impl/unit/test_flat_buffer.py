@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -21,25 +22,13 @@ from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
-from tests.support.training import batch, model
+from tests.support.training import batch, model, sgd, update
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["backend", "shm"])
 
 
 def _engine(mesh: Mesh, net: nn.Module, policy: Policy = EXACT, transport: Any = "shm") -> Zero:
     return shard(net, mesh=mesh, policy=policy, wire=Wire(mesh, transport=transport, timeout=30))
-
-
-def _round(zero: Zero, loss: Tensor) -> None:
-    loss.backward()
-    _update(zero)
-
-
-def _update(zero: Zero) -> None:
-    with torch.no_grad():
-        for unit in zero.units:
-            for _, master in unit.master_shard.masters:
-                master.sub_(master.grad, alpha=0.1)
-                master.grad = None
-    zero.weights_changed()
 
 
 class _Half(nn.Module):
@@ -55,55 +44,7 @@ class _Half(nn.Module):
         return y * (x @ self.other) if self.uses else y
 
 
-class _Clamps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-1, 1)
-        return x @ self.weight
-
-
-class _Renormalises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 8, max_norm=1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table(x.argmax(-1))
-
-
-class _ClampsAround(nn.Module):
-    """The root's weight, in use around a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-1, 1)
-        return self.blocks[0](x @ self.weight)  # type: ignore[no-any-return]
-
-
-class _Replaces(nn.Module):
-    """As layers do that limit their weight's norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.weight.detach().clone())
-        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
-        return x @ self.weight
-
-
-@pytest.mark.parametrize("transport", ["shm", "backend"])
+@TRANSPORTS
 @pytest.mark.parametrize("waits", [2, 4])
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
     """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
@@ -141,36 +82,63 @@ def test_a_parameter_that_one_rank_does_not_use_delays_no_other() -> None:
         net = model(_half)
         net[0].uses = mesh.rank == 0
         zero = _engine(mesh, net, transport=transport)
-        losses = []
+        optimizer, losses = sgd(zero.param_groups()), []
         for step in range(3):
-            loss = net(batch(step, mesh.rank, 8)).square().mean()
-            losses.append(loss.item())
-            loss.backward()
+            losses.append(update(optimizer, net(batch(step, mesh.rank, 8)).square().mean()))
             assert not zero.units[0].gathered
-            _update(zero)
         return losses
 
     assert on_threads(Topology(1, 2), body, "shm") == on_threads(Topology(1, 2), body, "backend")
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("kind", [_Clamps, _Renormalises, _Replaces, _ClampsAround])
+class _Writes(nn.Module):
+    """Writes its weight, which is in use around a block."""
+
+    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.weight, self.blocks = nn.Parameter(torch.randn(8, 8)), nn.ModuleList([nn.Linear(8, 8)])
+        self.write, self.seen = write, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().clone())
+        with torch.no_grad():
+            self.write(self.weight)
+        return self.blocks[0](x @ self.weight)  # type: ignore[no-any-return]
+
+
+def _replace(weight: nn.Parameter) -> None:
+    """As layers do that limit their weight's norm."""
+    weight.data = torch.renorm(weight.data, 2, 0, 0.5)
+
+
+WRITES = {
+    "in place": lambda weight: weight.clamp_(-1, 1),
+    "as an embedding": lambda weight: nn.functional.embedding(torch.arange(8), weight, max_norm=0.1),
+    "through data": _replace,
+}
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("where", ["block", "block alone", "root"])
+@pytest.mark.parametrize("how", WRITES)
 @each_rank(1, 2)
 def test_a_pass_in_which_weights_were_written_has_ended(
-    mesh: Mesh, kind: type[nn.Module], alone: bool, transport: Any
+    mesh: Mesh, how: str, where: str, transport: Any
 ) -> None:
     """A write that no master would see, and in shared memory others would, is an error that names it, and
-    leaves nothing gathered, and autograd saving as before; also of a block that runs alone.
+    leaves nothing gathered, and autograd saving as before; the next pass has the masters' values.
     """
-    written = kind()
-    net = written if kind is _ClampsAround else nn.Sequential(written, nn.Linear(8, 8))
+    written = model(_Writes, write=WRITES[how])
+    net = written if where == "root" else nn.Sequential(written, nn.Linear(8, 8))
     zero = _engine(mesh, net, transport=transport)
-    with pytest.raises(ZeroError, match=r"parameter '\S+' was written in place or .* GatheredParameters"):
-        (written if alone else net)(batch(0, mesh.rank, 8))
-    assert not any(unit.gathered for unit in zero.units)
-    assert not zero.hooks.saved.active
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    for step in range(2):
+        with pytest.raises(ZeroError, match=r"parameter '\S*weight' was written in place or .* Gathered"):
+            (net if where == "block" else written)(batch(step, mesh.rank, 8))
+        assert not any(unit.gathered for unit in zero.units)
+        assert not zero.hooks.saved.active
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    values = zero.full_state_dict()["weight" if where == "root" else "0.weight"]
+    assert all(torch.equal(seen, values) for seen in written.seen)
 
 
 class _ClampsAll(nn.Module):
@@ -189,7 +157,7 @@ class _ClampsAll(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
+@TRANSPORTS
 @pytest.mark.parametrize(
     ("blocks", "named"),
     [
@@ -202,10 +170,9 @@ class _ClampsAll(nn.Module):
 def test_all_weights_that_were_written_are_named(mesh: Mesh, blocks: int, named: str, transport: Any) -> None:
     """Where several units are refused at once one error has all their names, up to four, and the count."""
     kept = replace(EXACT, memory=replace(EXACT.memory, max_reuse=10**9, max_live=10**9))
-    net = _ClampsAll(blocks)
-    zero = _engine(mesh, net, kept, transport=transport)
+    _engine(mesh, net := _ClampsAll(blocks), kept, transport=transport)
     with pytest.raises(ZeroError, match=named) as caught:
-        _round(zero, net(batch(0, mesh.rank, 8)).sum())
+        net(batch(0, mesh.rank, 8)).sum().backward()
     assert isinstance(caught.value, WrittenError)
     assert sorted(caught.value.names) == [f"blocks.{index}.weight" for index in range(blocks)]
 
@@ -240,20 +207,7 @@ def test_an_error_names_nothing_of_an_earlier_one(mesh: Mesh, alike: bool) -> No
     assert other.value.names == ("0.1.weight",)
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
-@each_rank(1, 2)
-def test_values_given_through_data_are_refused_and_do_not_stay(mesh: Mesh, transport: Any) -> None:
-    """A weight that is given another memory in a pass is told of; the next pass has the masters' values."""
-    written = _Replaces()
-    zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), transport=transport)
-    for step in range(2):
-        with pytest.raises(ZeroError, match=r"parameter '0\.weight' was written"):
-            zero.model(batch(step, mesh.rank, 8))
-    values = zero.full_state_dict()["0.weight"]
-    assert all(torch.equal(seen, values) for seen in written.seen)
-
-
-@pytest.mark.parametrize("transport", ["backend", "shm"])
+@TRANSPORTS
 @each_rank(1, 2)
 def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any) -> None:
     """Where units stay for their backward pass, seeing one parameter whole before it writes none of them."""
@@ -263,10 +217,10 @@ def test_reading_a_weight_between_passes_is_no_write(mesh: Mesh, transport: Any)
     assert all(unit.gathered for unit in zero.units)
     with GatheredParameters(net.get_parameter("0.weight")):
         pass
-    _round(zero, loss)
+    loss.backward()
 
 
-@pytest.mark.parametrize("transport", ["backend", "shm"])
+@TRANSPORTS
 def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any) -> None:
     """Its end tells of a write, and is one: the next passes train as without it."""
 
@@ -274,6 +228,7 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
         net, losses = model(_half), []
         net[0].uses = False
         zero = _engine(mesh, net, transport=transport)
+        optimizer = sgd(zero.param_groups())
 
         def write(_: Tensor) -> None:
             with torch.no_grad():  # gathered to the end, as it gets no gradient
@@ -290,9 +245,8 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
                 with pytest.raises(ZeroError, match=r"parameter '0\.other' was written"):
                     loss.backward()
                 assert not any(unit.gathered for unit in zero.units)
-                _update(zero)
-            else:
-                _round(zero, loss)
+                loss = torch.zeros((), requires_grad=True)
+            update(optimizer, loss)
         return losses
 
     assert on_threads(Topology(1, 2), body, True) == on_threads(Topology(1, 2), body, False)
