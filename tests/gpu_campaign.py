@@ -282,10 +282,8 @@ def table(ended: Sequence[Ended]) -> str:
         ("stage", "status", "s", "last line"),
         *((e.name, e.status, f"{e.seconds:.0f}", e.found) for e in ended),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
+        f"{name:20}  {status:12}  {seconds:>5}  {found}".rstrip() for name, status, seconds, found in rows
     )
 
 

@@ -26,7 +26,7 @@ from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
-from impl.codecs.codec import BuiltIn, Raw, built_in
+from impl.codecs.codec import Codec, OwnCodec, Raw, parse
 from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key
 
@@ -213,7 +213,7 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
     x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
     here += [name for name in backends if name in ablation.ABLATED and x.device.type == "cuda"]
-    for codec, name in product(map(built_in, codecs), here):
+    for codec, name in product(map(parse, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
             yield from _of_codec(codec, on.first(part) if name == "reference" else on, name)
@@ -224,7 +224,7 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
                 yield Work(names, on, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
+def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
     x, out = on.x, on.out
     ours = ablation.operations(backend) if backend in ablation.ABLATED else ops.operations_of(backend)
@@ -244,7 +244,7 @@ def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
         both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
         moved["decode_sum"] = partial(ours.decode_sum, codec, frames, out), frames.nbytes + x.nbytes
         moved["decode_sum_encode"] = both, frames.nbytes + frame_bytes
-    if not isinstance(codec, Raw):
+    if not isinstance(codec, Raw | OwnCodec):
         moved["encode_carried"] = (
             partial(encode, carried=Carried(on.error)),
             x.nbytes + 2 * 4 * numel + frame_bytes,

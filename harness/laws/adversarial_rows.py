@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, get_args
@@ -244,31 +243,21 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """The violation of a part of a row from which no block of elements can be left out.
 
     Of rows that Hypothesis did not draw, and so does not shrink.  By delta debugging (Zeller and Hildebrandt
-    2002): parts of the row are tried alone, then the row without each, then ever smaller parts.  A part that
-    is tried alone keeps the random bits of its place.
+    2002): ever smaller blocks are left out, at most ``MOST_TRIED`` times.  What follows the first block keeps
+    the random bits of its place.
     """
-    found, parts, tried = violation_of(subject, claim, case), 2, 0
+    found, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1
-    most = MOST_TRIED // FEWER if claim is Law.UNBIASED else MOST_TRIED
-    while found is not None and case.x.numel() > grain and tried < most:
-        size = -(-case.x.numel() // parts // grain) * grain
-        smaller = None
-        for candidate in _parts_of(case, size):
+    size = case.x.numel() // 2 // grain * grain
+    while found is not None and size and tried < MOST_TRIED:
+        for start in range(0, case.x.numel(), size):
             tried += 1
-            if violation := violation_of(subject, claim, candidate):
-                smaller, found = candidate, violation
+            moved = 0 if start else size // OCTET * OCTET
+            noise = replace(case.noise, start=case.noise.start + moved)
+            smaller = replace(case, x=torch.cat([case.x[:start], case.x[start + size :]]), noise=noise)
+            if smaller.x.numel() and (violation := violation_of(subject, claim, smaller)):
+                case, found = smaller, violation
                 break
-        if smaller is None and size <= grain:
-            break
-        case, parts = (case, 2 * parts) if smaller is None else (smaller, 2)
+        else:
+            size = size // 2 // grain * grain
     return found or _once(claim, case)
-
-
-def _parts_of(case: Case, size: int) -> Iterator[Case]:
-    """Each ``size`` elements of a row alone, and the row without each."""
-    starts = range(0, case.x.numel(), size)
-    for start in starts:
-        noise = replace(case.noise, start=case.noise.start + start // OCTET * OCTET)
-        yield replace(case, x=case.x[start : start + size].clone(), noise=noise)
-    for start in reversed(starts):
-        yield replace(case, x=torch.cat([case.x[:start], case.x[start + size :]]))

@@ -209,78 +209,57 @@ class Stream(_Group):  # type: ignore[misc]
         Raises:
             NcclRuleError: if one calls something else, or nothing within the time limit.
         """
-        if call.messages:
-            self._agree_messages(call)
-        else:
-            self._compare(call.kind, call.peers)
-        self._first = self._first and call.kind in ("send", "receive")  # these make communicators of two
-
-    def _compare(self, kind: str, peers: dict[int, Told]) -> None:
-        ranks, under_way = self._ranks(), []
-        theirs = {index: torch.empty(TOLD_BYTES, dtype=torch.uint8) for index in peers}
-        rule = "creation" if self._first else "order"
-
-        def coming(index: int) -> contextlib.AbstractContextManager[None]:
-            limit = f"within {self._limit}, or ended"
-            return _naming(rule, f"{kind} waited for rank {ranks[index]}, which did not call it {limit}")
-
-        for index, mine in peers.items():
-            with coming(index):
-                under_way.append((index, self._gloo.recv([theirs[index]], index, _TELL)))
-                under_way.append((index, self._gloo.send([mine.packed()], index, _TELL)))
-        for index, work in under_way:
-            with coming(index):
-                self._done(work)
-        for index, mine in peers.items():
-            self._same(mine, Told.unpacked(theirs[index]), ranks[index])
-
-    def _same(self, mine: Told, other: Told, rank: int) -> None:
-        """Raise the rule by which two ranks' calls do not fit."""
-        both = f"rank {self._ranks()[self._me]} calls {mine}, rank {rank} calls {other}"
-        fits = (mine.sent, mine.received, mine.detail) == (other.received, other.sent, other.detail)
-        if mine.kind != other.kind or not fits:
-            raise NcclRuleError("order", both)
-        if mine.position != other.position:
-            raise NcclRuleError("communicators", both)
-
-    def _agree_messages(self, call: Call) -> None:
-        """Each send tells its receiver, each receive answers; in a group all at once."""
-        ranks = self._ranks()
-        under_way, answers = [], []
+        ranks, told = self._ranks(), call.messages or list(call.peers.items())
         grouped = call.kind == "batch_isend_irecv"
-        rule = "order" if grouped else "grouping"
-        if self._first and grouped:
+        if not call.messages or (self._first and grouped):
             # All ranks of the group take part in its first call, which makes the communicator.
-            everyone = {
-                index: Told(self._position(rank), "creation", 0, 0, "")
+            kind = "the group's first call" if call.messages else call.kind
+            rule = "creation" if self._first else "order"
+            limit = f"which did not call it within {self._limit}, or ended"
+            everyone = told if not call.messages else [
+                (index, Told(self._position(rank), "creation", 0, 0, ""))
                 for index, rank in enumerate(ranks)
                 if index != self._me
-            }
-            self._compare("the group's first call", everyone)
-
-        def matched(mine: Told, peer: int) -> contextlib.AbstractContextManager[None]:
-            return _naming(
-                rule,
-                f"a {mine.kind} between rank {ranks[self._me]} and rank {ranks[peer]} was not matched within "
-                f"{self._limit}; {self._calls.qsize()} calls wait behind it on its stream",
+            ]  # fmt: skip
+            self._compare(everyone, rule, lambda _, peer: f"{kind} waited for rank {ranks[peer]}, {limit}")
+        if call.messages:
+            mine, behind = ranks[self._me], f"{self._calls.qsize()} calls wait behind it on its stream"
+            self._compare(
+                told,
+                "order" if grouped else "grouping",
+                lambda one, peer: (
+                    f"a {one.kind} between rank {mine} and rank {ranks[peer]} was not matched "
+                    f"within {self._limit}; {behind}"
+                ),
             )
+        self._first = self._first and call.kind in ("send", "receive")  # these make communicators of two
 
-        for peer, mine in call.messages:
-            answer = torch.empty(TOLD_BYTES, dtype=torch.uint8)
-            out, into = (_TELL, _ANSWER) if mine.kind == "send" else (_ANSWER, _TELL)
-            with matched(mine, peer):
-                under_way.append((mine, peer, self._gloo.recv([answer], peer, into)))
-                under_way.append((mine, peer, self._gloo.send([mine.packed()], peer, out)))
-            answers.append((mine, peer, answer))
-        for mine, peer, work in under_way:
-            with matched(mine, peer):
-                self._done(work)
-        for mine, peer, answer in answers:
-            other, expected = Told.unpacked(answer), "receive" if mine.kind == "send" else "send"
-            if other.kind != expected or (mine.sent, mine.detail) != (other.sent, other.detail):
-                raise NcclRuleError(
-                    "order", f"rank {ranks[self._me]} calls {mine}, rank {ranks[peer]} calls {other}"
-                )
+    def _compare(
+        self, told: Iterable[tuple[int, Told]], rule: str, missing: Callable[[Told, int], str]
+    ) -> None:
+        """Tell each rank what is told to it, all at once, and raise the rule by which two do not fit."""
+        under_way = []
+        for peer, mine in told:
+            theirs = torch.empty(TOLD_BYTES, dtype=torch.uint8)
+            out, into = {"send": (_TELL, _ANSWER), "receive": (_ANSWER, _TELL)}.get(mine.kind, (_TELL, _TELL))
+            with _naming(rule, missing(mine, peer)):
+                works = [
+                    self._gloo.recv([theirs], peer, into), self._gloo.send([mine.packed()], peer, out)
+                ]  # fmt: skip
+            under_way.append((peer, mine, theirs, works))
+        for peer, mine, _, works in under_way:
+            with _naming(rule, missing(mine, peer)):
+                for work in works:
+                    self._done(work)
+        for peer, mine, theirs, _ in under_way:
+            other, ranks = Told.unpacked(theirs), self._ranks()
+            both = f"rank {ranks[self._me]} calls {mine}, rank {ranks[peer]} calls {other}"
+            kind = {"send": "receive", "receive": "send"}.get(mine.kind, mine.kind)
+            fits = (kind, mine.sent, mine.received, mine.detail)
+            if fits != (other.kind, other.received, other.sent, other.detail):
+                raise NcclRuleError("order", both)
+            if mine.position != other.position:
+                raise NcclRuleError("communicators", both)
 
 
 @contextlib.contextmanager
