@@ -29,8 +29,8 @@ from torch import nn
 from harness.laws.laws import Case, Duty, Violation, attempt
 from harness.laws.subject import of_codec
 from impl import ops
-from impl.codecs.codec import FORMATS, Codec, Dtype, parse
-from impl.codecs.reference import DTYPES
+from impl.codecs.codec import FORMATS, Codec, Dtype, OwnCodec, Raw, parse
+from impl.codecs.reference import DTYPES, Carried
 from impl.codecs.rounding_noise import Noise
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
@@ -47,7 +47,10 @@ TIMED: Final = (
     *("int8:2048", "int8:256", "int4:256", "int8:256:stochastic", "int4:256:stochastic"),
     *("fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", *FORMATS),
 )
-HOPS: Final = (("int8:256", "int4:256"), ("int4:256", "int4:256"), ("int4:256", "int4:256:stochastic"))
+HOPS: Final = (
+    *(("int4:256", "int4:256"), ("int8:256", "int4:256"), ("int8:2048", "int8:2048")),
+    *(("int4:256", "int4:256:stochastic"), ("mxfp8", "mxfp4"), ("int4:256:hadamard32", "int8:256")),
+)
 SOURCES: Final = 8
 ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
 Found = dict[str, Any]
@@ -108,11 +111,13 @@ def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
     return {"equal": True}
 
 
-def rates(text: str, mebibytes: int, device: torch.device, rounds: int) -> Found:
-    """GB/s of a codec's operations on bf16 elements, and their share of a copy's."""
-    codec, numel = parse(text), mebibytes * 2**19
+def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, rounds: int) -> Found:
+    """GB/s of a codec's operations on elements, every byte counted that one has to read and write once, and
+    their share of a copy's of the elements; eight sources are summed, each of an eighth of them.
+    """
+    codec, numel = parse(text), (mebibytes << 20) // DTYPES[kind].itemsize
     part, noise = numel // SOURCES, noise_of(codec)
-    x, out = torch.randn(numel, device=device).bfloat16(), torch.empty(part, device=device)
+    x, out = torch.randn(numel, device=device).to(DTYPES[kind]), torch.empty(part, device=device)
     back, frame = torch.empty_like(x), torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=device)
     frames = torch.zeros(SOURCES, codec.frame_bytes(part), dtype=torch.uint8, device=device)
     for row in frames:
@@ -122,6 +127,10 @@ def rates(text: str, mebibytes: int, device: torch.device, rounds: int) -> Found
         "decode": (x.nbytes + frame.nbytes, partial(ops.decode, codec, frame, back)),
         "decode_sum": (frames.nbytes + out.nbytes, partial(ops.decode_sum, codec, frames, out)),
     }
+    if not isinstance(codec, Raw | OwnCodec):
+        carried = Carried(torch.zeros(numel, device=device), 0.8)
+        encode = partial(ops.encode, codec, x, frame, noise=noise, carried=carried)
+        timed["encode_carried"] = x.nbytes + frame.nbytes + 8 * numel, encode
     for onward in (parse(second) for first, second in HOPS if first == text):
         again = torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device)
         fused = partial(ops.decode_sum_encode, codec, onward, frames, again, part, noise=noise_of(onward))
@@ -221,7 +230,7 @@ def questions(device: torch.device) -> Iterator[Question]:
     for mebibytes, text in itertools.product((64, 256) if gpu else (1,), TIMED if gpu else TIMED[:3]):
         yield (
             {"ask": "rates", "codec": text, "mebibytes": mebibytes},
-            lambda text=text, mebibytes=mebibytes: rates(text, mebibytes, device, 31 if gpu else 3),
+            lambda text=text, mebibytes=mebibytes: rates(text, "bf16", mebibytes, device, 31 if gpu else 3),
         )
     yield {"ask": "launch", "codec": "int8:2048"}, lambda: launch("int8:2048", device)
     for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):

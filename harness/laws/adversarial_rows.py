@@ -130,7 +130,7 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
     """What is tried always and first: simple rows, all ties of each format, blocks on three scales, the last
-    short.
+    short, and last a row of ``elements``, if that is more than ``LONGEST``.  None has more.
 
     A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
     also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
@@ -142,39 +142,21 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
     one = ties[2].repeat(-(-len(blocks) // len(ties[2])))[: len(blocks)]
     scales = torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)]
     x = [*map(torch.tensor, _SIMPLE), *ties, one * scales]
-    kinds, kind, codec, noise = subject.kinds, _main(subject), subject.codec, Noise((1, 2, 3, 4))
-    cases = [
-        Case(x=row[: min(LONGEST, elements)].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x
-    ]
-    if codec is not None and not isinstance(codec, Raw):
-        tried = kinds if claim is Duty.BITS else (kind,) if subject.specification else ()
-        cases += [
-            Case(x=row, out=each, power=1, noise=noise)
-            for each in tried
-            for row in edge_rows(codec, each, noise)
-            if row.numel() <= elements
-        ]
-    return cases
-
-
-def long_cases(subject: Subject, claim: Claim, elements: int) -> list[Case]:
-    """What is tried last: a row of ``elements``, if that is more than ``LONGEST``; bits in each type."""
-    if elements <= LONGEST or claim is Law.UNBIASED:
-        return []
-    row = long_row(subject.block, elements)
-    every = subject.kinds if claim is Duty.BITS else (_main(subject),)
-    return [Case(x=row.to(DTYPES[kind]), out=kind, power=1, noise=Noise((1, 2, 3, 4))) for kind in every]
-
-
-def _main(subject: Subject) -> Dtype:
-    """The type that most is tried in."""
-    return "fp32" if "fp32" in subject.kinds else subject.kinds[0]
+    codec, noise = subject.codec, Noise((1, 2, 3, 4))
+    kind: Dtype = "fp32" if "fp32" in subject.kinds else subject.kinds[0]  # that most is tried in
+    tried = subject.kinds if claim is Duty.BITS else (kind,)
+    found = [(kind, row[: min(LONGEST, elements)]) for row in x]
+    if codec is not None and not isinstance(codec, Raw) and (claim is Duty.BITS or subject.specification):
+        rows = [(each, row) for each in tried for row in edge_rows(codec, each, noise)]
+        found += [(each, row) for each, row in rows if row.numel() <= elements]
+    if elements > LONGEST:
+        found += [(each, long_row(subject.block, elements)) for each in tried]
+    return [Case(x=row.to(DTYPES[each]), out=each, power=1, noise=noise) for each, row in found]
 
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`standing` rows, on ``examples`` that are drawn, and on :func:`long_cases`.
+    """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most.
 
-    None has more than ``elements`` elements.
     An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
     is tried on a tenth as many rows, which Hypothesis does not shrink.
     """
@@ -211,10 +193,6 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
         return Outcome(tried, smallest(subject, claim, failed[-1]) if costly else violation)
     except hypothesis.errors.Flaky:
         return Outcome(tried, _once(claim, failed[-1]))
-    for case in long_cases(subject, claim, elements):
-        tried += 1
-        if violation_of(subject, claim, case):
-            return Outcome(tried, smallest(subject, claim, case))
     return Outcome(tried)
 
 
