@@ -12,16 +12,8 @@ from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.laws import (
-    Case,
-    Claim,
-    Duty,
-    Subject,
-    Violation,
-    attempt,
-    place,
-    title,
-)
+from harness.laws import ELEMENTS
+from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, place, title
 from harness.laws.rounding_edges import edge_rows
 from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES
@@ -29,7 +21,6 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a row that is drawn
-ELEMENTS: Final = 70_001  # of the longest row, which every claim but UNBIASED meets once: beyond 16 bits
 FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [

@@ -10,7 +10,7 @@ import pytest
 from docs.tables import DOCS
 from docs.tables.codecs import SHOWN, formula
 from harness import cli
-from harness.laws import adversarial_rows, command
+from harness.laws import command
 from harness.laws.subject import REPRESENTATIVE, missing
 from impl.codecs.codec import FORMATS, Codec, parse
 
@@ -106,11 +106,6 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
     # frame, local, sum, fused, bound, zero, power_of_two, nonfinite, each with its number of rows
     assert row[3::2] == ["holds"] * 8
     assert all(int(count.strip("()")) > 5 for count in row[4::2])
-
-
-def test_the_default_length_is_that_of_the_search() -> None:
-    """The command line, which must not import torch to print its help, says what the search does."""
-    assert command.ELEMENTS == adversarial_rows.ELEMENTS > 2**16
 
 
 def test_rows_are_as_long_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.adversarial_rows import ELEMENTS, cases, outcome, standing, violation_of
+from harness.laws import ELEMENTS
+from harness.laws.adversarial_rows import cases, outcome, standing, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
 from harness.laws.subject import of_codec, of_own
 from impl.codecs import reference
@@ -341,51 +342,6 @@ def test_other_bits_than_the_references_are_found(text: str) -> None:
     assert honest is None
     for violation, part in zip(wrong, ("(codes) ", "(scales) "), strict=True):
         assert f"of the frame {part if text not in FORMATS else ''}is" in str(violation)
-
-
-class SumsApart:
-    """As a public ``zero_plusplus.py`` does: it adds int8 codes, and scales, each by themselves."""
-
-    codec = "int8:64"
-
-    def encode(self, x: Tensor, frame: Tensor) -> None:
-        reference.encode(parse(self.codec), x, frame)
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        reference.decode(parse(self.codec), frame, out)
-
-    def decode_sum(self, frames: Tensor, out: Tensor) -> None:
-        codec, numel = parse(self.codec), out.numel()
-        codes = frames[:, :numel].view(torch.int8).sum(0, dtype=torch.int8)
-        at = codec.frame_bytes(numel) - 16 * -(-4 * codec.blocks(numel) // 16)  # type: ignore[union-attr]
-        scales = frames[:, at : at + 4 * -(-numel // 64)].clone().view(torch.float32).sum(0)
-        out.copy_(codes.float() * scales.repeat_interleave(64)[:numel])
-
-
-class Unpacked:
-    """Likewise: codes of 4 bits, a byte each, in a message that is said to hold two a byte."""
-
-    codec = "int4:64"
-
-    def encode(self, x: Tensor, frame: Tensor) -> None:
-        scale = x.abs().amax() / 7
-        frame.zero_()[: x.numel()] = (x / scale).round().to(torch.int8).view(torch.uint8)
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        out.copy_(frame[: out.numel()].view(torch.int8))
-
-
-@pytest.mark.parametrize(
-    ("thing", "claim", "words"),
-    [
-        (SumsApart, Duty.SUM, "added up one by one"),
-        (Unpacked, Duty.FRAME, "raised RuntimeError: "),
-        (Unpacked, Duty.BITS, "the reference's"),
-    ],
-)
-def test_faults_of_a_public_implementation_are_named(thing: Any, claim: Claim, words: str) -> None:
-    """Codes that are added without their scales, and nibbles that are not packed, break a duty each."""
-    assert words in str(search(of_object("public", thing()), claim, examples=100, seed=1))
 
 
 def test_what_a_codec_raises_is_a_violation() -> None:
