@@ -292,6 +292,13 @@ def test_backends_that_are_left_out_are_named(
     assert "not here" not in capsys.readouterr().out
 
 
+def test_the_largest_block_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of 2^31 - 1 elements is tried with rows of some thousands."""
+    arguments = ["--backend", "reference", "--codec", "int8:2147483647", "--examples", "5"]
+    assert cli.main(["check", "codecs", *arguments]) == cli.OK
+    assert "int8:2147483647 on reference" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_format_is_tried_on_the_backends_that_the_engine_runs(
     backend: str, capsys: pytest.CaptureFixture[str]

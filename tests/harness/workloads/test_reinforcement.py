@@ -17,7 +17,7 @@ from harness.runs.predict import units_of
 from harness.strategies.rollouts import collect
 from harness.strategies.training import unread_clock
 from harness.suites.contradictions import check
-from harness.suites.trial import Trial
+from harness.suites.trial import Reinforcement, Trial
 from harness.workloads.data import Data
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.reinforcement import (
@@ -267,3 +267,9 @@ def test_what_such_a_step_cannot_be_is_refused(changes: dict[str, Any], words: s
     """One line says which fields do not go together."""
     with pytest.raises(ValueError, match=words):
         trial(**{"strategy": "zero3", **changes})
+
+
+def test_what_came_later_changes_no_id() -> None:
+    """Trials of other workloads have no field of this one in what their id is of."""
+    assert "rlhf" not in Trial(workload="generate").canonical()
+    assert Trial(workload="rlhf", rlhf=Reinforcement(kl=1.0)).id != Trial(workload="rlhf").id
