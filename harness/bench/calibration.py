@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,7 +98,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     log = folder / "calibration.log"
     with open_link(Setting("auto", 2, None), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
-        latencies, codecs = zip(*run_ranks(_probed, None, launch), strict=True)
+        latencies, codecs = zip(*run_ranks(_probed, _MESSAGES, launch), strict=True)
     return fit(
         Machine(
             name=name,
@@ -168,7 +168,7 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     achieved = [one.achieved for one in measured if one.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # not fitted yet
     computing, steps = [one.computing for one in measured], [one.step for one in measured]
-    passes = {
+    passes: dict[str, Sequence[float]] = {
         "launch": [len(step.units) for step in steps],
         "fixed": [step.parameters for step in steps],
         "per_token": [step.parameters * step.tokens for step in steps],
@@ -201,7 +201,9 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     return replace(made, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
 
 
-def _fitted(terms: dict[str, list[float]], seconds: Sequence[float], over: Sequence[float]) -> dict[str, Any]:
+def _fitted(
+    terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
+) -> dict[str, Any]:
     """Non-negative factors of the terms whose sums are nearest to ``seconds``, relative to ``over``."""
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]
@@ -210,13 +212,13 @@ def _fitted(terms: dict[str, list[float]], seconds: Sequence[float], over: Seque
     return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
-def _probed(rank: Rank, _: None) -> tuple[float, dict[str, CodecCost]]:
+def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
     """Median seconds of a tiny all-gather between nodes; seconds of an element by codec, on rank 0 alone,
     when all others have ended.
     """
     mesh = Mesh.create(rank.topology)
     wire, axis, took = Wire(mesh), rank.topology.node_axis, []
-    for _ in range(_MESSAGES):
+    for _ in range(messages):
         begun = time.perf_counter()
         exchange = wire.all_gather(axis, 64, Tag("step", "control"))
         exchange.send.zero_()

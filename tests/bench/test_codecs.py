@@ -7,6 +7,7 @@ of pairs in one run, on one thread and 64 MiB of elements, more than a core's ow
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -33,8 +34,8 @@ def test_codec(benchmark: BenchmarkFixture, text: str, kind: ElementType) -> Non
     """All operations of one codec take turns; sums are of fp32 alone."""
     rank = Rank(0, None, None, None, lambda _: None, 1)  # type: ignore[arg-type]
     found: list[Sample] = []
-    options = {"codecs": [text], "backends": ["cpu"], "kinds": [kind], "mebibytes": 64, "seconds": 0.5}
-    benchmark.pedantic(lambda: found.extend(measure(rank, **options)), rounds=1, iterations=1)
+    run = partial(measure, rank, codecs=[text], backends=["cpu"], kinds=[kind], mebibytes=64, seconds=0.5)
+    benchmark.pedantic(lambda: found.extend(run()), rounds=1, iterations=1)
     for sample in found:
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
         work = sample.sizes["moved_bytes"] / (2 * sample.sizes["element_bytes"])

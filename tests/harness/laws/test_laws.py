@@ -316,7 +316,7 @@ def test_the_power_of_the_means_is_as_stated(shift: float, found: bool) -> None:
     assert (violation_of(of_object("toy", Shifted), Law.UNBIASED, case) is not None) == found
 
 
-def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:
+def claiming(text: str, change: Callable[[Tensor], object]) -> Subject:
     """The reference, whose frames are changed afterwards."""
     honest = of_codec(parse(text), "reference")
 
@@ -331,13 +331,13 @@ def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:
 def test_other_bits_than_the_references_are_found(text: str) -> None:
     """A frame that differs in one bit of a code or of a scale is no frame of the codec, ours or published."""
     assert Duty.BITS not in of_codec(parse(text), "reference").claims  # which is not held to itself
+    changes: list[Callable[[Tensor], object]] = [
+        lambda _: None,
+        lambda frames: frames[..., 0].bitwise_xor_(1),
+        lambda frames: frames[..., -16].bitwise_xor_(1),
+    ]
     honest, *wrong = (
-        search(claiming(text, change), Duty.BITS, examples=10, seed=0, elements=300)
-        for change in (
-            lambda _: None,
-            lambda frames: frames[..., 0].bitwise_xor_(1),
-            lambda frames: frames[..., -16].bitwise_xor_(1),
-        )
+        search(claiming(text, change), Duty.BITS, examples=10, seed=0, elements=300) for change in changes
     )
     assert honest is None
     for violation, part in zip(wrong, ("(codes) ", "(scales) "), strict=True):
