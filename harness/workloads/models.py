@@ -307,8 +307,11 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     """The function of ``module:function``, also from the working folder."""
     name = model.name
     given: dict[str, Any] = {"sequence": sequence, **model.arguments}
+    if "sequence" in model.arguments:
+        raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     try:
-        function: Callable[..., object] = import_object(name)
+        found: Any = import_object(name)
+        function: Callable[..., object] = found
         signature = inspect.signature(function)
         signature.bind(**given)
     except OwnObjectError as error:
@@ -318,13 +321,11 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     except TypeError as error:  # of what cannot be called, too
         called = name.partition(":")[2]
         call = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        taken = f"{called}{signature}" if callable(function) else f"no function, but {function!r}"
+        taken = f"{called}{signature}" if callable(found) else f"no function, but {found!r}"
         raise Refusal(
             f"model {name!r}: called as {called}({call}), with model.arguments beside the suite's "
             f"sequence, but it is {taken}: {error}"
         ) from None
-    if "sequence" in model.arguments:
-        raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     return function
 
 
