@@ -85,27 +85,19 @@ _PADDED: Final = "policy.max_padding = 0.3"  # a tiny model's
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A suite that a stage runs.
+    """A suite that a stage runs."""
 
-    Attributes:
-        letter: of its stage.
-        seconds: at most.
-        strategies: that it compares; of those on several ranks a CPU runs the first and the last.
-        more: what its defaults say besides.
-        sizes: model, sequence, tokens and steps on a GPU, and what else is said there.
-        nodes: as many as ranks on each; more than one share the GPU.
-        axis: of its matrix.
-    """
-
-    letter: str
+    letter: str  # of its stage
     name: str
-    seconds: float
+    seconds: float  # at most
     question: str
+    # that it compares; of those on several ranks a CPU runs the first and the last
     strategies: tuple[str, ...]
-    more: str
+    more: str  # what its defaults say besides
+    # model, sequence, tokens and steps on a GPU, and what else is said there
     sizes: tuple[str, int, int, int, str]
-    nodes: int = 1
-    axis: str = ""
+    nodes: int = 1  # as many as ranks on each; more than one share the GPU
+    axis: str = ""  # of its matrix
 
 
 _SUITES: Final = (
@@ -127,19 +119,12 @@ _ABLATED: Final = ("general", "shared-memory", "two-reads", "unfused", "narrow",
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One command.
+    """One command."""
 
-    Attributes:
-        name: its letter, and what it is.
-        command: its words after the interpreter.
-        seconds: at most.
-        needs: modules without which it is left out.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    seconds: float
-    needs: tuple[str, ...] = ()
+    name: str  # its letter, and what it is
+    command: tuple[str, ...]  # its words after the interpreter
+    seconds: float  # at most
+    needs: tuple[str, ...] = ()  # modules without which it is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,10 +267,8 @@ def table(ended: Sequence[Ended]) -> str:
         ("stage", "status", "s", "last line"),
         *((e.name, e.status, f"{e.seconds:.0f}", e.found) for e in ended),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
+        f"{name:20}  {status:12}  {seconds:>5}  {found}".rstrip() for name, status, seconds, found in rows
     )
 
 

@@ -18,31 +18,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from harness.laws.laws import Case, Duty, Violation, attempt
+from harness.laws.subject import of_codec
 from impl import ops
-from impl.codecs.codec import FORMATS, Codec, parse
-from impl.codecs.reference import DTYPES, REFERENCE
-from impl.codecs.rounding_noise import OCTET, Noise
+from impl.codecs.codec import FORMATS, Codec, Dtype, OwnCodec, Raw, parse
+from impl.codecs.reference import DTYPES, Carried
+from impl.codecs.rounding_noise import Noise
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 
 TRIED: Final = (
-    *(
-        "int8:2048",
-        "int4:256",
-        "int4:256:clip",
-        "int4:128:hadamard32",
-        "int8:256:stochastic",
-        "int4:256:asym",
-    ),
+    *("int8:2048", "int4:256", "int4:256:clip", "int4:128:hadamard32", "int8:256:stochastic"),
+    "int4:256:asym",
     *("int4:256:stochastic", "int6:256", "int3:64", "int8:shard", "fp8e4m3:128", "mxfp8", "mxfp4"),
     *FORMATS,
 )
@@ -50,7 +47,10 @@ TIMED: Final = (
     *("int8:2048", "int8:256", "int4:256", "int8:256:stochastic", "int4:256:stochastic"),
     *("fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", *FORMATS),
 )
-HOPS: Final = (("int8:256", "int4:256"), ("int4:256", "int4:256"), ("int4:256", "int4:256:stochastic"))
+HOPS: Final = (
+    *(("int4:256", "int4:256"), ("int8:256", "int4:256"), ("int8:2048", "int8:2048")),
+    *(("int4:256", "int4:256:stochastic"), ("mxfp8", "mxfp4"), ("int4:256:hadamard32", "int8:256")),
+)
 SOURCES: Final = 8
 ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
 Found = dict[str, Any]
@@ -94,78 +94,52 @@ def of_device(device: torch.device) -> Found:
     return {**found, "backend": ops.backend_of(device)}
 
 
-def are_reference(codec: Codec, kind: str, device: torch.device) -> Found:
-    """Bytes and elements in which the device's kernels are not the reference: of rows with an end that fills
-    no block and no 16 bytes, where the codec lets there be one, and of rows that are whole and aligned.
+def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
+    """Whether the device's kernels are the reference: of a row with an end that fills no block and no 16
+    bytes, where the codec lets there be one, and of a row that is whole and aligned.
     """
-    lengths = {codec.grain * -(-numel // codec.grain) for numel in (9001, 9216)}
-    found = [is_reference(codec, kind, numel, device) for numel in sorted(lengths)]
-    off, counted = (list(map(sum, zip(*each, strict=True))) for each in zip(*found, strict=True))
-    return {"equal": not any(off), "off": off, "of": counted}
+    subject, draw = of_codec(codec, ops.backend_of(device)), torch.Generator().manual_seed(7)
+    try:
+        for numel in (9001, 9216):
+            x = torch.randn(codec.grain * -(-numel // codec.grain), generator=draw)
+            x[: numel // 9] = 0
+            x *= 10.0 ** (torch.arange(len(x)) // (numel // SOURCES) % SOURCES - 5.0)  # small and large ones
+            for duty in (Duty.BITS, Duty.SUM):
+                attempt(subject, duty, Case(x.to(DTYPES[kind]), kind, noise=Noise((1, 2, 3, 4))))
+    except Violation as problem:
+        return {"equal": False, "off": str(problem)}
+    return {"equal": True}
 
 
-def is_reference(
-    codec: Codec, kind: str, numel: int, device: torch.device
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of frames, elements and sums: how many are not the reference's, and of how many, of rows with zeros,
-    large and small values.
+def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, rounds: int) -> Found:
+    """GB/s of a codec's operations on elements, every byte counted that one has to read and write once, and
+    their share of a copy's of the elements; eight sources are summed, each of an eighth of them.
     """
-    dtype, draw = DTYPES[kind], torch.Generator().manual_seed(7)
-    x = torch.randn(SOURCES, numel, generator=draw) * torch.logspace(-6, 3, SOURCES).unsqueeze(1)
-    x[:, : numel // 9] = 0
-    x = x.to(dtype)
-    frames = [
-        torch.zeros(SOURCES, codec.frame_bytes(numel), dtype=torch.uint8, device=d) for d in ("cpu", device)
-    ]
-    sums = [torch.empty(numel, device=d) for d in ("cpu", device)]
-    back = [torch.empty(SOURCES, numel, dtype=dtype, device=d) for d in ("cpu", device)]
-    noise = Noise((1, 2, 3, 4), 0, (OCTET * -(-numel // OCTET),)) if codec.stochastic else None
-    for operations, at, there in ((REFERENCE, 0, torch.device("cpu")), (ops, 1, device)):
-        operations.encode(codec, x.to(there), frames[at], noise=noise)
-        operations.decode(codec, frames[at], back[at])
-        operations.decode_sum(codec, frames[at], sums[at])
-    off = tuple(int((a != b.cpu()).sum()) for a, b in (frames, back, sums))
-    return off, (frames[0].numel(), back[0].numel(), numel)
-
-
-def rates(text: str, mebibytes: int, device: torch.device, rounds: int) -> Found:
-    """GB/s of a codec's operations on bf16 elements, and their share of a copy's."""
-    codec, numel = parse(text), mebibytes * 2**19
-    x = torch.randn(numel, device=device).bfloat16()
-    back, size = torch.empty_like(x), codec.frame_bytes(numel)
-    frame, noise = torch.zeros(size, dtype=torch.uint8, device=device), noise_of(codec)
-    copy = 2 * x.nbytes / seconds_of(device, lambda: back.copy_(x), rounds)
-    encode = seconds_of(device, lambda: ops.encode(codec, x, frame, noise=noise), rounds)
-    decode = seconds_of(device, lambda: ops.decode(codec, frame, back), rounds)
-    part = numel // SOURCES
+    codec, numel = parse(text), (mebibytes << 20) // DTYPES[kind].itemsize
+    part, noise = numel // SOURCES, noise_of(codec)
+    x, out = torch.randn(numel, device=device).to(DTYPES[kind]), torch.empty(part, device=device)
+    back, frame = torch.empty_like(x), torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=device)
     frames = torch.zeros(SOURCES, codec.frame_bytes(part), dtype=torch.uint8, device=device)
-    for source in range(SOURCES):
-        ops.encode(codec, x[:part], frames[source], noise=noise)
-    out = torch.empty(part, device=device)
-    summed = seconds_of(device, lambda: ops.decode_sum(codec, frames, out), rounds)
+    for row in frames:
+        ops.encode(codec, x[:part], row, noise=noise)
+    timed: dict[str, tuple[int, Callable[[], object]]] = {
+        "encode": (x.nbytes + frame.nbytes, partial(ops.encode, codec, x, frame, noise=noise)),
+        "decode": (x.nbytes + frame.nbytes, partial(ops.decode, codec, frame, back)),
+        "decode_sum": (frames.nbytes + out.nbytes, partial(ops.decode_sum, codec, frames, out)),
+    }
+    if not isinstance(codec, Raw | OwnCodec):
+        carried = Carried(torch.zeros(numel, device=device), 0.8)
+        encode = partial(ops.encode, codec, x, frame, noise=noise, carried=carried)
+        timed["encode_carried"] = x.nbytes + frame.nbytes + 8 * numel, encode
+    for onward in (parse(second) for first, second in HOPS if first == text):
+        again = torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device)
+        fused = partial(ops.decode_sum_encode, codec, onward, frames, again, part, noise=noise_of(onward))
+        timed[f"to_{onward}"] = frames.nbytes + again.nbytes, fused
+    copy = 2 * x.nbytes / seconds_of(device, partial(back.copy_, x), rounds)
     found: Found = {"copy_gb": round(copy / 1e9, 1)}
-    for name, moved, took in (
-        ("encode", x.nbytes + size, encode),
-        ("decode", x.nbytes + size, decode),
-        ("decode_sum", frames.nbytes + out.nbytes, summed),
-    ):
-        found |= {
-            f"{name}_gb": round(moved / took / 1e9, 1),
-            f"{name}_of_copy": round(moved / took / copy, 3),
-        }
-    for first, second in HOPS:
-        if first == text:
-            onward = parse(second)
-            again, drawn = (
-                torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device),
-                noise_of(onward),
-            )
-
-            def fuse(onward: Codec = onward, again: Tensor = again, drawn: Noise | None = drawn) -> None:
-                ops.decode_sum_encode(codec, onward, frames, again, part, noise=drawn)
-
-            moved = (frames.nbytes + again.nbytes) / seconds_of(device, fuse, rounds)
-            found[f"to_{second}_of_copy"] = round(moved / copy, 3)
+    for name, (moved, operation) in timed.items():
+        rate = moved / seconds_of(device, operation, rounds)
+        found |= {f"{name}_gb": round(rate / 1e9, 1), f"{name}_of_copy": round(rate / copy, 3)}
     return found
 
 
@@ -230,15 +204,13 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
         optimizer.step()
         optimizer.zero_grad()
 
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-    whole = seconds_of(device, step, 7 if gpu else 2)
-
     def without_step() -> None:
         passes()
         optimizer.zero_grad()
 
-    took = seconds_of(device, without_step, 7 if gpu else 2)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    whole, took = (seconds_of(device, each, 7 if gpu else 2) for each in (step, without_step))
     peak = torch.cuda.max_memory_allocated() if gpu else 0
     return {
         "parameters": parameters, "passes_ms": round(1e3 * took, 2), "step_ms": round(1e3 * whole, 2),
@@ -250,7 +222,7 @@ def questions(device: torch.device) -> Iterator[Question]:
     """Everything, correctness first."""
     gpu = device.type == "cuda"
     yield {"ask": "device"}, lambda: of_device(device)
-    for text, kind in itertools.product(TRIED, ("bf16", "fp32", "fp16")):
+    for text, kind in itertools.product(TRIED, DTYPES):
         yield (
             {"ask": "reference", "codec": text, "type": kind},
             lambda text=text, kind=kind: are_reference(parse(text), kind, device),
@@ -258,7 +230,7 @@ def questions(device: torch.device) -> Iterator[Question]:
     for mebibytes, text in itertools.product((64, 256) if gpu else (1,), TIMED if gpu else TIMED[:3]):
         yield (
             {"ask": "rates", "codec": text, "mebibytes": mebibytes},
-            lambda text=text, mebibytes=mebibytes: rates(text, mebibytes, device, 31 if gpu else 3),
+            lambda text=text, mebibytes=mebibytes: rates(text, "bf16", mebibytes, device, 31 if gpu else 3),
         )
     yield {"ask": "launch", "codec": "int8:2048"}, lambda: launch("int8:2048", device)
     for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,6 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, run_ranks
 from harness.errors import Refusal
 from harness.measure import machine as host
-from harness.records.bench_record import Sample
 from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import run_sweep
@@ -44,7 +43,7 @@ CODECS: Final = (
     "int3:256", "int2:256", "fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", "int4:256:stochastic",
     "int8:256:stochastic",
 )  # fmt: skip
-RATE: Final = 100.0  # Mbit/s of the link that is held to a rate
+RATE: Final = "100 Mbit/s"  # of the link that is held to a rate
 SUITE: Final = "calibration"
 _CODEC_SECONDS: Final = 0.2  # for each operation
 _CODEC_MEBIBYTES: Final = 2  # of elements: as large as the shards of small models are
@@ -67,15 +66,15 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 
 def trials() -> list[Trial]:
     """What is run, in order: the first once more at the end, for has the machine changed meanwhile?"""
-    usual = {"sequence": 128, "steps": 16, "warmup": 2}
-
-    def trial(model: str, layers: int, tokens: int, strategy: str, held: bool, *, repeat: int = 0) -> Trial:
-        shape = {"name": model, "arguments": {"layers": layers}}
-        cluster = {"nodes": 2, "ranks_per_node": 2, "rate": f"{RATE:g} Mbit/s" if held else "unshaped"}
-        asked = {"strategy": strategy, "tokens_per_rank": tokens, "repeat": repeat}
-        return Trial.model_validate({**usual, **asked, "model": shape, "cluster": cluster})
-
-    return [*(trial(*one) for one in _TRIALS), trial(*_TRIALS[0], repeat=1)]
+    asked = [
+        {
+            "sequence": 128, "steps": 16, "warmup": 2, "tokens_per_rank": tokens, "strategy": strategy,
+            "model": {"name": model, "arguments": {"layers": layers}},
+            "cluster": {"nodes": 2, "ranks_per_node": 2, "rate": RATE if held else "unshaped"},
+        }
+        for model, layers, tokens, strategy, held in _TRIALS
+    ]  # fmt: skip
+    return [Trial.model_validate(one) for one in (*asked, {**asked[0], "repeat": 1})]
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
@@ -99,10 +98,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     log = folder / "calibration.log"
     with open_link(Setting("auto", 2, None), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
-        latency = statistics.median(run_ranks(_latency, _MESSAGES, launch))
-    with open_link(Setting("none", 1, None), SUITE[:6]) as link:
-        launch = Launch(Topology(1, 1), link.ports, None, 1, _TIMEOUT_SECONDS, log)
-        (samples,) = run_ranks(_coding, _CODEC_SECONDS, launch)
+        latencies, codecs = zip(*run_ranks(_probed, _MESSAGES, launch), strict=True)
     return fit(
         Machine(
             name=name,
@@ -115,13 +111,13 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             smallest=min(one.step.parameters for one in measured),
             largest=max(one.step.parameters for one in measured),
             overlap="schedule",
-            latency=latency,
+            latency=statistics.median(latencies),
             processors=host.cores(),
             emulated=True,
             spread=drift,
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             host=host.identity(),
-            codecs=costs(samples),
+            codecs=codecs[0],
         ),
         measured,
     )
@@ -168,43 +164,35 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
     Trials over a link that is held to a rate wait, and are left out of the second: threads that wait are
     woken, which takes seconds that no step waits for.
-
-    Raises:
-        PublishedError: for no rows, or rows that overlap differently, or neither not at all nor fully.
     """
     achieved = [one.achieved for one in measured if one.achieved is not None]
-    terms: list[dict[str, float]] = []
-    for one in measured:
-        step = one.step
-        of_all = {"fixed": step.parameters, "per_token": step.parameters * step.tokens}
-        terms.append({"launch": len(step.units), **of_all})
-    computing = _fitted(terms, [one.computing for one in measured], [one.computing for one in measured])
-    machine = replace(machine, **computing)
-    blank = replace(
-        machine, latency=0.0, processors=0, launch=0.0, fixed=1.0, per_token=0.0, efficiency=1.0, codecs={}
-    )
-
-    def busy(made: Machine, one: Measured) -> float:
-        """Seconds of a rank's processor in a step of nothing but what ``made`` says."""
-        return step_of(made, replace(one.step, parameters=0.0, rate=math.inf)).seconds
+    blank = replace(machine, latency=0.0, processors=0, codecs={})  # not fitted yet
+    computing, steps = [one.computing for one in measured], [one.step for one in measured]
+    passes: dict[str, Sequence[float]] = {
+        "launch": [len(step.units) for step in steps],
+        "fixed": [step.parameters for step in steps],
+        "per_token": [step.parameters * step.tokens for step in steps],
+    }
+    machine = replace(machine, **_fitted(passes, computing, computing))
 
     free = [one for one in measured if one.achieved is None]
-    terms, seconds = [], []
-    for one in free:
+
+    def busy(**what: Any) -> list[float]:
+        """Seconds of a rank's processor in each of these steps, of nothing but what is given."""
+        made = replace(blank, **what)
+        return [step_of(made, replace(one.step, parameters=0.0, rate=math.inf)).seconds for one in free]
+
+    seconds = []
+    for one, coding in zip(free, busy(codecs=machine.codecs), strict=True):
         slower = one.computing / machine.compute(one.step.parameters, one.step.tokens, len(one.step.units))
-        coding = busy(replace(blank, codecs=machine.codecs), one)
         seconds.append(max(0.0, (one.in_steps - one.computing - one.stepping) / slower - coding))
-        terms.append({})
-        for name in ("unit", "element", "message", "sent"):
-            second: dict[str, Any] = {name: 1.0}
-            terms[-1][name] = busy(replace(blank, **second), one)
+    terms = {name: busy(**{name: 1.0}) for name in ("unit", "element", "message", "sent")}
     engine = _fitted(terms, seconds, [one.in_steps for one in free])
-    shards = [sum(unit.shard for unit in one.step.units) for one in measured]
     made = replace(
         machine,
         **engine,
         optimizer=statistics.median(
-            one.stepping / count for one, count in zip(measured, shards, strict=True)
+            one.stepping / sum(unit.shard for unit in one.step.units) for one in measured
         ),
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
         latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
@@ -214,40 +202,20 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
 
 def _fitted(
-    terms: Sequence[dict[str, float]], seconds: Sequence[float], over: Sequence[float]
+    terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
     """Non-negative factors of the terms whose sums are nearest to ``seconds``, relative to ``over``."""
-    names, weights = list(terms[0]), 1 / np.maximum(np.array(over), 1e-9)
-    matrix = np.array([[one[name] for name in names] for one in terms]) * weights[:, None]
+    weights = 1 / np.maximum(np.array(over), 1e-9)
+    matrix = np.array([*terms.values()]).T * weights[:, None]
     scale = matrix.max(axis=0)
     found, _ = nnls(matrix / scale, np.array(seconds) * weights)
-    return {name: float(value) for name, value in zip(names, found / scale, strict=True)}
+    return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
 
 
-def costs(samples: Sequence[Sample]) -> dict[str, CodecCost]:
-    """Seconds of an element by codec, from samples of the codecs' benchmark: a sum of frames decodes each."""
-    seconds: dict[tuple[str, str], float] = {}
-    for sample in samples:
-        names = sample.names
-        seconds[str(names["codec"]), str(names["operation"])] = statistics.median(sample.seconds) / int(
-            str(names["numel"])
-        )
-    return {
-        text: CodecCost(encode=each, decode=seconds[text, "decode"])
-        for (text, operation), each in seconds.items()
-        if operation == "encode"
-    }
-
-
-def _coding(rank: Rank, seconds: float) -> list[Sample]:
-    """Times of all codecs on one processor."""
-    return bench_codecs.measure(
-        rank, codecs=CODECS, backends=("cpu",), kinds=("fp32",), mebibytes=_CODEC_MEBIBYTES, seconds=seconds
-    )
-
-
-def _latency(rank: Rank, messages: int) -> float:
-    """Seconds of a tiny all-gather between nodes, the median of many."""
+def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
+    """Median seconds of a tiny all-gather between nodes; seconds of an element by codec, on rank 0 alone,
+    when all others have ended.
+    """
     mesh = Mesh.create(rank.topology)
     wire, axis, took = Wire(mesh), rank.topology.node_axis, []
     for _ in range(messages):
@@ -258,4 +226,18 @@ def _latency(rank: Rank, messages: int) -> float:
         exchange.wait()
         exchange.close()
         took.append(time.perf_counter() - begun)
-    return statistics.median(took)
+    if rank.rank:
+        return statistics.median(took), {}
+    samples = bench_codecs.measure(
+        rank, codecs=CODECS, backends=("cpu",), kinds=("fp32",), mebibytes=_CODEC_MEBIBYTES,
+        seconds=_CODEC_SECONDS,
+    )  # fmt: skip
+    seconds = {  # of an fp32 element
+        (one.names["codec"], one.names["operation"]): statistics.median(one.seconds)
+        / one.sizes["element_bytes"]
+        * 4
+        for one in samples
+    }
+    return statistics.median(took), {
+        text: CodecCost(encode=seconds[text, "encode"], decode=seconds[text, "decode"]) for text in CODECS
+    }

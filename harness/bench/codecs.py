@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from timeit import timeit
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
-from impl.codecs.codec import BuiltIn, Raw, built_in
+from impl.codecs.codec import Codec, OwnCodec, Raw, parse
 from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key
 
@@ -53,23 +53,13 @@ _MOST_QUEUED: Final = 10  # calls of a round on a GPU, each timed by itself
 _QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the host queues a call
 
 
-@dataclass(frozen=True, slots=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Elements of one type on one device, and what operations on them write, which all share."""
 
     x: Tensor  # (S,) the elements; what the reference copies
     target: Tensor  # (S,) to which it copies them
     out: Tensor  # (S,) to which frames are decoded
     error: Tensor  # (S,) fp32, what encoding carries over
-
-    @classmethod
-    def of(cls, x: Tensor) -> Buffers:
-        """Fresh ones for elements ``x``."""
-        return cls(x, torch.empty_like(x), torch.empty_like(x), torch.zeros_like(x, dtype=torch.float32))
-
-    def first(self, numel: int) -> Buffers:
-        """Of the first elements alone, in the same memory."""
-        return Buffers(self.x[:numel], self.target[:numel], self.out[:numel], self.error[:numel])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +116,9 @@ def measure(
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
-        works += _works(Buffers.of(x.to(device, DTYPES[kind])), codecs, backends)
+        x = x.to(device, DTYPES[kind])
+        error = torch.zeros_like(x, dtype=torch.float32)
+        works += _works(Buffers(x, torch.empty_like(x), torch.empty_like(x), error), codecs, backends)
     timed = []
     for index, work in enumerate(works):
         rank.report(Progress("warm-up", index, len(works)))
@@ -213,10 +205,10 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
     x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
     here += [name for name in backends if name in ablation.ABLATED and x.device.type == "cuda"]
-    for codec, name in product(map(built_in, codecs), here):
+    for codec, name in product(map(parse, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
-            part = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL)
-            yield from _of_codec(codec, on.first(part) if name == "reference" else on, name)
+            numel = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL) if name == "reference" else x.numel()
+            yield from _of_codec(codec, Buffers(*(each[:numel] for each in on)), name)
     for name in (name for name in backends if name in other_libraries.QUANTISERS):
         for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
@@ -224,7 +216,7 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
                 yield Work(names, on, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
+def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
     x, out = on.x, on.out
     ours = ablation.operations(backend) if backend in ablation.ABLATED else ops.operations_of(backend)
@@ -244,7 +236,7 @@ def _of_codec(codec: BuiltIn, on: Buffers, backend: str) -> Iterator[Work]:
         both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
         moved["decode_sum"] = partial(ours.decode_sum, codec, frames, out), frames.nbytes + x.nbytes
         moved["decode_sum_encode"] = both, frames.nbytes + frame_bytes
-    if not isinstance(codec, Raw):
+    if not isinstance(codec, Raw | OwnCodec):
         moved["encode_carried"] = (
             partial(encode, carried=Carried(on.error)),
             x.nbytes + 2 * 4 * numel + frame_bytes,

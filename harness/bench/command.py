@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar, get_args
 
 import typer
 
@@ -83,12 +83,12 @@ def codecs(
     # Peers have no codec of ours.
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL
     asked = _chosen(backend or usual, bench_codecs.BACKENDS, "backend")
-    looked_for = dict.fromkeys((*bench_codecs.USUAL, *asked))
+    looked_for = dict.fromkeys((*asked, *bench_codecs.USUAL))
     missing = {name: why for name in looked_for if (why := bench_codecs.why_missing(name)) is not None}
     backends = tuple(name for name in asked if name not in missing)
-    if backend and backends != asked:
-        name = next(name for name in asked if name in missing)
-        raise BenchError(f"backend {name!r} is not here: {missing[name]}")
+    for name in asked if backend else ():
+        if name in missing:
+            raise BenchError(f"backend {name!r} is not here: {missing[name]}")
     target = partial(
         bench_codecs.measure,
         codecs=texts,
@@ -214,7 +214,9 @@ class _Run:
             words = str(error).splitlines()[0]
             if error.kind == "refused":
                 raise BenchError(words) from None
-            _fail(f"{words}; log {error.log}" if error.log else words)
+            # It was asked for rightly, and did not run well.
+            print(f"zeropp: {words}; log {error.log}" if error.log else f"zeropp: {words}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
     def finish(
         self, samples: Sequence[Sample], setting: dict[str, Any], missing: dict[str, str] | None = None
@@ -268,12 +270,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and part.isascii() and 0 < int(part) <= MOST_MEBIBYTES for part in parts):
         raise BenchError(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _fail(words: str) -> NoReturn:
-    """End with status 1 and one line: it was asked for rightly, and did not run well."""
-    print(f"zeropp: {' '.join(words.split())}", file=sys.stderr, flush=True)
-    raise typer.Exit(1)
 
 
 def _now() -> str:

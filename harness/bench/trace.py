@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from harness.bench.rounds import timed
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks, start_server
@@ -90,22 +91,16 @@ def traced_step(rank: Rank, assignment: Assignment) -> Traced:
     for index in range(warmup):
         run.step(index)
     dist.barrier()
-    before = _timed(partial(run.step, warmup))
+    before = timed(partial(run.step, warmup))(None)
     dist.barrier()
     clock = run.loop.clock
     with wire.traced(timeline), _operations_noted(timeline), clock.noted(partial(timeline.add, _PART)):
-        seconds = _timed(partial(run.step, warmup + 1))
+        seconds = timed(partial(run.step, warmup + 1))(None)
     dist.barrier()
     run.strategy.close()
     return Traced(
         [*computing(timeline.spans), *(s for s in timeline.spans if s.lane != _PART)], seconds, before
     )
-
-
-def _timed(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 @contextlib.contextmanager

@@ -99,17 +99,11 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
     found = []
     for name, tensor in sorted(tensors.items()):
         kind, _, rest = name.partition("/")
-        known = kind in ("weights", "changes", "gradients") and bool(rest)
-        kind, rest = (kind, rest) if known else ("weights", name)
+        if kind not in ("weights", "changes", "gradients") or not rest:
+            kind, rest = "weights", name
         if tensor.is_floating_point() and tensor.numel():
-            values = tensor.float()
-            found.append(
-                Unit(
-                    kind,
-                    rest,
-                    values.flatten(1) if kind == "gradients" and values.dim() > 1 else values.flatten(),
-                )
-            )
+            rows = kind == "gradients" and tensor.dim() > 1
+            found.append(Unit(kind, rest, tensor.float().flatten(int(rows))))
     if not found:
         raise Refusal(f"{path}: no tensor of floating-point numbers")
     ranks = max((len(one.values) for one in found if one.values.dim() > 1), default=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, get_args
@@ -13,16 +12,8 @@ from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.laws import (
-    Case,
-    Claim,
-    Duty,
-    Subject,
-    Violation,
-    attempt,
-    place,
-    title,
-)
+from harness.laws import ELEMENTS
+from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, place, title
 from harness.laws.rounding_edges import edge_rows
 from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES
@@ -30,7 +21,6 @@ from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a row that is drawn
-ELEMENTS: Final = 70_001  # of the longest row, which every claim but UNBIASED meets once: beyond 16 bits
 FEWER: Final = 10  # times fewer examples of UNBIASED, which encodes thousands of rows for each
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
@@ -131,7 +121,7 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
     """What is tried always and first: simple rows, all ties of each format, blocks on three scales, the last
-    short.
+    short, and last a row of ``elements``, if that is more than ``LONGEST``.  None has more.
 
     A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
     also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
@@ -143,39 +133,21 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
     one = ties[2].repeat(-(-len(blocks) // len(ties[2])))[: len(blocks)]
     scales = torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)]
     x = [*map(torch.tensor, _SIMPLE), *ties, one * scales]
-    kinds, kind, codec, noise = subject.kinds, _main(subject), subject.codec, Noise((1, 2, 3, 4))
-    cases = [
-        Case(x=row[: min(LONGEST, elements)].to(DTYPES[kind]), out=kind, power=1, noise=noise) for row in x
-    ]
-    if codec is not None and not isinstance(codec, Raw):
-        tried = kinds if claim is Duty.BITS else (kind,) if subject.specification else ()
-        cases += [
-            Case(x=row, out=each, power=1, noise=noise)
-            for each in tried
-            for row in edge_rows(codec, each, noise)
-            if row.numel() <= elements
-        ]
-    return cases
-
-
-def long_cases(subject: Subject, claim: Claim, elements: int) -> list[Case]:
-    """What is tried last: a row of ``elements``, if that is more than ``LONGEST``; bits in each type."""
-    if elements <= LONGEST or claim is Law.UNBIASED:
-        return []
-    row = long_row(subject.block, elements)
-    every = subject.kinds if claim is Duty.BITS else (_main(subject),)
-    return [Case(x=row.to(DTYPES[kind]), out=kind, power=1, noise=Noise((1, 2, 3, 4))) for kind in every]
-
-
-def _main(subject: Subject) -> Dtype:
-    """The type that most is tried in."""
-    return "fp32" if "fp32" in subject.kinds else subject.kinds[0]
+    codec, noise = subject.codec, Noise((1, 2, 3, 4))
+    kind: Dtype = "fp32" if "fp32" in subject.kinds else subject.kinds[0]  # that most is tried in
+    tried = subject.kinds if claim is Duty.BITS else (kind,)
+    found = [(kind, row[: min(LONGEST, elements)]) for row in x]
+    if codec is not None and not isinstance(codec, Raw) and (claim is Duty.BITS or subject.specification):
+        rows = [(each, row) for each in tried for row in edge_rows(codec, each, noise)]
+        found += [(each, row) for each, row in rows if row.numel() <= elements]
+    if elements > LONGEST:
+        found += [(each, long_row(subject.block, elements)) for each in tried]
+    return [Case(x=row.to(DTYPES[each]), out=each, power=1, noise=noise) for each, row in found]
 
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`standing` rows, on ``examples`` that are drawn, and on :func:`long_cases`.
+    """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most.
 
-    None has more than ``elements`` elements.
     An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
     is tried on a tenth as many rows, which Hypothesis does not shrink.
     """
@@ -212,10 +184,6 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
         return Outcome(tried, smallest(subject, claim, failed[-1]) if costly else violation)
     except hypothesis.errors.Flaky:
         return Outcome(tried, _once(claim, failed[-1]))
-    for case in long_cases(subject, claim, elements):
-        tried += 1
-        if violation_of(subject, claim, case):
-            return Outcome(tried, smallest(subject, claim, case))
     return Outcome(tried)
 
 
@@ -244,31 +212,21 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """The violation of a part of a row from which no block of elements can be left out.
 
     Of rows that Hypothesis did not draw, and so does not shrink.  By delta debugging (Zeller and Hildebrandt
-    2002): parts of the row are tried alone, then the row without each, then ever smaller parts.  A part that
-    is tried alone keeps the random bits of its place.
+    2002): ever smaller blocks are left out, at most ``MOST_TRIED`` times.  What follows the first block keeps
+    the random bits of its place.
     """
-    found, parts, tried = violation_of(subject, claim, case), 2, 0
+    found, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1
-    most = MOST_TRIED // FEWER if claim is Law.UNBIASED else MOST_TRIED
-    while found is not None and case.x.numel() > grain and tried < most:
-        size = -(-case.x.numel() // parts // grain) * grain
-        smaller = None
-        for candidate in _parts_of(case, size):
+    size = case.x.numel() // 2 // grain * grain
+    while found is not None and size and tried < MOST_TRIED:
+        for start in range(0, case.x.numel(), size):
             tried += 1
-            if violation := violation_of(subject, claim, candidate):
-                smaller, found = candidate, violation
+            moved = 0 if start else size // OCTET * OCTET
+            noise = replace(case.noise, start=case.noise.start + moved)
+            smaller = replace(case, x=torch.cat([case.x[:start], case.x[start + size :]]), noise=noise)
+            if smaller.x.numel() and (violation := violation_of(subject, claim, smaller)):
+                case, found = smaller, violation
                 break
-        if smaller is None and size <= grain:
-            break
-        case, parts = (case, 2 * parts) if smaller is None else (smaller, 2)
+        else:
+            size = size // 2 // grain * grain
     return found or _once(claim, case)
-
-
-def _parts_of(case: Case, size: int) -> Iterator[Case]:
-    """Each ``size`` elements of a row alone, and the row without each."""
-    starts = range(0, case.x.numel(), size)
-    for start in starts:
-        noise = replace(case.noise, start=case.noise.start + start // OCTET * OCTET)
-        yield replace(case, x=case.x[start : start + size].clone(), noise=noise)
-    for start in reversed(starts):
-        yield replace(case, x=torch.cat([case.x[:start], case.x[start + size :]]))

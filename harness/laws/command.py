@@ -19,6 +19,7 @@ from rich.table import Table
 from harness import fitted_table
 from harness.cluster import interrupts
 from harness.errors import Refusal
+from harness.laws import ELEMENTS
 from harness.suites.labels import NONE
 from impl.codecs.codec import Codec, Law
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 VIOLATED: Final = 1
 EXAMPLES: Final = 40
-ELEMENTS: Final = 70_001  # as adversarial_rows.ELEMENTS, which needs torch
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation
 
 app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)

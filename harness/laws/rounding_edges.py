@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -21,7 +20,9 @@ from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Blocked, Dtype, FloatCod
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Noise
 
-MOST_SCALES: Final = 63  # whole ones, and as many others, among which those of the rows are found
+# At one or another of these a product with a reciprocal is wrong beside some level, for every codec and type.
+_SCALES: Final = (1.0, 3.0, 15.0, 25.0, 29.0, math.sqrt(5.0))
+_OFFSETS: Final = (0.0, -1.0, -0.53)  # of asymmetric codecs: the least element, in parts of the range
 _LEAST_DRAWN: Final = 60  # edges of a row with random bits
 _BITS: Final = {4: torch.int32, 2: torch.int16}
 _CPU: Final = torch.device("cpu")
@@ -61,44 +62,18 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
             yield row
 
 
-@cache
-def spans(codec: Blocked, kind: Dtype) -> tuple[Span, ...]:
+def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     """Spans with scale 1, with scales that tell a product from a quotient, and with the extreme scales."""
-    top, largest = codec.steps, LARGEST[kind]
-    small = 2.0**-8 if top * MOST_SCALES > largest else 1.0
-    whole = torch.arange(1.0, MOST_SCALES + 1) * top * small
-    other = whole * 2.0 ** torch.frac(torch.arange(MOST_SCALES) * (math.sqrt(5.0) - 1) / 2)
-    found: list[Span] = []
-    for highs in (whole, other.clamp(max=largest)):
-        offsets = (0.0, -1.0, -0.53) if codec.asymmetric else (0.0,)
-        for part in offsets:
-            low = (highs * part).to(DTYPES[kind]).float()
-            high = (highs + low if part else highs).to(DTYPES[kind]).float()
-            if not found:
-                found += _of(codec, low[:1], high[:1])
-            wrong = _confused(codec, low, high, kind)  # (mistakes, spans)
-            best = wrong.argmax(dim=1)
-            found += _of(codec, low[best], high[best])
+    small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
+    ranges = torch.tensor(_SCALES) * codec.steps * small
+    parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])
+    low = torch.outer(parts, ranges).flatten().to(DTYPES[kind]).float()
+    high = (ranges.repeat(len(parts)) + low).to(DTYPES[kind]).float()
     least = SMALLEST_NORMAL if kind != "fp16" else 2.0**-14
-    ends = torch.tensor([least * top, largest])
-    found += _of(codec, torch.zeros(2), ends.to(DTYPES[kind]).float())
-    return tuple(dict.fromkeys(found))
-
-
-def _of(codec: Blocked, low: Tensor, high: Tensor) -> list[Span]:
+    ends = torch.tensor([least * codec.steps, LARGEST[kind]]).to(DTYPES[kind]).float()
+    low, high = torch.cat([low, torch.zeros(2)]), torch.cat([high, ends])
     scale = _scale(codec, low, high)
     return [Span(*each) for each in zip(low.tolist(), high.tolist(), scale.tolist(), strict=True)]
-
-
-def _confused(codec: Blocked, low: Tensor, high: Tensor, kind: Dtype) -> Tensor:
-    """(mistakes, spans): number of edges to which each mistake gives another code than the quotient."""
-    scale = _scale(codec, low, high)
-    x = _edges(codec, _ties(codec).repeat_interleave(3), (low, high, scale), kind).float()  # (spans, edges)
-    lows, scales, measures = low[:, None], scale[:, None], (high - low)[:, None]
-    right = _nearest(codec, (x * 0.5 - lows * 0.5) / (scales * 0.5))
-    top = torch.full_like(measures, codec.steps)
-    mistakes = ((x - lows) * (1.0 / scales), (x - lows) * (top / measures))
-    return torch.stack([(_nearest(codec, each) != right).sum(dim=1) for each in mistakes])
 
 
 def _ties(codec: Blocked) -> Tensor:
@@ -107,29 +82,16 @@ def _ties(codec: Blocked) -> Tensor:
     return (own[1:] + own[:-1]) / 2
 
 
-def _edges(codec: Blocked, ties: Tensor, spans: tuple[Tensor, Tensor, Tensor], kind: Dtype) -> Tensor:
-    """(spans, ties) of type ``kind``: in turn below, at and above a tie, held to the span.
-
-    ``ties`` (ties,) fp64 are quotients; ``spans`` are low, high and scale, (spans,) each.
+def _edges(codec: Blocked, ties: Tensor, span: Span, kind: Dtype) -> Tensor:
+    """(ties,) of type ``kind``: in turn below, at and above the tie of a quotient (ties,) fp64, held to the
+    span.
     """
-    low, high, scale = (each[:, None] for each in spans)
-    x = low.double() + ties * scale.double()
+    x = span.low + ties * span.scale
     x = x.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
     bits = x.view(_BITS[x.element_size()])
     turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
     beside = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
-    edges = beside.float().nan_to_num(0.0).clamp(low if codec.asymmetric else -high, high)
-    return edges.to(DTYPES[kind])
-
-
-def _nearest(codec: Blocked, quotients: Tensor) -> Tensor:
-    """Index of the level nearest to each quotient; a tie goes to the even code."""
-    own, ties = levels(codec), _ties(codec)
-    wide = quotients.double().contiguous()
-    lower = torch.searchsorted(ties, wide)
-    tie = wide == ties[lower.clamp(max=len(ties) - 1)]
-    odd = (lower - int((own < 0).sum())) % 2 != 0
-    return lower + (tie & odd).long()
+    return beside.float().nan_to_num(0.0).clamp(span.low if codec.asymmetric else -span.high, span.high)
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
@@ -143,8 +105,7 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
         numel = period * len(ties)
         bits = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
         ties = ties - gaps * (bits.double() * 2.0**-16 - (0.5 - 2.0**-17))
-    low, high, scale = (torch.tensor([each]) for each in span)
-    edges = _edges(codec, ties, (low, high, scale), kind)[0].float()
+    edges = _edges(codec, ties, span, kind)
     columns = [torch.full_like(edges, anchor) for anchor in anchors]
     return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])
 

@@ -69,11 +69,7 @@ class Glyphs(Samples):
 
 @cache
 def load() -> Glyphs:
-    """Render the data set; cached, the first call in a process takes a tenth of a second.
-
-    Raises:
-        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
-    """
+    """Render the data set; cached, the first call in a process takes a tenth of a second."""
     from matplotlib import ft2font
 
     characters = _characters()

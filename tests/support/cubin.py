@@ -82,20 +82,13 @@ class Multiprocessor:
     """What one multiprocessor holds.
 
     CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-
-    Attributes:
-        warps: at most.
-        blocks: thread blocks at most.
-        shared: bytes of shared memory, with the largest carve-out.
-        reserved: bytes of it that each thread block has beside its own.
-        granule: bytes that a thread block's shared memory is rounded up to.
     """
 
-    warps: int
-    blocks: int
-    shared: int
-    reserved: int = 1_024
-    granule: int = 128
+    warps: int  # at most
+    blocks: int  # thread blocks at most
+    shared: int  # bytes of shared memory, with the largest carve-out
+    reserved: int = 1_024  # bytes of it that each thread block has beside its own
+    granule: int = 128  # bytes that a thread block's shared memory is rounded up to
     registers: int = 65_536
 
 
@@ -109,19 +102,13 @@ MULTIPROCESSORS: Final = {  # by architecture
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the fastest GPU of an architecture does in a second.
+    """What the fastest GPU of an architecture does in a second."""
 
-    Attributes:
-        multiprocessors: of four quarters, each of which issues an instruction of a warp a cycle.
-        hertz: of its clock under load.
-        copied: bytes that a copy within its memory reads and writes.
-        cycles: of a quarter for an instruction, by pipe (CUDA C++ Programming Guide, "Throughput of Native
-            Arithmetic Instructions").
-    """
-
-    multiprocessors: int
-    hertz: float
-    copied: float
+    multiprocessors: int  # of four quarters, each of which issues an instruction of a warp a cycle
+    hertz: float  # of its clock under load
+    copied: float  # bytes that a copy within its memory reads and writes
+    # of a quarter for an instruction, by pipe (CUDA C++ Programming Guide, "Throughput of Native Arithmetic
+    # Instructions")
     cycles: dict[str, float]
 
 
@@ -149,17 +136,11 @@ PIPES: Final = {  # by an instruction's first name; others with U or R2UR are un
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """An instruction that reaches global memory.
+    """An instruction that reaches global memory."""
 
-    Attributes:
-        name: of the instruction, as ``LDG.E.128``.
-        width: bytes a thread.
-        purpose: one of :data:`PURPOSES`.
-    """
-
-    name: str
-    width: int
-    purpose: str
+    name: str  # of the instruction, as ``LDG.E.128``
+    width: int  # bytes a thread
+    purpose: str  # one of :data:`PURPOSES`
 
     @property
     def loads(self) -> bool:
@@ -169,24 +150,15 @@ class Access:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What one kernel asks for on one architecture.
-
-    Attributes:
-        registers: of a thread.
-        shared: bytes of shared memory of a thread block; the kernels have no dynamic ones.
-        local: bytes of local memory of a thread: the stack, with spilled registers.
-        lowered: the kernel's name in the image.
-        image: of all kernels that were compiled together.
-        sources: where its files are.
-    """
+    """What one kernel asks for on one architecture."""
 
     architecture: int
-    registers: int
-    shared: int
-    local: int
-    lowered: str
-    image: bytes
-    sources: Path
+    registers: int  # of a thread
+    shared: int  # bytes of shared memory of a thread block; the kernels have no dynamic ones
+    local: int  # bytes of local memory of a thread: the stack, with spilled registers
+    lowered: str  # the kernel's name in the image
+    image: bytes  # of all kernels that were compiled together
+    sources: Path  # where its files are
 
     @functools.cached_property
     def accesses(self) -> tuple[Access, ...]:
@@ -371,19 +343,12 @@ def _function(path: Path, line: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A kernel of :data:`VARIANTS`.
+    """A kernel of :data:`VARIANTS`."""
 
-    Attributes:
-        kernel: as C++ writes it.
-        threads: of its thread blocks, as they are launched.
-        cubin: what is launched.
-        main: its main path compiled alone; None for general kernels.
-    """
-
-    kernel: str
-    threads: tuple[int, ...]
-    cubin: Cubin
-    main: Cubin | None
+    kernel: str  # as C++ writes it
+    threads: tuple[int, ...]  # of its thread blocks, as they are launched
+    cubin: Cubin  # what is launched
+    main: Cubin | None  # its main path compiled alone; None for general kernels
 
     @property
     def occupancy(self) -> float:
@@ -399,15 +364,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if any.
+    """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if any."""
 
-    Attributes:
-        instructions: of a warp, by pipe; ``issue`` are all.
-        moved: bytes that are read and written once.
-    """
-
-    instructions: dict[str, float]
-    moved: float
+    instructions: dict[str, float]  # of a warp, by pipe; ``issue`` are all
+    moved: float  # bytes that are read and written once
 
     def share(self, device: Device) -> tuple[float, str]:
         """Of a copy's bytes per second, at most, and what limits it: memory, or a :data:`BUSY` pipe."""

@@ -46,21 +46,13 @@ class NcclRuleError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank tells another of a call: both must agree.
+    """What a rank tells another of a call: both must agree."""
 
-    Attributes:
-        position: of the call among all that these two ranks take part in, over all communicators.
-        kind: name of the collective, or ``send`` or ``receive``.
-        sent: bytes to that rank.
-        received: bytes from it.
-        detail: element type, root and operation.
-    """
-
-    position: int
-    kind: str
-    sent: int
-    received: int
-    detail: str
+    position: int  # of the call among all that these two ranks take part in, over all communicators
+    kind: str  # name of the collective, or ``send`` or ``receive``
+    sent: int  # bytes to that rank
+    received: int  # bytes from it
+    detail: str  # element type, root and operation
 
     def packed(self) -> Tensor:
         """(256,) uint8."""
@@ -79,24 +71,16 @@ class Told:
 
 @dataclass(slots=True, eq=False)
 class Call(dist.Work):
-    """A call under way, which is also what its caller waits with.
+    """A call under way, which is also what its caller waits with."""
 
-    Attributes:
-        kind: its name.
-        peers: what this rank tells each other rank of it.
-        carry: moves the data, from what ``sources`` held to copies of ``destinations``.
-        sources: that it reads.
-        destinations: that it writes, at :meth:`wait`.
-        ended: is told once it was waited for.
-        messages: of point to point: what it sends and receives, and with whom; one unless grouped.
-    """
-
-    kind: str
-    peers: dict[int, Told]
-    sources: list[Tensor]
-    destinations: list[Tensor]
+    kind: str  # its name
+    peers: dict[int, Told]  # what this rank tells each other rank of it
+    sources: list[Tensor]  # that it reads
+    destinations: list[Tensor]  # that it writes, at :meth:`wait`
+    # moves the data, from what ``sources`` held to copies of ``destinations``
     carry: Callable[[list[Tensor], list[Tensor]], None]
-    ended: Callable[[Call], None]
+    ended: Callable[[Call], None]  # is told once it was waited for
+    # of point to point: what it sends and receives, and with whom; one unless grouped
     messages: list[tuple[int, Told]] = field(default_factory=list)
     _read: list[Tensor] = field(default_factory=list)  # sources as they were posted
     _brought: list[Tensor] = field(default_factory=list)

@@ -10,35 +10,11 @@ import pytest
 from docs.tables import DOCS
 from docs.tables.codecs import SHOWN, formula
 from harness import cli
-from harness.laws import adversarial_rows, command
+from harness.laws import command
 from harness.laws.subject import REPRESENTATIVE, missing
-from impl.codecs.codec import FORMATS, Codec, FloatCodec, Law, OwnCodec, Raw, parse
+from impl.codecs.codec import FORMATS, Codec, parse
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
-
-
-def kinds(texts: tuple[str, ...]) -> set[tuple[object, ...]]:
-    """What there is of codecs, without widths and blocks."""
-    found: set[tuple[object, ...]] = set()
-    for codec in map(parse, texts):
-        if isinstance(codec, Raw):
-            found.add((codec.dtype,))
-            continue
-        if isinstance(codec, OwnCodec):
-            found.add((codec.name,))
-            continue
-        shard, options = codec.block == "shard", (bool(codec.hadamard), codec.stochastic)
-        if isinstance(codec, FloatCodec):
-            found |= {(codec.element, codec.scale), ("shard", shard), options}
-        else:
-            found |= {
-                (codec.bits,),
-                ("asymmetric", codec.asymmetric),
-                ("clipped", codec.clipped),
-                ("shard", shard),
-                options,
-            }
-    return found
 
 
 def plain(text: str) -> str:
@@ -75,17 +51,14 @@ def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> Non
     """The page's table and the command's default name every element type, width and option; the command
     tries every published format too.
     """
-    every = ("fp32", "bf16", "fp16", "int4:8:asym", "fp8e4m3:8", "fp8e5m2:8", "mxfp8", "mxfp8e5m2", "mxfp4")
-    more = (
-        "int8:shard",
-        "int4:8:clip",
-        "int4:8:hadamard8",
-        "int4:8:stochastic",
-        "int4:8:hadamard8:stochastic",
-    )
-    assert kinds(texts) >= kinds((*every, *more)) | {(bits,) for bits in range(2, 9)}
+    wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2"} | {
+        "mxfp8",
+        "mxfp8e5m2",
+    }
+    wanted |= {"mxfp4", "fp32", "bf16", "fp16"} | {f"int{bits}" for bits in range(2, 9)}
+    words = {word for text in texts for word in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
+    assert words >= (wanted if texts is SHOWN else wanted | {*FORMATS})
     assert [str(parse(text)) for text in texts] == [*texts]
-    assert texts is SHOWN or kinds(texts) >= {(name,) for name in FORMATS}
 
 
 @pytest.mark.parametrize("text", SHOWN)
@@ -133,11 +106,6 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
     # frame, local, sum, fused, bound, zero, power_of_two, nonfinite, each with its number of rows
     assert row[3::2] == ["holds"] * 8
     assert all(int(count.strip("()")) > 5 for count in row[4::2])
-
-
-def test_the_default_length_is_that_of_the_search() -> None:
-    """The command line, which must not import torch to print its help, says what the search does."""
-    assert command.ELEMENTS == adversarial_rows.ELEMENTS > 2**16
 
 
 def test_rows_are_as_long_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,13 +297,6 @@ def test_the_largest_block_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--backend", "reference", "--codec", "int8:2147483647", "--examples", "5"]
     assert cli.main(["check", "codecs", *arguments]) == cli.OK
     assert "int8:2147483647 on reference" in capsys.readouterr().out
-
-
-def test_every_law_has_a_column() -> None:
-    """The table on the page has each law, by its name in ``laws``."""
-    page = (DOCS / "reference" / "codecs.md").read_text(encoding="utf-8")
-    for law in Law:
-        assert f"| `{law.name.lower()}` | {law.value} |" in page
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

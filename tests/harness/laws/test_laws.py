@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.laws.adversarial_rows import ELEMENTS, LONGEST, cases, outcome, rows, standing, violation_of
-from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, block_slices
+from harness.laws import ELEMENTS
+from harness.laws.adversarial_rows import cases, outcome, standing, violation_of
+from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
 from harness.laws.subject import of_codec, of_own
 from impl.codecs import reference
 from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, own, parse
@@ -52,23 +53,6 @@ def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
 def test_every_claim_is_kept(backend: str, claim: Claim, trial: tuple[Codec, Case]) -> None:
     """Codecs keep all that they declare on hostile rows, in every type, on every backend."""
     keeps(backend, claim, *trial)
-
-
-@pytest.mark.needs("c++")
-@pytest.mark.parametrize("text", FORMATS)
-def test_kernels_of_a_published_format_are_held_to_its_reference(text: str) -> None:
-    """They are compared bit for bit, in every type, and one byte that differs is found."""
-    honest = of_codec(parse(text), "cpu")
-    assert Duty.BITS in honest.claims
-    assert Duty.BITS not in of_codec(parse(text), "reference").claims
-    assert outcome(honest, Duty.BITS, examples=10, seed=1, elements=300).violation is None
-
-    def wrong(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-        honest.encode(x, frames, noise)
-        frames[..., 0] ^= 1
-
-    with pytest.raises(Violation, match="byte 0 of the frame is"):
-        attempt(replace(honest, encode=wrong), Duty.BITS, Case(torch.randn(9)))
 
 
 @pytest.mark.parametrize("text", ["fp32", "bf16", "fp16"])
@@ -177,75 +161,14 @@ class Random(Toy):
         return (quotients + torch.rand(quotients.shape, generator=generator) - 0.5).round()
 
 
-class Leaky(Toy):
-    """Leaves the last byte of its frame as it was."""
-
-    def frame_bytes(self, numel: int) -> int:
-        """One more."""
-        return super().frame_bytes(numel) + 4
-
-
-class Forgetful(Toy):
-    """Takes its scale from the maximum, not from the magnitude."""
-
-    def scales(self, blocks: Tensor) -> Tensor:
-        """(blocks, 1) of blocks (blocks, 4)."""
-        return (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)
-
-
-class Ghostly(Toy):
-    """Adds a little to everything."""
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Codes times scales, and more."""
-        super().decode(frame, out)
-        out += 2.0**-140
-
-
-class Shrinking(Toy):
-    """Loses a little on every trip."""
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Less than codes times scales."""
-        super().decode(frame, out)
-        out *= 1 - 2.0**-12
-
-
-class Upward(Toy):
-    """Rounds halves up."""
-
-    def rounded(self, quotients: Tensor, noise: Noise | None) -> Tensor:
-        """Codes in fp32."""
-        return (quotients + 0.5).floor()
-
-
-class Floored(Toy):
-    """Has a smallest scale that data can reach."""
-
-    def scales(self, blocks: Tensor) -> Tensor:
-        """(blocks, 1) of blocks (blocks, 4)."""
-        return super().scales(blocks).clamp(min=1e-8)
-
-
-class Silent(Toy):
-    """Makes zeros of NaN."""
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Codes times scales."""
-        super().decode(frame, out)
-        out.nan_to_num_(0.0)
-
-
 class Remembering(Toy):
     """Decodes what it encoded last, whatever the frame."""
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        """Nothing."""
         self.last = x.clone()
         frame.zero_()
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """The last row."""
         out.copy_(self.last)
 
 
@@ -253,12 +176,10 @@ class Stale(Toy):
     """Keeps the scales of what it encoded last."""
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        """As it should."""
         super().encode(x, frame)
         self.kept = frame[len(x) :].clone()
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """With those scales."""
         super().decode(torch.cat([frame[: len(out)], self.kept]), out)
 
 
@@ -266,54 +187,42 @@ class Grasping(Toy):
     """Changes what it is given."""
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        """As it should, at first."""
         super().encode(x, frame)
         x += 1.0
-
-
-class Consuming(Toy):
-    """Spoils the frame that it reads."""
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        """As it should, at first."""
-        super().decode(frame, out)
-        frame.bitwise_not_()
-
-
-class Boundless(Toy):
-    """Decodes to zeros, within a bound of NaN."""
-
-    bound = float("nan")
-
-    def error_bound(self, low: float, high: float, out: str) -> float:
-        """None."""
-        return self.bound
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Zeros."""
-        out.zero_()
-
-
-class Infinite(Boundless):
-    """The same, within infinity."""
-
-    bound = float("inf")
-
-
-class Overflowing(Toy):
-    """Computes its bound in fp32, where it overflows near the largest numbers."""
-
-    def error_bound(self, low: float, high: float, out: str) -> float:
-        """Twice as large, halved."""
-        return float(torch.tensor(super().error_bound(low, high, out)) * 2.0**7) / 2.0**7
 
 
 class Leaving(Toy):
     """Ends the program."""
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        """Never returns."""
         raise SystemExit(0)
+
+
+def toy(**methods: Any) -> Any:
+    """A :class:`Toy` with other methods."""
+    return type("Changed", (Toy,), methods)
+
+
+def decoding(change: Callable[[Tensor, Tensor], object], **methods: Any) -> Any:
+    """A :class:`Toy` that decodes as it should, and then changes its frame or what it decoded."""
+
+    def decode(self: Toy, frame: Tensor, out: Tensor) -> None:
+        Toy.decode(self, frame, out)
+        change(frame, out)
+
+    return toy(decode=decode, **methods)
+
+
+def bounded(bound: float) -> Any:
+    """One that decodes to zeros, within a bound that is none."""
+    return decoding(lambda _, out: out.zero_(), error_bound=lambda *_: bound)
+
+
+OVERFLOWING = toy(  # computes its bound in fp32, where it overflows near the largest numbers
+    error_bound=lambda self, *of: float(torch.tensor(Toy.error_bound(self, *of)) * 2.0**7) / 2.0**7
+)
+GHOSTLY = decoding(lambda _, out: out.add_(2.0**-140))  # adds a little to everything
+LATE = decoding(lambda _, out: out[6000:].zero_())  # as a kernel whose grid or counter ends there
 
 
 def of_object(name: str, thing: Any) -> Subject:
@@ -328,42 +237,57 @@ def search(
     return outcome(subject, claim, examples=examples, seed=seed, elements=elements).violation
 
 
-def broken(toy: Any, claim: Claim) -> Violation | None:
+def broken(kind: Any, claim: Claim) -> Violation | None:
     """What a search of a few hundred rows finds."""
-    return search(of_object("toy", toy), claim, examples=300, seed=1)
+    return search(of_object("toy", kind), claim, examples=300, seed=1)
 
 
-@pytest.mark.parametrize("toy", [Toy, Random, *nightly(Overflowing)])
-def test_honest_codecs_of_others_pass(toy: type[Toy]) -> None:
+@pytest.mark.parametrize("kind", [Toy, Random, *nightly(OVERFLOWING)])
+def test_honest_codecs_of_others_pass(kind: type[Toy]) -> None:
     """An object that keeps its promises is found to keep them."""
-    subject = of_object("toy", toy)
-    assert len(subject.claims) == 2 + len(toy.laws)  # frame, local
+    subject = of_object("toy", kind)
+    assert len(subject.claims) == 2 + len(kind.laws)  # frame, local
     for claim in subject.claims:
         assert search(subject, claim, examples=10, seed=1) is None
 
 
 @pytest.mark.parametrize(
-    ("toy", "claim", "most", "words"),
+    ("kind", "claim", "most", "words"),
     [
-        (Leaky, Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff"),
+        (  # leaves the last byte of its frame as it was
+            toy(frame_bytes=lambda self, numel: Toy.frame_bytes(self, numel) + 4),
+            Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff",
+        ),
         (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
         (Stale, Duty.FRAME, 1, "depends on more than its frame"),
         (Grasping, Duty.FRAME, 1, "encoding changed element 0"),
-        (Consuming, Duty.FRAME, 1, "decoding changed byte 0 of 5"),
+        (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of 5"),
         (Leaving, Duty.FRAME, 1, "raised SystemExit: 0, at "),
-        (Forgetful, Law.BOUND, 1, "above the bound"),
-        (Boundless, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
-        (Infinite, Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
-        (Ghostly, Law.ZERO, 1, "in a block of zeros"),
-        (Shrinking, Law.IDEMPOTENT, 1, "again"),
-        (Upward, Law.SIGN, 2, "its negative to"),
-        (Floored, Law.POWER_OF_TWO, 1, "times it to"),
-        (Silent, Law.NONFINITE, 1, "in a block that holds a NaN or an infinity"),
+        (  # takes its scale from the maximum, not from the magnitude
+            toy(scales=lambda _, blocks: (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)),
+            Law.BOUND, 1, "above the bound",
+        ),
+        (bounded(float("nan")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is nan"),
+        (bounded(float("inf")), Law.BOUND, 1, "error_bound(0, 0, 'fp32') is inf"),
+        (GHOSTLY, Law.ZERO, 1, "in a block of zeros"),
+        (decoding(lambda _, out: out.mul_(1 - 2.0**-12)), Law.IDEMPOTENT, 1, "again"),
+        (  # rounds halves up
+            toy(rounded=lambda _, quotients, __: (quotients + 0.5).floor()),
+            Law.SIGN, 2, "its negative to",
+        ),
+        (  # has a smallest scale that data can reach
+            toy(scales=lambda self, blocks: Toy.scales(self, blocks).clamp(min=1e-8)),
+            Law.POWER_OF_TWO, 1, "times it to",
+        ),
+        (
+            decoding(lambda _, out: out.nan_to_num_(0.0)),
+            Law.NONFINITE, 1, "in a block that holds a NaN or an infinity",
+        ),
     ],
-)
-def test_who_breaks_a_law_is_found(toy: type[Toy], claim: Claim, most: int, words: str) -> None:
+)  # fmt: skip
+def test_who_breaks_a_law_is_found(kind: type[Toy], claim: Claim, most: int, words: str) -> None:
     """For each claim there is a codec that breaks it, and a row of one or two elements that shows it."""
-    violation = broken(toy, claim)
+    violation = broken(kind, claim)
     assert violation is not None
     assert words in str(violation)
     assert violation.x.numel() <= most
@@ -392,14 +316,7 @@ def test_the_power_of_the_means_is_as_stated(shift: float, found: bool) -> None:
     assert (violation_of(of_object("toy", Shifted), Law.UNBIASED, case) is not None) == found
 
 
-@settings(max_examples=20)
-@given(st.data())
-def test_rows_of_huge_blocks_are_bounded(data: st.DataObject) -> None:
-    """Whatever the block, a row has at most LONGEST elements."""
-    assert 1 <= data.draw(rows(2**31 - 1)).numel() <= LONGEST
-
-
-def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:
+def claiming(text: str, change: Callable[[Tensor], object]) -> Subject:
     """The reference, whose frames are changed afterwards."""
     honest = of_codec(parse(text), "reference")
 
@@ -410,61 +327,21 @@ def claiming(text: str, change: Callable[[Tensor], None]) -> Subject:
     return replace(honest, encode=encode, specification=False)
 
 
-@pytest.mark.parametrize("text", ["int8:16", "mxfp4", "int4:32:hadamard8:stochastic"])
+@pytest.mark.parametrize("text", ["int8:16", "mxfp4", "int4:32:hadamard8:stochastic", *FORMATS])
 def test_other_bits_than_the_references_are_found(text: str) -> None:
-    """A frame that differs in one bit of a code or of a scale is no frame of the codec."""
-    subject = claiming(text, lambda frames: frames[..., 0].bitwise_xor_(1))
-    violation = search(subject, Duty.BITS, examples=20, seed=0)
-    assert "byte 0 of the frame (codes)" in str(violation)
-    subject = claiming(text, lambda frames: frames[..., -16].bitwise_xor_(1))
-    violation = search(subject, Duty.BITS, examples=20, seed=0)
-    assert "(scales)" in str(violation)
-    assert search(claiming(text, lambda _: None), Duty.BITS, examples=20, seed=0) is None
-
-
-class SumsApart:
-    """As a public ``zero_plusplus.py`` does: it adds int8 codes, and scales, each by themselves."""
-
-    codec = "int8:64"
-
-    def encode(self, x: Tensor, frame: Tensor) -> None:
-        reference.encode(parse(self.codec), x, frame)
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        reference.decode(parse(self.codec), frame, out)
-
-    def decode_sum(self, frames: Tensor, out: Tensor) -> None:
-        codec, numel = parse(self.codec), out.numel()
-        codes = frames[:, :numel].view(torch.int8).sum(0, dtype=torch.int8)
-        at = codec.frame_bytes(numel) - 16 * -(-4 * codec.blocks(numel) // 16)  # type: ignore[union-attr]
-        scales = frames[:, at : at + 4 * -(-numel // 64)].clone().view(torch.float32).sum(0)
-        out.copy_(codes.float() * scales.repeat_interleave(64)[:numel])
-
-
-class Unpacked:
-    """Likewise: codes of 4 bits, a byte each, in a message that is said to hold two a byte."""
-
-    codec = "int4:64"
-
-    def encode(self, x: Tensor, frame: Tensor) -> None:
-        scale = x.abs().amax() / 7
-        frame.zero_()[: x.numel()] = (x / scale).round().to(torch.int8).view(torch.uint8)
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        out.copy_(frame[: out.numel()].view(torch.int8))
-
-
-@pytest.mark.parametrize(
-    ("thing", "claim", "words"),
-    [
-        (SumsApart, Duty.SUM, "added up one by one"),
-        (Unpacked, Duty.FRAME, "raised RuntimeError: "),
-        (Unpacked, Duty.BITS, "the reference's"),
-    ],
-)
-def test_faults_of_a_public_implementation_are_named(thing: Any, claim: Claim, words: str) -> None:
-    """Codes that are added without their scales, and nibbles that are not packed, break a duty each."""
-    assert words in str(search(of_object("public", thing()), claim, examples=100, seed=1))
+    """A frame that differs in one bit of a code or of a scale is no frame of the codec, ours or published."""
+    assert Duty.BITS not in of_codec(parse(text), "reference").claims  # which is not held to itself
+    changes: list[Callable[[Tensor], object]] = [
+        lambda _: None,
+        lambda frames: frames[..., 0].bitwise_xor_(1),
+        lambda frames: frames[..., -16].bitwise_xor_(1),
+    ]
+    honest, *wrong = (
+        search(claiming(text, change), Duty.BITS, examples=10, seed=0, elements=300) for change in changes
+    )
+    assert honest is None
+    for violation, part in zip(wrong, ("(codes) ", "(scales) "), strict=True):
+        assert f"of the frame {part if text not in FORMATS else ''}is" in str(violation)
 
 
 def test_what_a_codec_raises_is_a_violation() -> None:
@@ -511,14 +388,6 @@ def test_what_does_not_repeat_is_said_to() -> None:
             out += float(next(times))
 
     assert str(broken(Moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
-
-
-class Late(Toy):
-    """Wrong from element 6000 on, as a kernel whose grid or counter ends there."""
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        super().decode(frame, out)
-        out[6000:] = 0.0
 
 
 class Nosy(Toy):
@@ -572,28 +441,28 @@ class Averaging(Summing):
 
 
 @pytest.mark.parametrize(
-    ("toy", "claim", "words"),
+    ("kind", "claim", "words"),
     [
-        *nightly((Late, Law.BOUND, "element 600")),  # beside the shortest beginning below
+        *nightly((LATE, Law.BOUND, "element 600")),  # beside the shortest beginning below
         (Nosy, Duty.LOCAL, "another block, were changed"),
         (Shared, Duty.LOCAL, "another block, were changed"),
         (Backwards, Duty.SUM, "of the sum of 5 is"),
         (Averaging, Duty.FUSED, "of the frame of the sum of 5 is"),
     ],
 )
-def test_what_a_short_row_alone_does_not_show_is_found(toy: type[Toy], claim: Claim, words: str) -> None:
+def test_what_a_short_row_alone_does_not_show_is_found(kind: type[Toy], claim: Claim, words: str) -> None:
     """Kernels that end too early, look beside their block, or add up otherwise, are found by their claim."""
-    assert words in str(broken(toy, claim))
-    assert search(of_object("toy", toy), Duty.FRAME, examples=10, seed=1) is None
+    assert words in str(broken(kind, claim))
+    assert search(of_object("toy", kind), Duty.FRAME, examples=10, seed=1) is None
 
 
 @pytest.mark.long
 def test_the_shortest_beginning_of_a_long_row_is_shown() -> None:
     """Wrong from element 6000 on shows in 6001 elements, and is not looked for in shorter rows."""
-    violation = broken(Late, Law.BOUND)
+    violation = broken(LATE, Law.BOUND)
     assert violation is not None
     assert 6001 <= violation.x.numel() < 6100  # one of those after 6000 may be 0
-    assert search(of_object("toy", Late), Law.BOUND, examples=5, seed=0, elements=6000) is None
+    assert search(of_object("toy", LATE), Law.BOUND, examples=5, seed=0, elements=6000) is None
 
 
 def test_sums_of_an_object_are_tried_where_it_offers_them() -> None:
@@ -611,8 +480,8 @@ def test_cases_are_counted() -> None:
     stand = len(standing(subject, Law.ZERO))
     found = outcome(subject, Law.ZERO, examples=30, seed=0)
     assert found.violation is None
-    assert stand + 1 < found.cases <= stand + 30 + 1
-    assert outcome(of_object("toy", Ghostly), Law.ZERO, examples=30, seed=0).cases == 1
+    assert stand < found.cases <= stand + 30
+    assert outcome(of_object("toy", GHOSTLY), Law.ZERO, examples=30, seed=0).cases == 1
 
 
 @pytest.mark.parametrize(
@@ -632,13 +501,6 @@ def test_a_neighbours_scale_is_found_in_our_codecs_frames(text: str, backend: st
             frames[at : at + width] = frames[at + width : at + 2 * width].clone()
 
     assert search(replace(honest, encode=encode), Duty.LOCAL, examples=10, seed=0) is not None
-
-
-@given(st.one_of(st.integers(1, 40), st.just("shard")), st.integers(1, 100))
-def test_blocks_cover_a_row(block: Any, numel: int) -> None:
-    """Block slices are the row, in order, each of the block's size but the last."""
-    covered = [i for where in block_slices(block, numel) for i in range(numel)[where]]
-    assert covered == list(range(numel))
 
 
 class HalfAway:

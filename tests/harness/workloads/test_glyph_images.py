@@ -39,12 +39,6 @@ def test_a_class_looks_like_no_other(found: glyph_images.Glyphs) -> None:
     assert all(one.any() for one in pictures.values())
 
 
-def test_every_glyph_fits(found: glyph_images.Glyphs) -> None:
-    """The largest of every font's characters leaves room to move."""
-    for item in found.train[::37]:
-        assert max(glyph_images._glyph(item.font, item.character).shape) < IMAGE_SIDE
-
-
 def test_batches_follow_from_their_key(found: glyph_images.Glyphs) -> None:
     """Equal keys give equal images, any other key others; all from 0 to 1 and of known classes."""
     key = {"seed": 0, "step": 1, "micro_batch": 2, "rank": 3}
@@ -60,16 +54,6 @@ def test_batches_follow_from_their_key(found: glyph_images.Glyphs) -> None:
     for name, value in key.items():
         other, _ = found.batch(**{**key, name: value + 1}, sequences=16)
         assert (images != other).any()
-
-
-def test_validation_depends_on_no_world(found: glyph_images.Glyphs) -> None:
-    """The images of all ranks together are the same for every number of ranks, and of held-out items."""
-    whole, labels = found.validation_batches(batches=1, rank=0, world=1, sequences=12)[0]
-    dealt = [found.validation_batches(batches=1, rank=rank, world=3, sequences=4)[0] for rank in range(3)]
-    assert (np.concatenate([images for images, _ in dealt]) == whole).all()
-    assert (np.concatenate([classes for _, classes in dealt]) == labels).all()
-    held_out = {item.label for item in found.validation}
-    assert set(labels.tolist()) <= held_out
 
 
 def test_an_image_shows_its_class(found: glyph_images.Glyphs) -> None:
