@@ -6,6 +6,7 @@ docs/questions.md and docs/paper.md hold them between marks (:mod:`report.docs_f
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -17,11 +18,12 @@ from report.answer import effects, loss, sizes, speed
 from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import bytes_and_memory, loss_verdicts, metrics
+from report.data import loss_verdicts, metrics
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed, with_interval
 from report.tables import phases
+from report.tables import registry as tables
 
 Finding = Callable[[Derived], str]
 
@@ -153,37 +155,6 @@ def _shares(derived: Derived) -> str:
     return f"of {base}'s bytes between nodes {listed(told)}"
 
 
-def _volume(derived: Derived) -> str:
-    pairs = _by_rate(derived, "zeropp")[0].pairs
-    ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
-    return f"{ours:.3f} M against {base:.3f} M"
-
-
-def _over(pairs: pd.DataFrame, strategy: str) -> str:
-    """The speed-up of a preset."""
-    return ratio(metrics.speedup(pairs[pairs["contender"] == NAMES[strategy]]))
-
-
-def _over_papers(derived: Derived) -> str:
-    flat, best = (_over(pairs, "zeropp") for pairs in (derived.over_papers, derived.pairs))
-    return f"{flat} over flat ZeRO-3, {best} over the best ({FLAT_FACTOR})"
-
-
-def _fastest(derived: Derived) -> str:
-    size = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    nodes, ranks, tokens = first = derived.pairs[size].iloc[0].tolist()
-    alike = [one for one in _by_rate(derived, "zeropp") if one.pairs[size].iloc[0].tolist() == first]
-    told = " and ".join(f"{ratio(one.ratio)} at {speed.rate_of(one)}" for one in (alike[0], alike[-1]))
-    return f"{told} ({nodes}x{ranks} ranks, {tokens} tokens a rank)"
-
-
-def _backward(derived: Derived) -> str:
-    parts = bytes_and_memory.volume(derived.frames, derived.trials)
-    mine = derived.trials[derived.trials["contender"] == NAMES["zeropp"]]["id"]
-    gathered = parts[parts["id"].isin(mine) & parts["part"].eq("gather in backward")]["m"]
-    return f"{gathered.median() if len(gathered) else 0.0:.3g} M"
-
-
 def _error(derived: Derived, *parts: str) -> float:
     """The error of the first contender whose name holds all ``parts``."""
     found = effects.errors(derived).groupby(level="contender", sort=False).first()
@@ -203,12 +174,6 @@ def _accuracy(derived: Derived) -> str:
     return f"the error is smaller than with one scale a shard {less} (root of vNMSE, int4)"
 
 
-def _unordered(derived: Derived) -> str:
-    rows = {row["contender"]: row for row in loss.rows_of(derived)}
-    row = next(one for name, one in rows.items() if "unordered" in name)
-    return f"{loss.nats(row)} nats without, {loss.nats(rows[NAMES['qgz']])} with"
-
-
 def _parity(derived: Derived) -> str:
     rows = metrics.parity(derived.frames, derived.trials)
     found = [metrics.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
@@ -216,24 +181,28 @@ def _parity(derived: Derived) -> str:
     return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"
 
 
-def _alone_and_together(derived: Derived) -> str:
-    flat, best = (
-        ", ".join(f"{NAMES[name]} {_over(pairs, name)}" for name in ("qwz", "hpz", "qgz"))
-        + f", together {_over(pairs, 'zeropp')}"
-        for pairs in (derived.over_papers, derived.pairs)
-    )
-    return f"over flat ZeRO-3 {flat}; over the best {best}; the first holds the same factor"
+def _cells(derived: Derived, *, text: str) -> str:
+    """A text with each ``{table|words of a row|column}`` in it as that table prints it, without marks."""
+
+    def cell(match: re.Match[str]) -> str:
+        table, words, column = match[1].split("|")
+        shown = tables.MAKERS[table](derived)
+        found = shown.column(column)
+        return found.told(shown.data.iloc[shown.row(words)][found.key])
+
+    return re.sub(r"\{(.*?)\}", cell, text)
 
 
-def _converges(derived: Derived) -> str:
-    rows = _ours(derived)[:2]
-    return "; ".join(f"{spelled(row['contender'])} {loss.nats(row)} nats, {row['verdict']}" for row in rows)
+def _of_cells(suite: str, text: str) -> tuple[str, Finding]:
+    return suite, partial(_cells, text=text)
 
 
-def _decodes(derived: Derived) -> str:
-    return speed.tokens(derived).first.partition(" times")[0] + " times the tokens/s"
-
-
+_SPEEDS: Final = (
+    "qwZ {{summary|qwZ|{0}}}, hpZ {{summary|hpZ|{0}}}, qgZ {{summary|qgZ|{0}}}, "
+    "together {{summary|ZeRO++|{0}}}"
+)
+_RATE: Final = "{{summary|ZeRO++, 2x2 ranks, {0} Mbit/s, 256 tokens/rank|speedup}} at {0} Mbit/s"
+_SHARDS: Final = "ZeRO++ (w int8:shard, g int4:shard)"
 QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     1: ("block_size", lead), 2: ("hpz_group", lead), 3: ("reordering", lead), 4: ("quickstart", as_predicted),
     5: ("ablation", hidden), 6: ("algorithms", chunks), 8: ("signs", lead), 9: ("bandwidth", lead),
@@ -253,21 +222,39 @@ DRAWN: Final = (lead, blocks, verdicts)
 """The findings that their suite's figure shows."""
 
 PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
-    "volume": ("quickstart", _volume),
-    "throughput": ("quickstart", _over_papers),
-    "bandwidth": ("bandwidth", _fastest),
+    "volume": _of_cells("quickstart", "{volume|ZeRO++|ledger} M against {volume|ZeRO-3|ledger} M"),
+    "throughput": _of_cells(
+        "quickstart",
+        "{summary|ZeRO++|over_papers} over flat ZeRO-3, {summary|ZeRO++|speedup} over the best "
+        f"({FLAT_FACTOR})",
+    ),
+    "bandwidth": _of_cells(
+        "bandwidth",
+        f"{_RATE.format(25)} and {_RATE.format(800)} (2x2 ranks, 256 tokens a rank)",
+    ),
     "blocks": ("block_size", partial(_errors, of=("int4:256", "int4:shard"))),
-    "backward": ("quickstart", _backward),
+    "backward": _of_cells("quickstart", "{volume|ZeRO++|gather in backward} M"),
     "rings": ("algorithms", partial(_errors, of=("int4:128 one_hop", "int4:128 ring"))),
-    "reordering": ("reordering", _unordered),
+    "reordering": _of_cells(
+        "reordering",
+        "{losses|qgZ (control: unordered)|difference} nats without, {losses|qgZ|difference} with",
+    ),
     "chunks": ("algorithms", chunks),
     "overlap": ("ablation", hidden),
     "accuracy": ("block_size", _accuracy),
     "parity": ("bandwidth", _parity),
-    "ablation": ("ablation", _alone_and_together),
-    "convergence": ("convergence", _converges),
+    "ablation": _of_cells(
+        "ablation",
+        f"over flat ZeRO-3 {_SPEEDS.format('over_papers')}; over the best {_SPEEDS.format('speedup')}; the "
+        "first holds the same factor",
+    ),
+    "convergence": _of_cells(
+        "convergence",
+        "ZeRO++ {losses|ZeRO++|difference} nats, {losses|ZeRO++|verdict}; "
+        f"{spelled(_SHARDS)} {{losses|{_SHARDS}|difference}} nats, {{losses|{_SHARDS}|verdict}}",
+    ),
     "steps": ("convergence_long", lambda derived: lead(derived).rstrip(".")),
-    "generation": ("generation", _decodes),
+    "generation": _of_cells("generation", "ZeRO++ decodes {generation|ZeRO++|speedup} times the tokens/s"),
     "nodes": ("nodes", lead),
     "rlhf": ("rlhf", lambda derived: by_phase(derived).rstrip(".")),
     "stages": ("stages", lead),

@@ -492,17 +492,6 @@ def _by(field: str, *values: object) -> list[dict[str, object]]:
     return [{field: value} for value in values]
 
 
-def _policies(*changes: tuple[str, str, str], **more: Any) -> list[dict[str, object]]:
-    """An axis: strategies with the codecs of their weights and gradients."""
-    return [
-        {"strategy": strategy, "policy": PolicyChanges(weights=weights, gradients=gradients, **more)}
-        for strategy, weights, gradients in changes
-    ]
-
-
-_CODECS: Final = (*(f"int{bits}:256" for bits in (8, 6, 4, 3, 2)), "int4:256:asym")
-_BLOCKS: Final = (32, 64, 256, 1024, 2048, "shard")
-_ON_FOUR: Final = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
 _RATES: Final = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
 _SIZES: Final = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))  # nodes, tokens a rank
 _BOTH: Final = _by("strategy", "zero3", "zeropp")
@@ -511,11 +500,6 @@ _Axes = list[list[dict[str, object]]]
 _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
     "quickstart": ([_by("strategy", "zero3", "qwz", "hpz", "qgz", "zeropp")], _MEASURED),
     "baselines": ([_by("strategy", "zero3", "zero3-flat", "hpz", "zeropp")], {}),
-    "ablation": ([_by("strategy", *COMBINATIONS)], {"validate_every": 0}),
-    "block_size": (
-        [_policies(*(("zeropp", f"int8:{block}", f"int4:{block}") for block in _BLOCKS), align=2048)],
-        _MEASURED,
-    ),
     "algorithms": (
         [
             [
@@ -527,19 +511,6 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
         ],
         {"strategy": "zeropp", "measure_quantisation": True},
     ),
-    "bits": (
-        [
-            _policies(
-                ("zero3", "bf16", "bf16"), *(("qwz", codec, "bf16") for codec in _CODECS),
-                *(("qgz", "bf16", codec) for codec in _CODECS), align=256,
-            )
-        ],
-        _MEASURED,
-    ),
-    "hpz_group": (
-        [_BOTH, _by("policy", *(PolicyChanges(secondary=group, align=2048) for group in (0, 1, 2, 4, 8)))],
-        {"cluster": _ON_FOUR},
-    ),
     "bandwidth": (
         [
             _by("strategy", "zero3", "zeropp", "fsdp2"), _by("tokens_per_rank", 512, 2048),
@@ -550,11 +521,8 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
     "convergence": (
         [
             [
-                *_by("strategy", "ddp"),
-                *_policies(
-                    ("exact", "fp32", "fp32"), ("zero3", "bf16", "bf16"), ("zeropp", "int8:2048", "int4:256"),
-                    ("zeropp", "int8:shard", "int4:shard"),
-                ),
+                *_by("strategy", "ddp", "exact", "zero3", "zeropp"),
+                {"strategy": "zeropp", "policy": PolicyChanges(weights="int8:shard", gradients="int4:shard")},
             ]
         ],
         {"steps": 120, "warmup": 0, "validate_every": 15},

@@ -134,15 +134,6 @@ def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
     assert 48 < row["seconds"] < 50  # of 50 seconds: a little before the last validation
 
 
-def test_few_steps_have_losses_and_no_verdict() -> None:
-    """Below 100 steps the differences of losses stand in the table, and no verdict on them."""
-    derived = derive(frames_of(records({"zero3": BASE, "zeropp": BASE}, steps=96)))
-    row = losses(derived).set_index("contender").loc["ZeRO++"]
-    assert row["verdict"] == "too short: 96 steps of 100"
-    assert row["difference"].estimate == 0
-    assert "too short" in registry.losses(derived).markdown()
-
-
 def test_a_single_validation_of_few_steps_is_no_loss() -> None:
     """What is validated once, after 96 steps, has no validation loss in any table."""
     once = [
@@ -152,22 +143,3 @@ def test_a_single_validation_of_few_steps_is_no_loss() -> None:
     derived = derive(frames_of(once))
     assert losses(derived).empty
     assert "Validation loss" not in {column.title for column in registry.summary(derived).columns}
-
-
-def test_the_verdict_is_against_the_suites_baseline() -> None:
-    """Without ZeRO-3 the baseline is what the suite names: here DDP, which ZeRO++ trains worse than."""
-    worse = records({"ddp": BASE, "zeropp": 1.15 * np.array(BASE) + NOISE})
-    named = [
-        one.model_copy(update={"role": "baseline" if one.trial["strategy"] == "ddp" else "contrast"})
-        for one in worse
-    ]
-    row = of(named)
-    assert (row["base"], row["verdict"]) == ("DDP", "inferior")
-
-
-def test_without_the_baseline_there_are_losses_and_no_verdicts() -> None:
-    """Means stand, and nothing is said of who is inferior to whom."""
-    row = of(records({"zeropp": BASE}))
-    assert row["loss"] == pytest.approx(np.mean(BASE))
-    assert row["verdict"] == ""
-    assert row["difference"].n == 0

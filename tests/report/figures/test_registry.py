@@ -21,18 +21,14 @@ from report.draw import files
 from report.draw.figure import records_behind
 from report.draw.theme import Style
 from report.figures import registry
-from tests.report.records import COMBINATIONS, CRASHED, record_of, records_of
+from tests.report.records import COMBINATIONS, record_of, records_of
 from tests.support.params import nightly
 
 ROOT = Path(__file__).parents[3]
 EVERYWHERE = {"step_split", "volume"}
 EXPECTED = {
     "quickstart": {"speedup", "share", "memory", "sent_error", "pareto"},
-    "ablation": {"speedup", "share", "memory"},
     "algorithms": {"speedup", "share", "memory", "sent_error"},
-    "block_size": {"speedup", "share", "sent_error", "pareto"},
-    "bits": {"speedup", "share", "sent_error", "pareto"},
-    "hpz_group": {"speedup", "share", "memory"},
     "bandwidth": {"speedup_over_rates", "throughput", "beside_published", "memory"},
     "convergence": {"speedup", "share", "loss", "final_loss", "memory"},
     "nodes": {"speedup", "share", "memory", "scaling"},
@@ -105,12 +101,6 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     derived = derive(frames_of([record_of(alone)]))
     found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
     assert found == {"step_split"}
-
-
-def test_nothing_but_failures_draws_nothing(tmp_path: Path) -> None:
-    """A folder in which no trial finished has no figure, and no error."""
-    derived = derive(frames_of([record_of(Trial(), failure=CRASHED)]))
-    assert not [plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())]
 
 
 def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:

@@ -50,15 +50,6 @@ def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others
             assert (HELD in row["_taken"]) == marked
 
 
-def test_repeats_have_an_interval() -> None:
-    """From six trials on, as everywhere."""
-    records = [one(100.0 + repeat, repeat=repeat) for repeat in range(7)]
-    (row,) = energy(derive(frames_of(records))).data.to_dict("records")
-    found = row["joules_per_token"]
-    assert found.low < found.estimate < found.high
-    assert found.estimate == pytest.approx(103.0 / tokens(records[0]))
-
-
 def test_without_gpus_there_is_no_table() -> None:
     """CPUs have no energy on record; one GPU's record has a row."""
     for machine_use, there in (([], False), (one(1.0).machine_use, True)):
