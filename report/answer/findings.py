@@ -9,13 +9,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
 from harness.records.confidence_intervals import mean_interval
 from report.answer import effects, loss, sizes, speed
-from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
 from report.data import loss_verdicts, metrics
@@ -74,15 +73,13 @@ def chunks(derived: Derived) -> str:
     return speed.faster(derived, effects.between(derived, whole, [cut])).first
 
 
-def _ours(derived: Derived) -> list[dict[str, Any]]:
-    """What losses say of ZeRO++ and its changes, without controls."""
-    rows = loss.rows_of(derived)
-    return [row for row in rows if "ZeRO++" in row["contender"] and "control" not in row["contender"]]
-
-
 def blocks(derived: Derived) -> str:
     """The verdicts on losses of one scale a shard, beside blocks."""
-    rows = _ours(derived)
+    rows = [
+        row
+        for row in loss.rows_of(derived)
+        if "ZeRO++" in row["contender"] and "control" not in row["contender"]
+    ]
     seeds = counted(rows[0]["seeds"], "seed")
     return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
 
@@ -131,15 +128,10 @@ def by_phase(derived: Derived) -> str:
     )
 
 
-def _by_rate(derived: Derived, strategy: str) -> list[Effect]:
-    """The preset of a strategy beside the baseline in each cell, in ascending order of rates."""
-    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
-    return sorted(found, key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
-
-
 def beside_zeropp(derived: Derived, *, strategy: str) -> str:
     """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
-    found = _by_rate(derived, strategy)
+    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
+    found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
     steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
     return (
         f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "

@@ -116,6 +116,21 @@ def record_of(
     return signed(Record(**fields))
 
 
+def ending_at(trial: Trial, loss: float, *, seconds: float = 100.0) -> Record:
+    """The record of a trial whose validation loss falls from 5 to ``loss``, on a line of four validations."""
+    last = trial.warmup + trial.steps
+    curve = [
+        Validation(
+            step=last * part // 4,
+            loss=5.0 + (loss - 5.0) * part / 4,
+            train_seconds=seconds * part / 4,
+            inter_bytes=part,
+        )
+        for part in range(1, 5)
+    ]
+    return record_of(trial, suite="convergence", change=lambda fields: fields.update(validations=curve))
+
+
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
     """``record`` with the fields that ``change`` gives of each step of each rank."""
     ranks = [

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.records.record import Record, Validation
+from harness.records.record import Record
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.answer.lead import Answer, answer
 from report.answer.parts import listed_most
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import CRASHED, changed_steps, on_link, record_of, taken_by_others
+from tests.report.records import CRASHED, changed_steps, ending_at, on_link, record_of, taken_by_others
 
 NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
 LOSS_NOISE = (0.001, -0.002, 0.001, 0.0, 0.002, -0.001)
@@ -116,25 +116,19 @@ def test_a_break_even_is_stated_with_its_interval() -> None:
 
 def trained(ends: Mapping[str, Sequence[float]], steps: int = 120, **fields: Any) -> list[Record]:
     """Trials of gradients' codecs, a seed for each of their losses at the end; codec "" is ZeRO-3."""
-    found = []
-    for codec, losses in ends.items():
-        for seed, end in enumerate(losses):
-
-            def falling(one: dict[str, Any], end: float = end) -> None:
-                one["validations"] = [
-                    Validation(
-                        step=part * steps // 3, loss=end + 3 - part, train_seconds=part, inter_bytes=part
-                    )
-                    for part in (1, 2, 3)
-                ]
-
-            policy = PolicyChanges(gradients=codec) if codec else PolicyChanges()
-            trial = Trial(
-                strategy="qgz" if codec else "zero3", policy=policy, seed=seed, steps=steps, warmup=0,
-                validate_every=steps // 3, cluster=Cluster(rate="50 Mbit/s"), **fields,
-            )  # fmt: skip
-            found.append(record_of(trial, change=falling))
-    return found
+    return [
+        ending_at(
+            Trial(
+                strategy="qgz" if codec else "zero3",
+                policy=PolicyChanges(gradients=codec) if codec else PolicyChanges(),
+                seed=seed, steps=steps, warmup=0, validate_every=steps // 3,
+                cluster=Cluster(rate="50 Mbit/s"), **fields,
+            ),
+            float(end),
+        )
+        for codec, losses in ends.items()
+        for seed, end in enumerate(losses)
+    ]  # fmt: skip
 
 
 BASE = np.array([2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
@@ -151,12 +145,11 @@ def test_many_strategies_are_answered_by_their_front() -> None:
         "qsdp": 0.2 + noise, "fp4-gather": 0.25 - noise, "fp8-gather": 0.001 - noise / 100,
         "exact": 20 * noise[::-1],
     }  # fmt: skip
-    found = []
-    for strategy, worse in above.items():
-        for seed, end in enumerate(BASE + worse):
-            trial = Trial(strategy=strategy, seed=seed, steps=120, warmup=0, validate_every=120)
-            last = Validation(step=120, loss=float(end), train_seconds=1, inter_bytes=1)
-            found.append(record_of(trial, change=lambda one, last=last: one.update(validations=[last])))
+    found = [
+        ending_at(Trial(strategy=strategy, seed=seed, steps=120, warmup=0, validate_every=120), float(end))
+        for strategy, worse in above.items()
+        for seed, end in enumerate(BASE + worse)
+    ]
     told = asked(found, "Which bytes buy which loss?")
     assert told.figure == "frontier"
     least, first, second, *_ = told.sentences

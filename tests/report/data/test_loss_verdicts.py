@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.records.record import Record, Validation
+from harness.records.record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.loss_verdicts import MARGIN, losses
 from report.data.metrics import derive
 from report.tables import registry
-from tests.report.records import record_of
+from tests.report.records import ending_at, record_of
 
 STEPS = 120
 
@@ -24,29 +24,19 @@ def records(
     at_the_end: Mapping[str, Iterable[float]], *, repeats: int = 1, steps: int = STEPS, pace: float = 1.0
 ) -> list[Record]:
     """Trials whose loss falls from 5 to the given one, by strategy and seed; ZeRO++ is ``pace`` as fast."""
-    found = []
-    for strategy, ends in at_the_end.items():
-        for seed, end in enumerate(ends):
-            for repeat in range(repeats):
-                speed = pace if strategy == "zeropp" else 1.0
-
-                def falling(fields: dict[str, Any], end: float = end, speed: float = speed) -> None:
-                    fields["validations"] = [
-                        Validation(
-                            step=steps * part // 4,
-                            loss=5.0 + (end - 5.0) * part / 4,
-                            train_seconds=100.0 * part / 4 / speed,
-                            inter_bytes=part,
-                        )
-                        for part in range(1, 5)
-                    ]
-
-                trial = Trial(
-                    strategy=strategy, seed=seed, repeat=repeat, steps=steps, warmup=0, validate_every=30,
-                    cluster=Cluster(rate="50 Mbit/s"),
-                )  # fmt: skip
-                found.append(record_of(trial, suite="convergence", change=falling))
-    return found
+    return [
+        ending_at(
+            Trial(
+                strategy=strategy, seed=seed, repeat=repeat, steps=steps, warmup=0, validate_every=30,
+                cluster=Cluster(rate="50 Mbit/s"),
+            ),
+            end,
+            seconds=100.0 / (pace if strategy == "zeropp" else 1.0),
+        )
+        for strategy, ends in at_the_end.items()
+        for seed, end in enumerate(ends)
+        for repeat in range(repeats)
+    ]  # fmt: skip
 
 
 def of(found: list[Record], contender: str = "ZeRO++") -> Any:
