@@ -270,19 +270,6 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
             assert ("at a higher rate than the probe" in found.caption) is marked
 
 
-def test_trials_of_which_others_had_processors_are_counted_and_marked() -> None:
-    """A contender's row says during how many of its trials others took more than stated, and the most."""
-    records = records_of("quickstart")
-    place = next(place for place, record in enumerate(records) if record.trial["strategy"] == "hpz")
-    records[place] = taken_by_others(records[place], 0.3, 0.1)
-    derived = derive(frames_of(records))
-    rows = _printed(registry.time(derived))
-    assert rows["hpZ"]["n"] == _printed(registry.summary(derived))["hpZ"]["n"] == "3 (1 ‡)"
-    assert rows["hpZ"]["Taken by others"] == "40.0%"
-    assert (rows["ZeRO-3"]["n"], rows["ZeRO-3"]["Taken by others"]) == ("3", "1.0%")
-    assert "more than 5% of the processors" in registry.summary(derived).caption
-
-
 def _at_two_rates_and_batches() -> list[Record]:
     """ZeRO-3 and ZeRO++ at a rate and at a quarter of it, with two batches.  With 512 tokens others had
     processors in a trial of ZeRO-3, and ZeRO++'s link was slower; with 2048 nothing is to be marked.
@@ -320,16 +307,6 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
         assert words in made.caption
         assert words in registry.summary(derived).caption
     assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
-
-
-def test_where_nobody_knows_who_had_the_processors_the_caption_says_so() -> None:
-    """Of one record without the machine's seconds the cell is empty, and the caption names the reasons."""
-    records = records_of("quickstart", repeats=1)
-    records[0] = records[0].model_copy(update={"processor_use": None})
-    table = registry.time(derive(frames_of(records)))
-    assert _printed(table)["ZeRO-3"]["Taken by others"] == wording.NOTHING
-    assert "no /proc/stat" in table.caption
-    assert "no /proc/stat" not in registry.time(derive(frames_of(records_of("quickstart")))).caption
 
 
 def test_bytes_of_much_padding_are_marked() -> None:
