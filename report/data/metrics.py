@@ -174,11 +174,9 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[is_base]
-    columns = {"id": "baseline", "contender": "baseline_contender", "step_seconds": "baseline_seconds"}
-    columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
-    base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
-    joined = table.merge(base, on=list(PAIR))
+    of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
+    of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
+    joined = contender.with_baseline(table, is_base, PAIR, "inner", **of)
     joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
     joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
     joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
