@@ -74,7 +74,7 @@ def rlhf(*phases: str) -> pd.DataFrame:
 def rows_below(
     ours: Sequence[Mapping[str, Any]], *phases: str
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
-    """Rows to stand below ``ours``, if any: cells of each number of :func:`rlhf`, its row, and whose it is."""
+    """Rows that stand below ``ours``: cells of each number of :func:`rlhf`, its row, and whose it is."""
     for row in rlhf(*phases).to_dict("records") if ours else []:
         for name in (BASELINE, PROPOSED):
             who = f"published: {name_of(name)}, {row['model']} on {row['gpus']} GPUs"
