@@ -40,7 +40,9 @@ def of_page(derived: Derived) -> list[str]:
             "the suite: their seconds are those of Python, not of a kernel."
         )
     if len(frames.pools) > 1:
-        found.append(f"Sweeps of {len(frames.pools)} machines stand beside one another (see Environment).")
+        found.append(
+            f"Sweeps of {len(frames.pools)} machines stand beside one another (see Environment)."
+        )
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
         found.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
