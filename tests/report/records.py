@@ -474,29 +474,11 @@ def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
-    """Records of :func:`trials_of`, all finished but those beyond their memory limit."""
+    """Records of :func:`trials_of`, all finished."""
     return [
-        record_of(trial, suite=suite, order=order, **_beyond(trial))
+        record_of(trial, suite=suite, order=order)
         for order, trial in enumerate(trials_of(suite, repeats=repeats))
     ]
-
-
-def _beyond(trial: Trial) -> dict[str, Any]:
-    """What makes the record of a trial a failure, if its layers are too many for its stage."""
-    layers = trial.model.arguments.get("layers")
-    if layers is None or int(layers) <= _FITTING[trial.strategy]:
-        return {}
-
-    def sized(fields: dict[str, Any]) -> None:
-        fields["parameters"] = 786_432 * int(layers)
-
-    return {
-        "failure": Failure(kind="memory", message="not run: a rank holds more", log=None),
-        "change": sized,
-    }
-
-
-_FITTING: Final = {"zero3": 8, "zeropp": 4}  # layers
 
 
 _BASE: Final = Trial(cluster=Cluster(rate="50 Mbit/s"), model=Model(name="gpt-small"), steps=4, warmup=1)
@@ -508,8 +490,6 @@ def _by(field: str, *values: object) -> list[dict[str, object]]:
 
 
 _RATES: Final = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
-_SIZES: Final = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))  # nodes, tokens a rank
-_BOTH: Final = _by("strategy", "zero3", "zeropp")
 _MEASURED: Final[dict[str, object]] = {"validate_every": 0, "measure_quantisation": True}
 _Axes = list[list[dict[str, object]]]
 _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
@@ -549,23 +529,6 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
     "rlhf": (
         [_by("strategy", "zero3", "hpz", "zeropp")],
         {"workload": "rlhf", "sequence": 64, "generate": Generate(prompt=32, tokens=32)},
-    ),
-    "nodes": (
-        [
-            _BOTH,
-            [
-                {"cluster": Cluster(nodes=n, ranks_per_node=2, rate="50 Mbit/s"), "tokens_per_rank": tokens}
-                for n, tokens in _SIZES
-            ],
-        ],
-        {"sequence": 64},
-    ),
-    "stages": (
-        [
-            _by("strategy", *_FITTING),
-            _by("model", *(Model(name="gpt-small", arguments={"layers": layers}) for layers in (4, 8, 16))),
-        ],
-        {"memory_limit": 64 * 2**20},
     ),
 }  # fmt: skip
 SUITES: Final = tuple(_SUITES)
