@@ -128,7 +128,7 @@ def ending_at(trial: Trial, loss: float, *, seconds: float = 100.0) -> Record:
         )
         for part in range(1, 5)
     ]
-    return record_of(trial, suite="convergence", change=lambda fields: fields.update(validations=curve))
+    return record_of(trial, change=lambda fields: fields.update(validations=curve))
 
 
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
@@ -468,7 +468,7 @@ def _vnmse(codec: Codec) -> float:
 def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
     """Trials as the suite of that name would run them, smaller: one for each combination of its axes."""
     axes, fixed = _SUITES[suite]
-    again = _by("seed" if suite == "convergence" else "repeat", *range(repeats))
+    again = _by("repeat", *range(repeats))
     combinations = (functools.reduce(operator.or_, one, fixed) for one in product(again, *axes))
     return [_BASE.model_copy(update=changes) for changes in combinations]
 
@@ -512,15 +512,6 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
             _by("cluster", *(Cluster(rate=rate) for rate in _RATES)),
         ],
         {},
-    ),
-    "convergence": (
-        [
-            [
-                *_by("strategy", "ddp", "exact", "zero3", "zeropp"),
-                {"strategy": "zeropp", "policy": PolicyChanges(weights="int8:shard", gradients="int4:shard")},
-            ]
-        ],
-        {"steps": 120, "warmup": 0, "validate_every": 15},
     ),
     "generation": (
         [_by("strategy", *COMBINATIONS)],

@@ -69,7 +69,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("suite", ["bandwidth", *nightly("convergence", "quickstart")])
+@pytest.mark.parametrize("suite", ["bandwidth", *nightly("quickstart")])
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
