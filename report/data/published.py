@@ -73,7 +73,7 @@ def rlhf(*phases: str) -> pd.DataFrame:
 
 def rows_below(
     ours: Sequence[Mapping[str, Any]], *phases: str
-) -> Iterator[tuple[dict[str, Any], dict[str, Any], str]]:
+) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
     """Rows that stand below ``ours``: cells of each number of :func:`rlhf`, its row, and whose it is."""
     for row in rlhf(*phases).to_dict("records") if ours else []:
         for name in (BASELINE, PROPOSED):
