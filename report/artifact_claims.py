@@ -15,6 +15,7 @@ from report.data import loss_verdicts
 from report.data.frames import groups
 from report.data.metrics import Derived, speedup
 from report.data.text import NOTHING
+from report.draw.names_of_rows import apart
 from report.tables.table import markdown
 
 _STEPS: Final = ("where", "beside", "contender", "speed-up", "expected again", "pairs", "share of bytes")
@@ -74,10 +75,9 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     """
     columns = list(zip(head, zip(*rows, strict=True), strict=True))
     if head[0] == "where" and len(set(columns[0][1])) > 1:
-        places = [place.split(", ") for place in columns[0][1]]
-        shared = [part for part in places[0] if all(part in place for place in places)]
+        shared, places = apart(columns[0][1])
         title = ", ".join((title, *shared))
-        columns[0] = head[0], tuple(", ".join(p for p in place if p not in shared) for place in places)
+        columns[0] = head[0], tuple(places[where] for where in columns[0][1])
     common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
     shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
     said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from harness.errors import Refusal
 from report import page
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of
@@ -22,7 +21,7 @@ from report.draw import files, theme
 from report.figures import registry
 from report.tables import latex
 from report.tables import registry as tables
-from report.tables.table import Table
+from report.tables.table import Table, named
 
 PAGE: Final = "report.html"
 _FOLDERS: Final = ("figures", "tables")
@@ -55,19 +54,13 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     Raises:
         Refusal: for a table or a column that is not there.
     """
-    names = [table.name for table in shown]
-    if unknown := [name for name in columns if name not in names]:
-        raise Refusal(f"--columns {unknown[0]}: no such table; expected one of {', '.join(names)}")
-    return [_with(table, columns[table.name]) if table.name in columns else table for table in shown]
-
-
-def _with(table: Table, asked: Sequence[str]) -> Table:
-    there = {name: one for one in table.columns for name in (one.title, one.key, one.name)}
-    if unknown := [name for name in asked if name not in there]:
-        titles = "; ".join(one.title for one in table.columns if one.title)
-        raise Refusal(f"--columns {table.name}: no column {unknown[0]!r}; expected some of {titles}")
-    kept = [one for one in table.columns if one.place or one.key == "contender"]
-    return replace(table, columns=tuple(dict.fromkeys([*kept, *(there[name] for name in asked)])))
+    found = {table.name: table for table in shown}
+    for name, asked in columns.items():
+        table = named(shown, name)
+        kept = [one for one in table.columns if one.place or one.key == "contender"]
+        kept += [table.column(column) for column in asked]
+        found[name] = replace(table, columns=tuple(dict.fromkeys(kept)))
+    return list(found.values())
 
 
 def publish(results: Path, write: Callable[[Path], None]) -> Path:

@@ -117,10 +117,9 @@ def compare(
         raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
     from report.compare import compare as compared
     from report.compare import page
-    from report.tables import terminal
 
     result, out = compared(first, second, float(found[1]) / 100), console()
-    terminal.show(result.table, out)
+    result.table.show(out)
     out.print("\n".join(result.notes), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page(result), encoding="utf-8")

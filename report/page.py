@@ -15,7 +15,7 @@ from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
 from report.draw.files import Drawn
-from report.tables.settings import essentials
+from report.tables.provenance import essentials
 from report.tables.table import Table
 
 _HERE: Final = Path(__file__).parent

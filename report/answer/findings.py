@@ -6,22 +6,23 @@ docs/questions.md and docs/paper.md hold them between marks (:mod:`report.docs_f
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
 from harness.records.confidence_intervals import mean_interval
 from report.answer import effects, loss, sizes, speed
-from report.answer.effects import Effect
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import bytes_and_memory, loss_verdicts, metrics
+from report.data import loss_verdicts, metrics
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed, with_interval
 from report.tables import phases
+from report.tables import registry as tables
 
 Finding = Callable[[Derived], str]
 
@@ -72,15 +73,13 @@ def chunks(derived: Derived) -> str:
     return speed.faster(derived, effects.between(derived, whole, [cut])).first
 
 
-def _ours(derived: Derived) -> list[dict[str, Any]]:
-    """What losses say of ZeRO++ and its changes, without controls."""
-    rows = loss.rows_of(derived)
-    return [row for row in rows if "ZeRO++" in row["contender"] and "control" not in row["contender"]]
-
-
 def blocks(derived: Derived) -> str:
     """The verdicts on losses of one scale a shard, beside blocks."""
-    rows = _ours(derived)
+    rows = [
+        row
+        for row in loss.rows_of(derived)
+        if "ZeRO++" in row["contender"] and "control" not in row["contender"]
+    ]
     seeds = counted(rows[0]["seeds"], "seed")
     return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
 
@@ -129,15 +128,10 @@ def by_phase(derived: Derived) -> str:
     )
 
 
-def _by_rate(derived: Derived, strategy: str) -> list[Effect]:
-    """The preset of a strategy beside the baseline in each cell, in ascending order of rates."""
-    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
-    return sorted(found, key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
-
-
 def beside_zeropp(derived: Derived, *, strategy: str) -> str:
     """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
-    found = _by_rate(derived, strategy)
+    found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
+    found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
     steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
     return (
         f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
@@ -151,37 +145,6 @@ def _shares(derived: Derived) -> str:
     told = [f"{spelled(name)} {one.bytes_ratio:.3f}" for name, one in found.items()]
     base = spelled(next(iter(found.values())).base)
     return f"of {base}'s bytes between nodes {listed(told)}"
-
-
-def _volume(derived: Derived) -> str:
-    pairs = _by_rate(derived, "zeropp")[0].pairs
-    ours, base = ((pairs[name] / pairs["m_bytes"]).median() for name in ("sent_bytes", "baseline_sent_bytes"))
-    return f"{ours:.3f} M against {base:.3f} M"
-
-
-def _over(pairs: pd.DataFrame, strategy: str) -> str:
-    """The speed-up of a preset."""
-    return ratio(metrics.speedup(pairs[pairs["contender"] == NAMES[strategy]]))
-
-
-def _over_papers(derived: Derived) -> str:
-    flat, best = (_over(pairs, "zeropp") for pairs in (derived.over_papers, derived.pairs))
-    return f"{flat} over flat ZeRO-3, {best} over the best ({FLAT_FACTOR})"
-
-
-def _fastest(derived: Derived) -> str:
-    size = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    nodes, ranks, tokens = first = derived.pairs[size].iloc[0].tolist()
-    alike = [one for one in _by_rate(derived, "zeropp") if one.pairs[size].iloc[0].tolist() == first]
-    told = " and ".join(f"{ratio(one.ratio)} at {speed.rate_of(one)}" for one in (alike[0], alike[-1]))
-    return f"{told} ({nodes}x{ranks} ranks, {tokens} tokens a rank)"
-
-
-def _backward(derived: Derived) -> str:
-    parts = bytes_and_memory.volume(derived.frames, derived.trials)
-    mine = derived.trials[derived.trials["contender"] == NAMES["zeropp"]]["id"]
-    gathered = parts[parts["id"].isin(mine) & parts["part"].eq("gather in backward")]["m"]
-    return f"{gathered.median() if len(gathered) else 0.0:.3g} M"
 
 
 def _error(derived: Derived, *parts: str) -> float:
@@ -203,12 +166,6 @@ def _accuracy(derived: Derived) -> str:
     return f"the error is smaller than with one scale a shard {less} (root of vNMSE, int4)"
 
 
-def _unordered(derived: Derived) -> str:
-    rows = {row["contender"]: row for row in loss.rows_of(derived)}
-    row = next(one for name, one in rows.items() if "unordered" in name)
-    return f"{loss.nats(row)} nats without, {loss.nats(rows[NAMES['qgz']])} with"
-
-
 def _parity(derived: Derived) -> str:
     rows = metrics.parity(derived.frames, derived.trials)
     found = [metrics.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
@@ -216,24 +173,28 @@ def _parity(derived: Derived) -> str:
     return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"
 
 
-def _alone_and_together(derived: Derived) -> str:
-    flat, best = (
-        ", ".join(f"{NAMES[name]} {_over(pairs, name)}" for name in ("qwz", "hpz", "qgz"))
-        + f", together {_over(pairs, 'zeropp')}"
-        for pairs in (derived.over_papers, derived.pairs)
-    )
-    return f"over flat ZeRO-3 {flat}; over the best {best}; the first holds the same factor"
+def _cells(derived: Derived, *, text: str) -> str:
+    """A text with each ``{table|words of a row|column}`` in it as that table prints it, without marks."""
+
+    def cell(match: re.Match[str]) -> str:
+        table, words, column = match[1].split("|")
+        shown = tables.MAKERS[table](derived)
+        found = shown.column(column)
+        return found.told(shown.data.iloc[shown.row(words)][found.key])
+
+    return re.sub(r"\{(.*?)\}", cell, text)
 
 
-def _converges(derived: Derived) -> str:
-    rows = _ours(derived)[:2]
-    return "; ".join(f"{spelled(row['contender'])} {loss.nats(row)} nats, {row['verdict']}" for row in rows)
+def _of_cells(suite: str, text: str) -> tuple[str, Finding]:
+    return suite, partial(_cells, text=text)
 
 
-def _decodes(derived: Derived) -> str:
-    return speed.tokens(derived).first.partition(" times")[0] + " times the tokens/s"
-
-
+_SPEEDS: Final = (
+    "qwZ {{summary|qwZ|{0}}}, hpZ {{summary|hpZ|{0}}}, qgZ {{summary|qgZ|{0}}}, "
+    "together {{summary|ZeRO++|{0}}}"
+)
+_RATE: Final = "{{summary|ZeRO++, 2x2 ranks, {0} Mbit/s, 256 tokens/rank|speedup}} at {0} Mbit/s"
+_SHARDS: Final = "ZeRO++ (w int8:shard, g int4:shard)"
 QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     1: ("block_size", lead), 2: ("hpz_group", lead), 3: ("reordering", lead), 4: ("quickstart", as_predicted),
     5: ("ablation", hidden), 6: ("algorithms", chunks), 8: ("signs", lead), 9: ("bandwidth", lead),
@@ -253,21 +214,39 @@ DRAWN: Final = (lead, blocks, verdicts)
 """The findings that their suite's figure shows."""
 
 PAPER: Final[Mapping[str, tuple[str, Finding]]] = {
-    "volume": ("quickstart", _volume),
-    "throughput": ("quickstart", _over_papers),
-    "bandwidth": ("bandwidth", _fastest),
+    "volume": _of_cells("quickstart", "{volume|ZeRO++|ledger} M against {volume|ZeRO-3|ledger} M"),
+    "throughput": _of_cells(
+        "quickstart",
+        "{summary|ZeRO++|over_papers} over flat ZeRO-3, {summary|ZeRO++|speedup} over the best "
+        f"({FLAT_FACTOR})",
+    ),
+    "bandwidth": _of_cells(
+        "bandwidth",
+        f"{_RATE.format(25)} and {_RATE.format(800)} (2x2 ranks, 256 tokens a rank)",
+    ),
     "blocks": ("block_size", partial(_errors, of=("int4:256", "int4:shard"))),
-    "backward": ("quickstart", _backward),
+    "backward": _of_cells("quickstart", "{volume|ZeRO++|gather in backward} M"),
     "rings": ("algorithms", partial(_errors, of=("int4:128 one_hop", "int4:128 ring"))),
-    "reordering": ("reordering", _unordered),
+    "reordering": _of_cells(
+        "reordering",
+        "{losses|qgZ (control: unordered)|difference} nats without, {losses|qgZ|difference} with",
+    ),
     "chunks": ("algorithms", chunks),
     "overlap": ("ablation", hidden),
     "accuracy": ("block_size", _accuracy),
     "parity": ("bandwidth", _parity),
-    "ablation": ("ablation", _alone_and_together),
-    "convergence": ("convergence", _converges),
+    "ablation": _of_cells(
+        "ablation",
+        f"over flat ZeRO-3 {_SPEEDS.format('over_papers')}; over the best {_SPEEDS.format('speedup')}; the "
+        "first holds the same factor",
+    ),
+    "convergence": _of_cells(
+        "convergence",
+        "ZeRO++ {losses|ZeRO++|difference} nats, {losses|ZeRO++|verdict}; "
+        f"{spelled(_SHARDS)} {{losses|{_SHARDS}|difference}} nats, {{losses|{_SHARDS}|verdict}}",
+    ),
     "steps": ("convergence_long", lambda derived: lead(derived).rstrip(".")),
-    "generation": ("generation", _decodes),
+    "generation": _of_cells("generation", "ZeRO++ decodes {generation|ZeRO++|speedup} times the tokens/s"),
     "nodes": ("nodes", lead),
     "rlhf": ("rlhf", lambda derived: by_phase(derived).rstrip(".")),
     "stages": ("stages", lead),

@@ -32,7 +32,7 @@ from report.data.text import NOTHING, listed, number
 from report.draw import axes, files
 from report.draw.figure import Figure
 from report.draw.theme import Style
-from report.tables import latex, terminal
+from report.tables import latex
 from report.tables.table import Table
 
 _MOST_FINDINGS: Final = 3  # in the lead
@@ -247,7 +247,7 @@ class Dots:
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
     for board, data in boards_of(benches):
-        terminal.show(table_of(board, data, wide=False), out)
+        table_of(board, data, wide=False).show(out)
         for words in filter(None, (board.caption, scattering(board, data))):
             out.print(textwrap.fill(words, _TEXT_COLUMNS), markup=False, highlight=False)
 

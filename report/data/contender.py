@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import pandas as pd
 
@@ -97,6 +97,14 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
         return preset
     listed_at = table.groupby("contender")["order"].transform("min")
     return listed_at.eq(listed_at.min())
+
+
+def with_baseline(
+    table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], how: Literal["inner", "left"], **of: str
+) -> pd.DataFrame:
+    """``table`` with what the baseline's row of equal ``on`` has: new columns ``of`` these of its own."""
+    base = table[is_base].drop_duplicates([*on])
+    return table.merge(base[[*on]].assign(**{new: base[old] for new, old in of.items()}), on=[*on], how=how)
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:

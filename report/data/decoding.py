@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
-from report.data.contender import is_baseline
+from report.data.contender import is_baseline, with_baseline
 from report.data.frames import Frames
 
 PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
@@ -51,10 +51,8 @@ def generations(frames: Frames) -> pd.DataFrame:
     later_tokens = table["sequences"] * (table["tokens"] - 1)
     table["later_tokens_per_second"] = later_tokens / table["later_seconds"]
     table["first"] = table.groupby("contender")["order"].transform("min")
-    base = table[is_baseline(table)]
-    columns = {"id": "baseline", "tokens_per_second": "baseline_tokens_per_second"}
-    base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
-    table = table.merge(base, on=list(PAIR), how="left")
+    of = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
+    table = with_baseline(table, is_baseline(table), PAIR, "left", **of)
     table["speedup"] = table["tokens_per_second"] / table["baseline_tokens_per_second"]
     return table.sort_values(["nodes", "ranks_per_node", "cell", "place", "first", "seed", "repeat", "step"])
 

@@ -174,11 +174,9 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
         ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
         nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
     """
-    base = table[is_base]
-    columns = {"id": "baseline", "contender": "baseline_contender", "step_seconds": "baseline_seconds"}
-    columns |= {name: f"baseline_{name}" for name in ("sent_bytes", "interface_bytes")}
-    base = base[[*PAIR, *columns]].drop_duplicates(list(PAIR)).rename(columns=columns)
-    joined = table.merge(base, on=list(PAIR))
+    of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
+    of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
+    joined = contender.with_baseline(table, is_base, PAIR, "inner", **of)
     joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
     joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
     joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
@@ -307,7 +305,12 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
         Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    shaped = shaped.assign(elsewhere=[_without_rate(frames.ran[identity]) for identity in shaped["id"]])
+    ran = [frames.ran[identity] for identity in shaped["id"]]
+    unshaped = [
+        one.model_copy(update={"cluster": one.cluster.model_copy(update={"rate": None})}) for one in ran
+    ]
+    elsewhere = [setting_of(one, "seed", "repeat", "measure_quantisation") for one in unshaped]
+    shaped = shaped.assign(elsewhere=elsewhere)
     ours = shaped[contender.is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
@@ -321,12 +324,6 @@ def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 def parity_interval(group: pd.DataFrame) -> Interval:
     """Geometric mean of the parity of rows of :func:`parity` with one place and rate, with its interval."""
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")
-
-
-def _without_rate(trial: Trial) -> str:
-    """A trial's cell without the rate."""
-    unshaped = trial.model_copy(update={"cluster": trial.cluster.model_copy(update={"rate": None})})
-    return setting_of(unshaped, "seed", "repeat", "measure_quantisation")
 
 
 def split(frames: Frames) -> pd.DataFrame:

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
+
+from report.data.contender import BASELINE, PROPOSED, name_of
+from report.data.text import NOTHING
 
 FOLDER: Final = Path(__file__).parents[1] / "published"
 
@@ -65,3 +69,15 @@ def rlhf(*phases: str) -> pd.DataFrame:
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])
+
+
+def rows_below(
+    ours: Sequence[Mapping[str, Any]], *phases: str
+) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
+    """Rows that stand below ``ours``: cells of each number of :func:`rlhf`, its row, and whose it is."""
+    for row in rlhf(*phases).to_dict("records") if ours else []:
+        for name in (BASELINE, PROPOSED):
+            who = f"published: {name_of(name)}, {row['model']} on {row['gpus']} GPUs"
+            faster = row["speedup"] if name == PROPOSED else 1.0
+            cells = {"where": ours[0]["where"], "contender": who, "trials": NOTHING, "_taken": ""}
+            yield cells | {"speedup": faster}, row, name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
 
 from harness.suites.peers import PEERS
@@ -9,18 +11,24 @@ from report.data.contender import name_of
 from report.data.text import listed
 
 
+def apart(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """What descriptions of cells have in common, part by part; and by description, what else it has."""
+    parts = {where: where.split(", ") for where in map(str, wheres)}
+    common = [part for part in next(iter(parts.values()), []) if all(part in of for of in parts.values())]
+    rest = {where: ", ".join(part for part in of if part not in common) for where, of in parts.items()}
+    return common, rest
+
+
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
     """Short title of each cell: the fields in which it differs from the table's other cells."""
     where = data.drop_duplicates("cell").set_index("cell")["where"]
-    told = {str(cell): str(text).split(", ") for cell, text in where.items()}
-    common = set.intersection(*(set(parts) for parts in told.values())) if told else set()
-    return {cell: ", ".join(part for part in parts if part not in common) for cell, parts in told.items()}
+    titles = apart(where)[1]
+    return {str(cell): titles[str(text)] for cell, text in where.items()}
 
 
 def common_to(data: pd.DataFrame) -> str:
     """Last sentence of a caption, with what all cells have in common: ``All: 2x2 ranks.``"""
-    told = [str(text).split(", ") for text in data["where"].unique()]
-    common = [part for part in told[0] if all(part in parts for parts in told)] if told else []
+    common = apart(data["where"].unique())[0]
     return f"All: {', '.join(common)}." if common else ""
 
 

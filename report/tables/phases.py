@@ -11,9 +11,9 @@ from typing import Any, Final
 import pandas as pd
 
 from report.data import published
-from report.data.contender import BASELINE, PROPOSED, is_baseline, name_of
+from report.data.contender import is_baseline, with_baseline
 from report.data.metrics import PAIR, Derived, slowest_steps, speedup, step_interval, timed_steps
-from report.data.text import NOTHING, number
+from report.data.text import number
 from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, made, rows_of
 
 PHASES: Final = ("generate", "score", "train")
@@ -41,17 +41,8 @@ def phases(derived: Derived) -> Table:
         for row, _, mine in rows_of(table[table["phase"] == phase])
     ]
     rows += [
-        {
-            "where": rows[0]["where"],
-            "phase": _PUBLISHED[row["phase"]],
-            "contender": f"published: {name_of(name)}, {row['model']} on {row['gpus']} GPUs",
-            "trials": NOTHING,
-            "_taken": "",
-            "speedup": row["speedup"] if name == PROPOSED else 1.0,
-            "published": f"{row[name]:g} {row['unit']}",
-        }
-        for row in (published.rlhf(*_PUBLISHED).to_dict("records") if rows else [])
-        for name in (BASELINE, PROPOSED)
+        cells | {"phase": _PUBLISHED[row["phase"]], "published": f"{row[name]:g} {row['unit']}"}
+        for cells, row, name in published.rows_below(rows, *_PUBLISHED)
     ]
     base = derived.compared.baseline if rows else ""
     return made(
@@ -106,7 +97,5 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     per_step = sums.div(timed_steps(frames), axis=0, level="id")
     found = found.join(per_step.set_axis(["inter_bytes", "intra_bytes"], axis=1)).reset_index()
     table = derived.trials.merge(found, on="id")
-    base = table[is_baseline(table)][[*PAIR, "phase", "seconds", "inter_bytes"]]
-    base = base.drop_duplicates([*PAIR, "phase"])
-    base = base.rename(columns={"seconds": "baseline_seconds", "inter_bytes": "baseline_bytes"})
-    return table.merge(base, on=[*PAIR, "phase"], how="left")
+    of = {"baseline_seconds": "seconds", "baseline_bytes": "inter_bytes"}
+    return with_baseline(table, is_baseline(table), [*PAIR, "phase"], "left", **of)

@@ -129,16 +129,8 @@ def generation(derived: Derived) -> Table:
         for row, _, mine in rows_of(derived.generations)
     ]
     rows += [
-        {
-            "where": rows[0]["where"],
-            "contender": f"published: {name_of(name)}, {row['model']} on {row['gpus']} GPUs",
-            "trials": NOTHING,
-            "_taken": "",
-            "tokens_per_second": row[name],
-            "speedup": row["speedup"] if name == PROPOSED else 1.0,
-        }
-        for row in (published.rlhf("generation").to_dict("records") if rows else [])
-        for name in (BASELINE, PROPOSED)
+        cells | {"tokens_per_second": row[name]}
+        for cells, row, name in published.rows_below(rows, "generation")
     ]
     speed, ratio = formula("tokens per second of a rank"), formula("over ZeRO-3's")
     sent = formula("bytes between nodes")

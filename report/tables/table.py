@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pandas as pd
+import rich.table
+from rich import box
+from rich.console import Console
+from rich.markup import escape
 
+from harness.errors import Refusal, suggestion
 from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
 from report.data import footnotes
 from report.data.frames import groups
@@ -36,6 +41,7 @@ _MARKDOWN: Final = re.compile(  # what GitHub's Markdown would take for markup
     """,
     re.VERBOSE,
 )
+_MOST_NAMED: Final = 12  # rows in a message
 _PRINTED: Final = "_"  # begins the names of columns that are text for print, and not in the CSV
 
 
@@ -110,6 +116,45 @@ class Table:
             return self.columns, [("", rows)]
         return self.columns[places:], found
 
+    def column(self, asked: str) -> Column:
+        """The printed column of this title or name.
+
+        Raises:
+            Refusal: if there is none, naming those there are.
+        """
+        for one in self.columns:
+            if asked in (one.title, one.key, one.name):
+                return one
+        titles = "; ".join(one.title for one in self.columns if one.title)
+        raise Refusal(f"no column {asked!r} in {self.name}: expected one of {titles}")
+
+    @property
+    def leading(self) -> int:
+        """How many cells at the beginning of a row say which it is: its places, and who ran."""
+        return sum(one.place for one in self.columns) + 1
+
+    def row(self, words: str) -> int:
+        """Number of the one row with words, parted by commas: as cells or, if none has them so, inside cells.
+
+        Raises:
+            Refusal: if not one row has them, naming rows.
+        """
+        rows, parts = self.rows(), [part.strip() for part in words.split(",")]
+        whole = [number for number, cells in enumerate(rows) if set(parts) <= set(cells)]
+        found = whole or [
+            number
+            for number, cells in enumerate(rows)
+            if all(any(part in cell for cell in cells) for part in parts)
+        ]
+        if len(found) == 1:
+            return found[0]
+        names = list(dict.fromkeys(", ".join(cells[: self.leading]) for cells in rows))
+        more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise Refusal(
+            f"{len(found)} rows of {self.name} hold {', '.join(parts)!r}: expected words of one of "
+            f"{'; '.join(names[:_MOST_NAMED])}{more}"
+        )
+
     def csv(self) -> str:
         """Raw values as CSV; an interval in three columns."""
         found: dict[str, Any] = {}
@@ -134,6 +179,36 @@ class Table:
             body.append([*same, *(markdown(cell) for cell in row[len(same) :])])
             above = row
         return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *body))
+
+    def show(self, out: Console) -> None:
+        """Print it in a terminal, each place as a table of its own, under its title."""
+        columns, places = self.by_place()
+        for place, rows in places:
+            printed = rich.table.Table(
+                box=box.SIMPLE_HEAD,
+                title=escape(f"{self.title}: {place}" if place else self.title),
+                title_justify="left",
+                padding=(0, 1, 0, 0),
+                pad_edge=False,
+            )
+            for column in columns:
+                justify: Literal["right", "left"] = "right" if column.numeric else "left"
+                printed.add_column(column.title, justify=justify, overflow="fold")
+            for row in rows:
+                printed.add_row(*map(escape, row))
+            out.print(printed)
+
+
+def named(tables: Sequence[Table], name: str) -> Table:
+    """The table of a name.
+
+    Raises:
+        Refusal: if there is none, naming those there are.
+    """
+    there = {one.name: one for one in tables}
+    if name not in there:
+        raise Refusal(f"no table {name!r}: expected one of {', '.join(there)}{suggestion(name, there)}")
+    return there[name]
 
 
 def markdown(value: str) -> str:

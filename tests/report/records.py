@@ -116,6 +116,21 @@ def record_of(
     return signed(Record(**fields))
 
 
+def ending_at(trial: Trial, loss: float, *, seconds: float = 100.0) -> Record:
+    """The record of a trial whose validation loss falls from 5 to ``loss``, on a line of four validations."""
+    last = trial.warmup + trial.steps
+    curve = [
+        Validation(
+            step=last * part // 4,
+            loss=5.0 + (loss - 5.0) * part / 4,
+            train_seconds=seconds * part / 4,
+            inter_bytes=part,
+        )
+        for part in range(1, 5)
+    ]
+    return record_of(trial, change=lambda fields: fields.update(validations=curve))
+
+
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
     """``record`` with the fields that ``change`` gives of each step of each rank."""
     ranks = [
@@ -453,35 +468,17 @@ def _vnmse(codec: Codec) -> float:
 def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
     """Trials as the suite of that name would run them, smaller: one for each combination of its axes."""
     axes, fixed = _SUITES[suite]
-    again = _by("seed" if suite == "convergence" else "repeat", *range(repeats))
+    again = _by("repeat", *range(repeats))
     combinations = (functools.reduce(operator.or_, one, fixed) for one in product(again, *axes))
     return [_BASE.model_copy(update=changes) for changes in combinations]
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
-    """Records of :func:`trials_of`, all finished but those beyond their memory limit."""
+    """Records of :func:`trials_of`, all finished."""
     return [
-        record_of(trial, suite=suite, order=order, **_beyond(trial))
+        record_of(trial, suite=suite, order=order)
         for order, trial in enumerate(trials_of(suite, repeats=repeats))
     ]
-
-
-def _beyond(trial: Trial) -> dict[str, Any]:
-    """What makes the record of a trial a failure, if its layers are too many for its stage."""
-    layers = trial.model.arguments.get("layers")
-    if layers is None or int(layers) <= _FITTING[trial.strategy]:
-        return {}
-
-    def sized(fields: dict[str, Any]) -> None:
-        fields["parameters"] = 786_432 * int(layers)
-
-    return {
-        "failure": Failure(kind="memory", message="not run: a rank holds more", log=None),
-        "change": sized,
-    }
-
-
-_FITTING: Final = {"zero3": 8, "zeropp": 4}  # layers
 
 
 _BASE: Final = Trial(cluster=Cluster(rate="50 Mbit/s"), model=Model(name="gpt-small"), steps=4, warmup=1)
@@ -492,30 +489,12 @@ def _by(field: str, *values: object) -> list[dict[str, object]]:
     return [{field: value} for value in values]
 
 
-def _policies(*changes: tuple[str, str, str], **more: Any) -> list[dict[str, object]]:
-    """An axis: strategies with the codecs of their weights and gradients."""
-    return [
-        {"strategy": strategy, "policy": PolicyChanges(weights=weights, gradients=gradients, **more)}
-        for strategy, weights, gradients in changes
-    ]
-
-
-_CODECS: Final = (*(f"int{bits}:256" for bits in (8, 6, 4, 3, 2)), "int4:256:asym")
-_BLOCKS: Final = (32, 64, 256, 1024, 2048, "shard")
-_ON_FOUR: Final = Cluster(nodes=4, ranks_per_node=2, rate="100 Mbit/s")
 _RATES: Final = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
-_SIZES: Final = ((1, 384), (2, 384), (3, 384), (4, 384), (1, 768), (3, 256), (4, 192))  # nodes, tokens a rank
-_BOTH: Final = _by("strategy", "zero3", "zeropp")
 _MEASURED: Final[dict[str, object]] = {"validate_every": 0, "measure_quantisation": True}
 _Axes = list[list[dict[str, object]]]
 _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
     "quickstart": ([_by("strategy", "zero3", "qwz", "hpz", "qgz", "zeropp")], _MEASURED),
     "baselines": ([_by("strategy", "zero3", "zero3-flat", "hpz", "zeropp")], {}),
-    "ablation": ([_by("strategy", *COMBINATIONS)], {"validate_every": 0}),
-    "block_size": (
-        [_policies(*(("zeropp", f"int8:{block}", f"int4:{block}") for block in _BLOCKS), align=2048)],
-        _MEASURED,
-    ),
     "algorithms": (
         [
             [
@@ -527,37 +506,12 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
         ],
         {"strategy": "zeropp", "measure_quantisation": True},
     ),
-    "bits": (
-        [
-            _policies(
-                ("zero3", "bf16", "bf16"), *(("qwz", codec, "bf16") for codec in _CODECS),
-                *(("qgz", "bf16", codec) for codec in _CODECS), align=256,
-            )
-        ],
-        _MEASURED,
-    ),
-    "hpz_group": (
-        [_BOTH, _by("policy", *(PolicyChanges(secondary=group, align=2048) for group in (0, 1, 2, 4, 8)))],
-        {"cluster": _ON_FOUR},
-    ),
     "bandwidth": (
         [
             _by("strategy", "zero3", "zeropp", "fsdp2"), _by("tokens_per_rank", 512, 2048),
             _by("cluster", *(Cluster(rate=rate) for rate in _RATES)),
         ],
         {},
-    ),
-    "convergence": (
-        [
-            [
-                *_by("strategy", "ddp"),
-                *_policies(
-                    ("exact", "fp32", "fp32"), ("zero3", "bf16", "bf16"), ("zeropp", "int8:2048", "int4:256"),
-                    ("zeropp", "int8:shard", "int4:shard"),
-                ),
-            ]
-        ],
-        {"steps": 120, "warmup": 0, "validate_every": 15},
     ),
     "generation": (
         [_by("strategy", *COMBINATIONS)],
@@ -566,23 +520,6 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
     "rlhf": (
         [_by("strategy", "zero3", "hpz", "zeropp")],
         {"workload": "rlhf", "sequence": 64, "generate": Generate(prompt=32, tokens=32)},
-    ),
-    "nodes": (
-        [
-            _BOTH,
-            [
-                {"cluster": Cluster(nodes=n, ranks_per_node=2, rate="50 Mbit/s"), "tokens_per_rank": tokens}
-                for n, tokens in _SIZES
-            ],
-        ],
-        {"sequence": 64},
-    ),
-    "stages": (
-        [
-            _by("strategy", *_FITTING),
-            _by("model", *(Model(name="gpt-small", arguments={"layers": layers}) for layers in (4, 8, 16))),
-        ],
-        {"memory_limit": 64 * 2**20},
     ),
 }  # fmt: skip
 SUITES: Final = tuple(_SUITES)

@@ -23,7 +23,7 @@ def test_a_folder_of_archives_is_reported_whole(
     """``zeropp archive`` writes them, and ``zeropp report`` draws a page of each, in as many processes."""
     monkeypatch.setattr(machine, "cores", lambda: cores)
     monkeypatch.setattr(gc, "disable", lambda: None)
-    for suite in ("quickstart", "bits"):
+    for suite in ("quickstart", "baselines"):
         for one in records_of(suite, repeats=1):
             record.write(tmp_path / "results" / suite, one)
         arguments = ["archive", suite, str(tmp_path / "kept"), "--results", str(tmp_path / "results")]
@@ -31,5 +31,5 @@ def test_a_folder_of_archives_is_reported_whole(
     capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "kept")]) == cli.OK
     pages = capsys.readouterr().out.split()
-    assert pages == [str(tmp_path / "kept" / suite / "report.html") for suite in ("bits", "quickstart")]
+    assert pages == [str(tmp_path / "kept" / suite / "report.html") for suite in ("baselines", "quickstart")]
     assert all(Path(page).stat().st_size > 1000 for page in pages)

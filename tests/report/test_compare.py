@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from hypothesis import strategies as st
 
 from harness import cli
 from harness.records.confidence_intervals import Interval
-from harness.records.record import Record, write
+from harness.records.record import signed, write
 from harness.suites.trial import Cluster, Trial
 from report.compare import compare, judge, page
 from report.data.frames import ReportError
-from tests.report.records import record_of
+from tests.report.records import changed_steps, record_of
 
 SHAPED = Cluster(rate="50 Mbit/s")
 
@@ -24,22 +25,11 @@ def folder(
     path: Path, factor: float, *, repeats: int = 8, strategies: tuple[str, ...] = ("zero3", "zeropp")
 ) -> Path:
     """Records of some strategies, ZeRO++'s steps ``factor`` times as long as usual."""
-
-    def slower(fields: dict[str, object]) -> None:
-        ranks = fields["ranks"]
-        assert isinstance(ranks, list)
-        fields["ranks"] = [
-            rank.model_copy(
-                update={"steps": [s.model_copy(update={"total": s.total * factor}) for s in rank.steps]}
-            )
-            for rank in ranks
-        ]
-
-    for name in strategies:
-        for repeat in range(repeats):
-            trial = Trial(strategy=name, cluster=SHAPED, repeat=repeat)
-            record: Record = record_of(trial, change=slower if name == "zeropp" else None)
-            write(path, record)
+    for name, repeat in product(strategies, range(repeats)):
+        one = record_of(Trial(strategy=name, cluster=SHAPED, repeat=repeat))
+        if name == "zeropp":
+            one = signed(changed_steps(one, lambda step: {"total": step.total * factor}))
+        write(path, one)
     return path
 
 

@@ -82,24 +82,6 @@ def test_pairs_train(names: tuple[str, ...]) -> None:
     follows(Topology(2, 2), policy)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("one", "other", "policy"),
-    [pair for pair in PAIRS if isinstance(pair[2], Policy)],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_pairs_train_alone(one: str, other: str, policy: Policy) -> None:
-    """Every pair that is accepted follows a single process: unquantised ones within 1e-5."""
-    follows(Topology(2, 2), policy)
-
-
-def test_what_is_refused_says_both() -> None:
-    """A refusal is one line."""
-    refused = [found for _, _, found in PAIRS if isinstance(found, str)]
-    assert refused
-    assert all("\n" not in words for words in refused)
-
-
 CHOICES: Mapping[str, list[Any]] = {
     "stage": [0, 1, 2, 3],
     "group": [0, "node", 1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
-from report.bench.boards import BOARDS, Board
+from report.bench.boards import Board
 from report.bench.page import boards_of, build, derived, scattering, show
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, overlap
@@ -146,29 +145,6 @@ def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_
     assert said is None or "one_hop" in said
     bench_record.write(tmp_path, record)
     assert ("Rounds scatter" in build(tmp_path).read_text(encoding="utf-8")) is scatters
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("subject", PAGES)
-def test_a_lead_is_short(subject: str, tmp_path: Path) -> None:
-    """At most three findings of one line, each of a highest and a lowest; the table has the others."""
-    bench_record.write(tmp_path, PAGES[subject][0]())
-    text = build(tmp_path).read_text(encoding="utf-8")
-    (lead,) = re.findall(r'<p class="headline">(.*?)</p>', text, re.DOTALL)
-    assert 1 <= lead.count(": ") <= 3
-    assert all(len(finding) < 200 for finding in lead.split(". "))
-
-
-def test_every_kind_of_sample_has_its_board() -> None:
-    """Columns, hidden columns and figures speak of what rows hold."""
-    for record in (codecs(), collectives(), overlap()):
-        for board, data in boards_of([record]):
-            found = derived(board, data)
-            used = {column.key for column in board.columns} | {board.plotted.key, board.row, board.panel}
-            assert used | set(board.split) <= set(found.columns)
-    assert set(BOARDS) == {
-        sample.kind for made in (codecs, collectives, overlap) for sample in made().samples
-    }
 
 
 def test_what_is_not_put_together(tmp_path: Path) -> None:

@@ -14,17 +14,7 @@ from harness.records.record import Record, Step
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import busy_while_waiting, changed_steps, record_of, records_of, with_alone
-
-
-def test_the_best_step_is_between_the_ideal_one_and_no_overlap_at_all() -> None:
-    """No schedule hides more than the longer of compute and wire; none takes longer than both in turn."""
-    table = derive(frames_of(records_of("quickstart"))).trials
-    ours = table.dropna(subset=["best_seconds"])
-    assert len(ours)
-    assert (ours["best_seconds"] >= (1 - 1e-9) * ours["ideal_seconds"]).all()
-    # medians of parts are not parts of medians: a hundredth of room
-    assert (ours["best_seconds"] <= 1.01 * (ours["compute_seconds"] + ours["wire_seconds"])).all()
+from tests.report.records import changed_steps, record_of, records_of, with_alone
 
 
 def test_zero_bytes_between_nodes_leave_the_computation() -> None:
@@ -113,34 +103,6 @@ def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObjec
     assert row["processor_seconds"] <= row["step_seconds"] * (1 + 1e-9)
     assert row["best_seconds"] == max(row["schedule_seconds"], row["processor_seconds"])
     assert row["share"] >= row["schedule_share"]
-
-
-@FEW
-@given(st.data(), st.integers(0, 4))
-def test_a_processor_for_every_rank_leaves_the_bound_as_it_was(data: st.DataObject, spare: int) -> None:
-    """Ranks that have a processor each, and compute on it whenever they do not wait, or less, are bound by
-    the schedule alone.
-    """
-    record = _zero3()
-    seconds: list[list[float | None]] = []
-    for rank in record.ranks:
-        computed = [s.total - (s.exposed_forward or 0.0) - (s.exposed_backward or 0.0) for s in rank.steps]
-        least = min(computed)  # medians of parts are not parts of medians
-        seconds.append([data.draw(st.floats(0, 1)) * least for _ in computed])
-    row = _derived(_computing(record, seconds, len(record.ranks) + spare))
-    assert row["best_seconds"] == row["schedule_seconds"]
-    assert row["share"] == row["schedule_share"]
-
-
-def test_ranks_that_fill_the_processors_they_share_leave_nothing_to_allow() -> None:
-    """Four ranks that each have half of a processor for the whole of every step are at what is allowed, also
-    where they wait for one another: what the schedule allows is then less, and is told beside it.
-    """
-    row = _derived(busy_while_waiting(_zero3(), 1.0))
-    assert (
-        row["processors_busy"] == row["share"] == pytest.approx(1, rel=0.02)
-    )  # ranks' totals differ a little
-    assert row["schedule_share"] == pytest.approx(1 - 1 / row["step_seconds"], rel=0.05)
 
 
 @pytest.mark.parametrize(

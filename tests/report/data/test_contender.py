@@ -65,12 +65,6 @@ def test_every_field_of_a_policy_is_told() -> None:
             assert _fields(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
 
 
-def test_feedback_and_chunks_are_named() -> None:
-    """The label of a trial with feedback and chunks says both."""
-    changes = PolicyChanges(feedback="loco:bf16", chunks=4)
-    assert label_of(Trial(policy=changes), {}) == "ZeRO++ (chunks 4, feedback loco:bf16)"
-
-
 def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     """Stage, techniques and limits; two that differ in any of them have two names."""
 

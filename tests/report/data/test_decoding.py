@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-from harness.records.record import write
 from harness.suites.trial import Trial
-from report.build import build
 from report.data.decoding import generations, speedup
 from report.data.frames import frames_of
-from report.data.metrics import derive
-from report.tables import registry
 from tests.report.records import record_of, records_of
 
 
@@ -56,30 +49,3 @@ def test_a_generation_run_again_is_no_second_pair() -> None:
     ]
     for _, group in generations(frames_of([*records, *again])).groupby("contender"):
         assert speedup(group).n == 2
-
-
-@pytest.mark.long
-def test_the_page_of_generations(tmp_path: Path) -> None:
-    """Its lead has the ratio and the bytes of a later token; its table, the published rates."""
-    records = records_of("generation", repeats=2)
-    for record in records:
-        write(tmp_path, record.model_copy(update={"question": "How much faster does ZeRO++ decode?"}))
-    page = build(tmp_path).read_text(encoding="utf-8")
-    assert re.search(r"ZeRO\+\+ decodes [\d.]+ times as fast as ZeRO-3", page)
-    assert "ZeRO++ decodes" in page
-    assert "For a token after the first, its ranks send 0 bytes between nodes" in page
-    assert "16 finished, 0 failed" in page
-    table = registry.generation(derive(frames_of(records)))
-    rows = table.data.set_index("contender")
-    assert rows.loc["hpZ", "later_mb"] == 0 < rows.loc["ZeRO-3", "later_mb"]
-    assert rows.loc["published: ZeRO++, 66B on 32 GPUs", "tokens_per_second"] == 0.834
-    assert table.markdown().count("published") >= 4
-
-
-@pytest.mark.long
-def test_a_page_without_the_baseline(tmp_path: Path) -> None:
-    """Generations that have no ZeRO-3 beside them have no ratio, and a page all the same."""
-    for record in records_of("generation", repeats=1):
-        if record.trial["strategy"] != "zero3":
-            write(tmp_path, record)
-    assert "tokens" in build(tmp_path).read_text(encoding="utf-8")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.records.record import Failure, RecordError, write
+from harness.records.record import Failure
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import metrics
-from report.data.frames import ReportError, frames_of, load
+from report.data.frames import ReportError, frames_of
 from tests.report.records import SUITES, record_of, records_of, trials_of
 
 
@@ -63,14 +62,6 @@ def test_names_tell_what_differs_from_the_preset() -> None:
         "ZeRO-3",
         "ZeRO++ (no hpZ copy)",
     ]
-
-
-def test_a_change_of_transport_that_all_policies_share_is_no_part_of_a_name() -> None:
-    """A prefetch that every policy has is reported once, beside the names."""
-    changes = PolicyChanges(prefetch=0)
-    frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
-    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
-    assert frames.shared == {"prefetch": "0"}
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:
@@ -142,25 +133,6 @@ def test_failures_of_another_pool_are_left_out() -> None:
     frames = frames_of([mixed[0], records[1].model_copy(update={"failure": failure, "ranks": []})])
     assert (frames.left_out, len(frames.failures), frames.pools) == (1, 1, (records[1].pool,))
     assert frames_of(mixed, across_pools=True).left_out == 0
-
-
-def test_an_empty_folder_gives_one_clear_error(tmp_path: Path) -> None:
-    """Without records there is one line that names the folder and the command that makes them."""
-    with pytest.raises(ReportError, match=r"no records; `zeropp run SUITE`") as refused:
-        load(tmp_path)
-    assert str(tmp_path) in str(refused.value)
-    with pytest.raises(ReportError, match=r"no such folder"):
-        load(tmp_path / "missing")
-
-
-def test_another_schema_version_gives_one_clear_line(tmp_path: Path) -> None:
-    """A record of another version is refused with both versions and the file."""
-    path = write(tmp_path, records_of("quickstart", repeats=1)[0])
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
-    with pytest.raises(RecordError, match=r"schema version 99") as refused:
-        load(tmp_path)
-    assert path.name in str(refused.value)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:

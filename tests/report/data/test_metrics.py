@@ -84,19 +84,6 @@ def test_speedup_pairs_equal_repeats() -> None:
     assert ours["bytes_ratio"].max() == pytest.approx(0.278, abs=0.001)
 
 
-def test_speedups_over_the_papers_baseline_pair_with_its_trials() -> None:
-    """Beside pairs with the best ZeRO-3 stand those with the flat one of the same repeat."""
-    records = records_of("baselines")
-    seconds = {(r.trial["strategy"], r.trial["repeat"]): _step_seconds(r) for r in records}
-    derived = derive(frames_of(records))
-    ours = derived.over_papers[derived.over_papers["strategy"] == "zeropp"]
-    ratios = [seconds["zero3-flat", repeat] / seconds["zeropp", repeat] for repeat in range(3)]
-    assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
-    best = derived.pairs[derived.pairs["strategy"] == "zero3-flat"]
-    assert best["bytes_ratio"].min() > 1  # of two nodes' rings one and a half times the shards cross
-    assert derive(frames_of(records_of("quickstart"))).over_papers.empty
-
-
 def test_a_trial_run_again_is_no_second_pair() -> None:
     """Trials that differ in their time limit alone share seed and repeat: the interval counts them once."""
     records = records_of("quickstart")
@@ -109,15 +96,6 @@ def test_a_trial_run_again_is_no_second_pair() -> None:
     ours = pairs[pairs["strategy"] == "zeropp"]
     assert len(ours) == 6
     assert metrics.speedup(ours).n == 3
-
-
-def test_a_repeat_without_its_baseline_has_no_speedup() -> None:
-    """Trials of a repeat in which ZeRO-3 is missing are left out of pairs."""
-    records = [
-        r for r in records_of("quickstart") if r.trial["strategy"] != "zero3" or r.trial["repeat"] == 0
-    ]
-    pairs = derive(frames_of(records)).pairs
-    assert set(pairs["repeat"]) == {0}
 
 
 def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
@@ -145,16 +123,6 @@ def test_a_cell_is_marked_when_its_rates_differ_by_more_than_a_tenth() -> None:
     for other, marked in ((40.0, True), (46.0, False)):
         pair = [on_link(base, 48.0), on_link(ours, other)]
         assert bool(derive(frames_of(pair)).differing) is marked
-
-
-def test_the_step_split_adds_up_to_the_step() -> None:
-    """The parts of a step sum to the mean total of its slowest ranks."""
-    records = {record.id: record for record in records_of("ablation", repeats=1)}
-    parts = metrics.split(frames_of(list(records.values()))).groupby("id")["seconds"].sum()
-    for identity, total in parts.items():
-        timed = [[s.total for s in rank.steps if not s.warmup] for rank in records[str(identity)].ranks]
-        slowest = [max(ranks) for ranks in zip(*timed, strict=True)]
-        assert total == pytest.approx(statistics.fmean(slowest))
 
 
 def test_break_even_lies_where_the_speedup_crosses_one() -> None:

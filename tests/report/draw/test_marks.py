@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Drawn
 from matplotlib.patches import Rectangle
 
 from harness.records.record import Record
-from harness.suites.trial import Cluster, PolicyChanges, Trial
+from harness.suites.trial import Cluster, Trial
 from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
@@ -27,7 +27,6 @@ from report.draw.theme import Style, fonts, looks_of
 from report.figures.registry import FIGURES
 from report.tables import registry as tables
 from tests.report.records import busy_while_waiting, changed_steps, on_link, record_of, records_of
-from tests.support.params import long
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 _NUMBERS = st.integers(0, 5).map(float)
@@ -191,35 +190,6 @@ def test_the_size_of_m_is_told_of_every_place() -> None:
     two, four = (f"{2 * numel[nodes] * (nodes - 1) / 1e6:.2f} MB" for nodes in (2, 4))
     for told in (f"gpt-small: {two}", f"gpt-small, 2 micro-batches: {two}", f"gpt-small: {four}"):
         assert told in drawn.caption(data)
-
-
-def test_the_final_loss_says_after_how_many_steps() -> None:
-    """Captions count the steps before the last validation, warm-ups included."""
-    derived = derive(frames_of(records_of("convergence", repeats=1)))
-    _, data, drawn = _drawn("final_loss", derived)
-    steps = int(data["validation_step"].max())
-    assert f"fter {steps} steps" in drawn.caption(data)
-    assert f"after {steps} steps" in tables.all_tables(derived, ("summary",))[0].caption
-
-
-@pytest.mark.parametrize("suite", ["quickstart", *long("convergence", "bits")])
-def test_no_caption_leaves_the_plural_open(suite: str) -> None:
-    """No caption, alternative text or table of any suite says ``(s)``."""
-    derived = derive(frames_of(records_of(suite, repeats=1)))
-    told = [table.caption for table in tables.all_tables(derived)]
-    for figure in FIGURES:
-        if len(data := figure.table(derived)):
-            told += [figure.caption(data), figure.alt]
-    assert not [text for text in told if "(s)" in text]
-
-
-def test_lines_of_one_strategy_differ_in_colour_and_marker() -> None:
-    """Eight codecs of one policy are eight looks, the same on every figure of the page."""
-    changes = [PolicyChanges(weights=w, gradients=g, align=2048) for w in ("int8:64", "int8:256", "int8:2048")
-               for g in ("int4:64", "int4:256")]  # fmt: skip
-    derived = derive(frames_of([record_of(Trial(strategy="zeropp", policy=one)) for one in changes]))
-    looks = files.style_of(derived).looks
-    assert len({(look.colour, look.marker) for look in looks.values()}) == len(changes)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=8))

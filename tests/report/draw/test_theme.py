@@ -10,7 +10,6 @@ from matplotlib import pyplot as plt
 
 from report.data.contender import STRATEGIES
 from report.draw import theme
-from report.figures.sizes import VARIED
 
 
 @pytest.mark.parametrize(
@@ -47,8 +46,3 @@ def test_contenders_of_one_strategy_look_different_and_the_first_like_the_strate
     assert len({(look.colour, look.marker) for look in looks.values()}) == len(named)
     assert looks["ZeRO++ (0)"].colour == STRATEGIES["zeropp"].colour
     assert looks["qwZ"].colour == STRATEGIES["qwz"].colour
-
-
-def test_parts_have_colours_of_their_own() -> None:
-    """As many as a rank's memory has."""
-    assert len(set(theme.of_parts(VARIED).values())) == len(VARIED)

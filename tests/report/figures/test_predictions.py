@@ -17,26 +17,16 @@ def _derived(factor: dict[str, float]) -> Derived:
     """Records whose steps were predicted to take ``factor`` by strategy of what they took."""
     plain = derive(frames_of(records := records_of("quickstart", repeats=2)))
     took = plain.trials.set_index("id")["step_seconds"]
-    return derive(
-        frames_of(
-            [
-                record.model_copy(
-                    update={
-                        "foreseen": Foreseen(
-                            machine="m",
-                            calibrated=True,
-                            seconds=took[record.id] * factor[record.trial["strategy"]],
-                            compute=took[record.id],
-                            wire=took[record.id],
-                            spread=0.0,
-                        )
-                    }
-                )
-                for record in records
-                if record.trial["strategy"] in factor
-            ]
+    foreseen = {
+        record.id: Foreseen(
+            machine="m", calibrated=True, seconds=took[record.id] * factor[record.trial["strategy"]],
+            compute=took[record.id], wire=took[record.id], spread=0.0,
         )
-    )
+        for record in records
+        if record.trial["strategy"] in factor
+    }  # fmt: skip
+    kept = [record for record in records if record.id in foreseen]
+    return derive(frames_of([one.model_copy(update={"foreseen": foreseen[one.id]}) for one in kept]))
 
 
 def test_errors_are_those_that_were_made_up() -> None:

@@ -14,7 +14,7 @@ from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import registry
-from report.tables.peers import carried_by, peers
+from report.tables.peers import peers
 from tests.report.records import changed_steps, record_of
 
 
@@ -97,18 +97,3 @@ def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
     assert (row["kind"], row["message"], row["by"]) == ("refused", why.message, "deepspeed")
     assert row["contender"] == "DeepSpeed (zero_quantized_weights True)"
     assert "Refused by a peer's library" in found.caption
-
-
-@pytest.mark.parametrize(
-    ("strategy", "cluster", "words"),
-    [
-        ("ddp", {"transport": "shm"}, "gloo alone"),
-        ("exact", {"transport": "shm"}, "shm, gloo"),
-        ("exact", {"transport": "shm", "nodes": 1}, "shm"),
-        ("fsdp2+exact", {"transport": "gloo"}, "gloo alone"),
-        ("zeropp", {"transport": "nccl", "device": "cuda"}, "nccl"),
-    ],
-)
-def test_what_carries_messages(strategy: str, cluster: dict[str, Any], words: str) -> None:
-    """A peer's never go through shared memory, and of one node's nothing else carries them."""
-    assert carried_by(Trial.model_validate({"strategy": strategy, "cluster": cluster})) == words

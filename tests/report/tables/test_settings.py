@@ -13,8 +13,8 @@ from report.build import build
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.warnings import of_page as warnings
-from report.tables.settings import essentials, setting
-from tests.report.records import CRASHED, record_of
+from report.tables.provenance import essentials, settings
+from tests.report.records import record_of
 
 SHA = "4cdcd8e30e688a37"
 GIVEN = Trial(
@@ -45,7 +45,7 @@ def test_every_setting_is_told_from_the_records() -> None:
     trials = [GIVEN.model_copy(update={"repeat": repeat}) for repeat in range(3)]
     records = [record_of(trial, change=_ran()) for trial in trials]
     derived = derive(frames_of(records))
-    told = dict(setting(derived.frames, derived.trials))
+    told = dict(settings(derived.frames, derived.trials))
     assert told["seed"] == "0"
     expected = {
         "model.name": "gpt-tiny", "model.arguments.width": "64", "cluster.nodes": "2",
@@ -74,14 +74,8 @@ def test_kernels_are_told_by_contender_where_they_differ(kernels: str) -> None:
         record_of(Trial(strategy="zeropp"), change=change),
     ]
     derived = derive(frames_of(records))
-    told = dict(setting(derived.frames, derived.trials))["kernels"]
+    told = dict(settings(derived.frames, derived.trials))["kernels"]
     assert told == (kernels if kernels == "reference" else f"reference (ZeRO-3); {kernels} (ZeRO++)")
-
-
-def test_many_values_are_cut_and_counted() -> None:
-    """Beyond twelve values of one setting, the rest is counted."""
-    derived = derive(frames_of([record_of(Trial(seed=seed)) for seed in range(15)]))
-    assert dict(setting(derived.frames, derived.trials))["seed"].endswith("; 11; and 3 more")
 
 
 def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment(tmp_path: Path) -> None:
@@ -94,12 +88,6 @@ def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment
         assert told in head
     assert 0 < rest.index('id="setting"') < rest.index('id="environment"')
     assert SHA in (tmp_path / "tables" / "setting.csv").read_text()
-
-
-def test_failures_alone_have_no_setting(tmp_path: Path) -> None:
-    """Without a finished trial there is no setting, and no empty section of it."""
-    write(tmp_path, record_of(GIVEN, failure=CRASHED))
-    assert 'id="setting"' not in build(tmp_path).read_text()
 
 
 @pytest.mark.parametrize("changed", [False, True])
