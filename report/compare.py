@@ -35,19 +35,14 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two folders side by side.
+    """Two folders side by side."""
 
-    Attributes:
-        names: of the folders.
-        table: a row per cell and contender, of their pairs: ``step``, seconds in the second folder over those
-            in the first (:class:`Interval`), the ``verdict`` on it, ``bytes`` between nodes likewise, and
-            ``loss``, the last validation loss in the second less that in the first, in nats; NaN of neither.
-        notes: sentences around it, the first of which counts the verdicts.
-    """
-
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the folders
+    # a row per cell and contender, of their pairs: ``step``, seconds in the second folder over those in the
+    # first (:class:`Interval`), the ``verdict`` on it, ``bytes`` between nodes likewise, and ``loss``, the
+    # last validation loss in the second less that in the first, in nats; NaN of neither
     table: Table
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # sentences around it, the first of which counts the verdicts
 
     @property
     def worse(self) -> int:

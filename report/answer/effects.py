@@ -25,19 +25,13 @@ MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
 
 @dataclass(frozen=True)
 class Effect:
-    """One contender beside its baseline in one cell.
-
-    Attributes:
-        where: the cell's description.
-        pairs: its rows of :func:`report.data.metrics.pairs`.
-        ratio: the baseline's seconds of a step over the contender's: above 1 the contender is faster.
-    """
+    """One contender beside its baseline in one cell."""
 
     contender: str
     base: str
-    where: str
-    pairs: pd.DataFrame
-    ratio: Interval
+    where: str  # the cell's description
+    pairs: pd.DataFrame  # its rows of :func:`report.data.metrics.pairs`
+    ratio: Interval  # the baseline's seconds of a step over the contender's: above 1 the contender is faster
 
     @property
     def verdict(self) -> str:

@@ -40,19 +40,12 @@ _FIGURES: Final[dict[Quantity, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a suite's question.
+    """The answer to a suite's question."""
 
-    Attributes:
-        sentences: the first one answers; the others say what else was found.
-        verdict: yes, no, in part, or cannot be told; empty where nothing is compared.
-        quantity: by which it is answered.
-        figure: name of the figure that shows it.
-    """
-
-    sentences: tuple[str, ...]
-    verdict: str
-    quantity: Quantity
-    figure: str
+    sentences: tuple[str, ...]  # the first one answers; the others say what else was found
+    verdict: str  # yes, no, in part, or cannot be told; empty where nothing is compared
+    quantity: Quantity  # by which it is answered
+    figure: str  # name of the figure that shows it
 
 
 def of_folder(results: Path) -> Answer:

@@ -31,21 +31,14 @@ g2: Final = number(2)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What answers by one quantity.
+    """What answers by one quantity."""
 
-    Attributes:
-        first: the sentence that answers.
-        verdicts: of what it compares: yes, no, or cannot be told; none for a question of how much.
-        effects: those whose bytes and other quantities belong beside it.
-        more: further sentences, in order.
-        figure: name of the one that shows it, where it is not its quantity's.
-    """
-
-    first: str
+    first: str  # the sentence that answers
+    # of what it compares: yes, no, or cannot be told; none for a question of how much
     verdicts: Sequence[str] = ()
-    effects: Sequence[Effect] = ()
-    more: Sequence[str] = ()
-    figure: str = ""
+    effects: Sequence[Effect] = ()  # those whose bytes and other quantities belong beside it
+    more: Sequence[str] = ()  # further sentences, in order
+    figure: str = ""  # name of the one that shows it, where it is not its quantity's
 
 
 def listed_most(words: Sequence[str]) -> str:

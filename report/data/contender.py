@@ -57,15 +57,12 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a suite's question compares: printed names of the baseline and of what it is compared with.
-
-    Attributes:
-        asked: whether the suite names them; else the baseline is that of :func:`is_baseline`, and all other
-            contenders are compared with it.
-    """
+    """What a suite's question compares: printed names of the baseline and of what it is compared with."""
 
     baseline: str
     contrast: tuple[str, ...]
+    # whether the suite names them; else the baseline is that of :func:`is_baseline`, and all other contenders
+    # are compared with it
     asked: bool
 
 

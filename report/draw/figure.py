@@ -24,28 +24,18 @@ THREE_DIGITS: Final = number(3)
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A column of raw values, and how it is drawn.
-
-    Attributes:
-        label: of its axis, with the unit.
-        says: what it is, as a part of a sentence, for the caption.
-        estimate: of the rows of one contender in one cell; their median by default.
-        form: prints an estimate.
-        bar: whether it is a length from 0; else a position, on an axis that need not begin there.
-        log: whether its axis is logarithmic.
-        line: at which value a line is drawn.
-        stroke: column whose median is drawn as a stroke across.
-    """
+    """A column of raw values, and how it is drawn."""
 
     column: str
-    label: str
-    says: str
+    label: str  # of its axis, with the unit
+    says: str  # what it is, as a part of a sentence, for the caption
+    # of the rows of one contender in one cell; their median by default
     estimate: Callable[[pd.DataFrame], Interval] | None = None
-    form: Callable[[float], str] = THREE_DIGITS
-    bar: bool = True
-    log: bool = False
-    line: float | None = None
-    stroke: str = ""
+    form: Callable[[float], str] = THREE_DIGITS  # prints an estimate
+    bar: bool = True  # whether it is a length from 0; else a position, on an axis that need not begin there
+    log: bool = False  # whether its axis is logarithmic
+    line: float | None = None  # at which value a line is drawn
+    stroke: str = ""  # column whose median is drawn as a stroke across
 
     def of(self, group: pd.DataFrame) -> Interval:
         """The estimate of a contender's rows."""
@@ -66,23 +56,16 @@ class Mark(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure: how a tidy table of raw values with a column ``id`` (records) is drawn.
+    """One figure: how a tidy table of raw values with a column ``id`` (records) is drawn."""
 
-    Attributes:
-        name: of its files, and of its anchor on the page.
-        question: that it answers, with which its caption begins.
-        table: its data of a suite's records; without rows if they hold nothing to draw.
-        note: a further sentence of its caption.
-        notes: sentences after that, of its data.
-    """
-
-    name: str
+    name: str  # of its files, and of its anchor on the page
     title: str
-    question: str
+    question: str  # that it answers, with which its caption begins
     mark: Mark
+    # its data of a suite's records; without rows if they hold nothing to draw
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
-    note: str = ""
-    notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
+    note: str = ""  # a further sentence of its caption
+    notes: tuple[Callable[[pd.DataFrame], str], ...] = ()  # sentences after that, of its data
 
     @property
     def alt(self) -> str:

@@ -97,23 +97,15 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A line for each contender over ``x``; measures stand below each other, panels side by side.
+    """A line for each contender over ``x``; measures stand below each other, panels side by side."""
 
-    Attributes:
-        x: column of the x axis.
-        label: of the x axis; empty where the titles of panels say it.
-        lines: column of the lines' names.
-        points: column by which rows make a point, whose x is their median.
-        band: whether the range of the values is drawn, instead of each.
-    """
-
-    x: str
-    label: str
+    x: str  # column of the x axis
+    label: str  # of the x axis; empty where the titles of panels say it
     measures: tuple[Measure, ...]
-    lines: str = "contender"
-    points: str = ""
+    lines: str = "contender"  # column of the lines' names
+    points: str = ""  # column by which rows make a point, whose x is their median
     log: bool = False
-    band: bool = False
+    band: bool = False  # whether the range of the values is drawn, instead of each
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Lines through estimates, in panels by the column ``panel``."""
@@ -190,20 +182,13 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """A stacked bar for each contender: rows of ``kind`` bar are its parts, others totals that are marked.
+    """A stacked bar for each contender: rows of ``kind`` bar are its parts, others totals that are marked."""
 
-    Attributes:
-        value: column of the lengths, of which means are drawn.
-        label: of the axis, with the unit.
-        says_parts: what is drawn, for the caption.
-        parts: in which order parts stand; others follow.
-        also: by kind, the marker, its colour and what it is.
-    """
-
-    value: str
-    label: str
-    says_parts: str
-    parts: tuple[str, ...]
+    value: str  # column of the lengths, of which means are drawn
+    label: str  # of the axis, with the unit
+    says_parts: str  # what is drawn, for the caption
+    parts: tuple[str, ...]  # in which order parts stand; others follow
+    # by kind, the marker, its colour and what it is
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
@@ -257,16 +242,12 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Measures over ``x``: each contender's medians as a point, and what none beats as steps.
-
-    Attributes:
-        log: whether ``x`` is on a logarithmic axis.
-    """
+    """Measures over ``x``: each contender's medians as a point, and what none beats as steps."""
 
     x: str
     label: str
     measures: tuple[Measure, ...]
-    log: bool = False
+    log: bool = False  # whether ``x`` is on a logarithmic axis
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """A panel for each cell and measure."""

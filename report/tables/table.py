@@ -47,25 +47,15 @@ _PRINTED: Final = "_"  # begins the names of columns that are text for print, an
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A printed column.
+    """A printed column."""
 
-    Attributes:
-        key: of the data, whose values are numbers, words or :class:`Interval`.
-        title: with the unit.
-        form: of a value; numbers are right-aligned.
-        says: what it is, a sentence of the caption.
-        mark: key of the text that follows each value.
-        place: whether it says where the row ran, which following rows may share.
-        ends: whether those of an interval are printed.
-    """
-
-    key: str
-    title: str
-    form: Callable[[Any], str] = text
-    says: str = ""
-    mark: str = ""
-    place: bool = False
-    ends: bool = True
+    key: str  # of the data, whose values are numbers, words or :class:`Interval`
+    title: str  # with the unit
+    form: Callable[[Any], str] = text  # of a value; numbers are right-aligned
+    says: str = ""  # what it is, a sentence of the caption
+    mark: str = ""  # key of the text that follows each value
+    place: bool = False  # whether it says where the row ran, which following rows may share
+    ends: bool = True  # whether those of an interval are printed
 
     @property
     def name(self) -> str:
