@@ -98,33 +98,20 @@ def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How exchanges of one kind, size and purpose travel along an axis.
+    """How exchanges of one kind, size and purpose travel along an axis."""
 
-    Attributes:
-        operation: for the log of collectives.
-        group: the axis's.
-        kind: of exchange.
-        nbytes: of a row that a rank receives from another.
-        row: bytes of this rank's message.
-        rows: that are received.
-        shared: whether its ranks read each other's memory.
-        start: posts them otherwise.
-        limit: what works' ``wait`` is given.
-        booked: rows of the ledger with what an exchange adds to each: bytes, messages.
-        inter_bytes: of them to other nodes.
-    """
-
-    operation: Fields
-    group: Group
-    kind: Kind
-    nbytes: int
-    row: int
-    rows: int
-    shared: bool
-    start: Start
-    limit: tuple[timedelta, ...]
+    operation: Fields  # for the log of collectives
+    group: Group  # the axis's
+    kind: Kind  # of exchange
+    nbytes: int  # of a row that a rank receives from another
+    row: int  # bytes of this rank's message
+    rows: int  # that are received
+    shared: bool  # whether its ranks read each other's memory
+    start: Start  # posts them otherwise
+    limit: tuple[timedelta, ...]  # what works' ``wait`` is given
+    # rows of the ledger with what an exchange adds to each: bytes, messages
     booked: tuple[tuple[LedgerKey, int, int], ...]
-    inter_bytes: int
+    inter_bytes: int  # of them to other nodes
 
 
 class Buffers:

@@ -25,12 +25,9 @@ WITHIN: Final = "for this node"
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes and messages that this rank has sent.
+    """Bytes and messages that this rank has sent."""
 
-    Attributes:
-        booked: of each row.
-    """
-
+    # of each row
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
@@ -48,19 +45,15 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was going on for a while.
+    """What was going on for a while."""
 
-    Attributes:
-        lane: whom it occupied; a message is between nodes if what this rank sends leaves the node.
-        begin, end: in seconds of ``time.perf_counter()``, which ranks of one machine share.
-        nbytes: that this rank sent, of a message.
-    """
-
+    # whom it occupied; a message is between nodes if what this rank sends leaves the node. begin, end: in
+    # seconds of ``time.perf_counter()``, which ranks of one machine share
     lane: str
     name: str
     begin: float
     end: float
-    nbytes: int = 0
+    nbytes: int = 0  # that this rank sent, of a message
 
 
 @dataclass(slots=True)

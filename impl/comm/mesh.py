@@ -43,14 +43,10 @@ def default_group(backend: str, **options: Any) -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """One rank's view of the topology.
-
-    Attributes:
-        rank: this rank, ``node * ranks_per_node + local``.
-    """
+    """One rank's view of the topology."""
 
     topology: Topology
-    rank: int
+    rank: int  # this rank, ``node * ranks_per_node + local``
     device: torch.device
     _groups: dict[Axis, Group] = field(default_factory=dict)
 

@@ -38,48 +38,33 @@ from impl.plan.traffic import Tag
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Reduction:
-    """How gradients of one size are reduced, beside their values.
-
-    Attributes:
-        hops: axes with their codecs, first hop first; together they number the world; none for one
-            rank.
-        piece: elements that each rank ends with.
-        ring: whether the only hop goes round a ring.
-        strides: along each hop, pieces from one rank's to its neighbour's; the axes' own by default.
-        chunks: (start, end) of the chunks of a piece, whose hops overlap; one by default.
-        replicas: axes between groups that hold copies of a shard, first hop first, with their strides: along
-            them its pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal.
-        replica_codec: in which they travel.
-        stays: whether the gradient stays as it is until the end, so that raw frames may be sent from where
-            they lie.
-        sums: type in which what a hop brings is added up.
-        watcher: is told of these reductions, where nobody observes all of the wire's.
-        sizes: ranks along each hop.
-        frames: bytes of a frame by hop and chunk.
-        rows: bytes that a rank sends to another by hop and chunk.
-        by_hops: shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece).
-        in_order: whether pieces lie in the order of ranks.
-        crosses: whether the last message goes to other nodes.
-    """
+    """How gradients of one size are reduced, beside their values."""
 
     wire: Wire
+    # axes with their codecs, first hop first; together they number the world; none for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
-    piece: int
-    ring: bool = False
+    piece: int  # elements that each rank ends with
+    ring: bool = False  # whether the only hop goes round a ring
+    # along each hop, pieces from one rank's to its neighbour's; the axes' own by default
     strides: Sequence[int] = ()
+    # (start, end) of the chunks of a piece, whose hops overlap; one by default
     chunks: Sequence[tuple[int, int]] = ()
+    # axes between groups that hold copies of a shard, first hop first, with their strides: along them its
+    # pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal
     replicas: Sequence[tuple[Axis, int]] = ()
-    replica_codec: Codec = FP32
+    replica_codec: Codec = FP32  # in which they travel
+    # whether the gradient stays as it is until the end, so that raw frames may be sent from where they lie
     stays: bool = False
-    sums: Sums = "fp32"
-    watcher: Observer | None = None
-    sizes: Sequence[int] = field(init=False)
-    frames: Sequence[Sequence[int]] = field(init=False)
-    rows: Sequence[Sequence[int]] = field(init=False)
+    sums: Sums = "fp32"  # type in which what a hop brings is added up
+    watcher: Observer | None = None  # is told of these reductions, where nobody observes all of the wire's
+    sizes: Sequence[int] = field(init=False)  # ranks along each hop
+    frames: Sequence[Sequence[int]] = field(init=False)  # bytes of a frame by hop and chunk
+    rows: Sequence[Sequence[int]] = field(init=False)  # bytes that a rank sends to another by hop and chunk
+    # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
     by_hops: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
-    in_order: bool = field(init=False)
-    crosses: bool = field(init=False)
+    in_order: bool = field(init=False)  # whether pieces lie in the order of ranks
+    crosses: bool = field(init=False)  # whether the last message goes to other nodes
 
     def __post_init__(self) -> None:
         own = tuple(axis.stride for axis, _ in self.hops)

@@ -80,22 +80,15 @@ def _steepest(
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one budget is of: the weight gathers of all units, or the hop of their reductions between nodes.
-
-    Attributes:
-        hop: name of its axis; empty for gathers.
-        codecs: to choose from, the policy's own first.
-        units: names, in model order.
-        bytes: by unit and codec: of a frame, as often as a step sends it between nodes.
-        limit: bytes of all units together.
-    """
+    """What one budget is of: the weight gathers of all units, or their reductions' hop between nodes."""
 
     what: Budgeted
-    hop: str
-    codecs: tuple[Codec, ...]
-    units: tuple[str, ...]
+    hop: str  # name of its axis; empty for gathers
+    codecs: tuple[Codec, ...]  # to choose from, the policy's own first
+    units: tuple[str, ...]  # names, in model order
+    # by unit and codec: of a frame, as often as a step sends it between nodes
     bytes: tuple[tuple[int, ...], ...]
-    limit: int
+    limit: int  # bytes of all units together
 
     def chosen(self, errors: Sequence[Sequence[float]]) -> list[int]:
         """Number of the codec of each unit, from the errors (unit, codec) measured on all ranks."""

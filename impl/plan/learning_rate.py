@@ -17,21 +17,16 @@ class Schedule:
     Step s (from 0) of a warm-up of w steps has ``start + (1 - start) (s + 1) / w``; the decay that follows,
     of the share ``p = (s + 1 - w) / (steps - w)`` of it, ``floor + (1 - floor) (1 - p)``, or
     ``floor + (1 - floor) (1 + cos(pi p)) / 2``: the last step has ``floor``, and so have later ones.
-
-    Attributes:
-        warmup: steps of the warm-up.
-        start: factor that the warm-up begins above.
-        floor: factor at the end of the decay.
-        as_deepspeed: count steps as DeepSpeed's schedules do: the first step is before their zeroth, and
-            has ``start``, or 0 with a cosine; ``log`` warm-ups are theirs.
     """
 
     steps: int
-    warmup: int = 0
-    start: float = 0.0
+    warmup: int = 0  # steps of the warm-up
+    start: float = 0.0  # factor that the warm-up begins above
     shape: Shape = "linear"
     decay: Decay = "none"
-    floor: float = 0.0
+    floor: float = 0.0  # factor at the end of the decay
+    # count steps as DeepSpeed's schedules do: the first step is before their zeroth, and has ``start``, or 0
+    # with a cosine; ``log`` warm-ups are theirs
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:

@@ -68,19 +68,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class UnitGeometry:
-    """A unit's layout for one world size.
-
-    Attributes:
-        world: all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements.
-        group: ranks that share one copy of the unit, with ``shard = padded / group`` elements each; 0 for
-            all.  Ranks ``k * group`` to ``(k + 1) * group - 1`` are one group.
-    """
+    """A unit's layout for one world size."""
 
     name: str  # of the block, and :data:`FROZEN` where it is not trainable
     slots: tuple[Slot, ...]  # parameters, ordered by optimizer group
     padded: int  # elements of the flat buffer, a multiple of ``world * grain``
-    world: int
+    world: int  # all ranks; each ends a gradient's reduction with ``piece = padded / world`` elements
     trainable: bool = True  # False for a unit of frozen parameters, which sends no gradients
+    # ranks that share one copy of the unit, with ``shard = padded / group`` elements each; 0 for all.  Ranks
+    # ``k * group`` to ``(k + 1) * group - 1`` are one group
     group: int = 0
 
     @property

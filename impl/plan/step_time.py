@@ -160,19 +160,12 @@ def _alikeness(known: str, text: str) -> tuple[bool, bool, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step asks of a machine.
+    """What one step asks of a machine."""
 
-    Attributes:
-        parameters: of the model, without padding.
-        tokens: of one rank in a step.
-        egress_bytes: that one node sends to all others in a step.
-        rate: bytes a second that all adapters of one node carry nominally; infinite where nodes are one.
-    """
-
-    parameters: float
-    tokens: float
-    egress_bytes: float
-    rate: float
+    parameters: float  # of the model, without padding
+    tokens: float  # of one rank in a step
+    egress_bytes: float  # that one node sends to all others in a step
+    rate: float  # bytes a second that all adapters of one node carry nominally; infinite where nodes are one
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -184,26 +177,18 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """A predicted step, in seconds.
+    """A predicted step, in seconds."""
 
-    Attributes:
-        compute: of the model's passes and the optimizer.
-        wire: of the messages between nodes, hidden or not.
-        seconds: of the step.
-        calibrated: whether model and batch lie where the machine was measured, and codecs of their bits were.
-        forward, backward: of all passes, where the schedule is known.
-        exposed: in which the rank waits for messages.
-        spread: relative standard deviation of such steps.
-    """
-
-    compute: float
-    wire: float
-    seconds: float
+    compute: float  # of the model's passes and the optimizer
+    wire: float  # of the messages between nodes, hidden or not
+    seconds: float  # of the step
+    # whether model and batch lie where the machine was measured, and codecs of their bits were. forward,
+    # backward: of all passes, where the schedule is known
     calibrated: bool
     forward: float = math.nan
     backward: float = math.nan
-    exposed: float = math.nan
-    spread: float = 0.0
+    exposed: float = math.nan  # in which the rank waits for messages
+    spread: float = 0.0  # relative standard deviation of such steps
 
     @property
     def critical(self) -> str:
@@ -248,25 +233,16 @@ def flops(work: Work) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of this engine.
-
-    Attributes:
-        units: of the model, in model order, laid out for the topology's world.
-        parameters: of the model, without padding.
-        tokens: of a rank in a micro-batch.
-        micro_batches: in a step.
-        recompute: whether backward runs the forward pass again (activation checkpointing).
-        rate: bytes a second of the slowest node's adapters; infinite without a limit.
-    """
+    """A step of this engine."""
 
     policy: Policy
     topology: Topology
-    units: Sequence[UnitGeometry]
-    parameters: float
-    tokens: float
-    micro_batches: int = 1
-    recompute: bool = False
-    rate: float = math.inf
+    units: Sequence[UnitGeometry]  # of the model, in model order, laid out for the topology's world
+    parameters: float  # of the model, without padding
+    tokens: float  # of a rank in a micro-batch
+    micro_batches: int = 1  # in a step
+    recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
+    rate: float = math.inf  # bytes a second of the slowest node's adapters; infinite without a limit
 
 
 def step_of(machine: Machine, step: Step) -> StepTime:

@@ -16,21 +16,13 @@ class MeshError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """This rank's group along one axis.
+    """This rank's group along one axis."""
 
-    Attributes:
-        axis: which digit of the rank number varies.
-        ranks: of the mesh, ascending.
-        index: this rank's place among them.
-        same_node: whether all of them share this rank's node.
-        handle: of torch's group, which torch alone holds.
-    """
-
-    axis: Axis
-    ranks: tuple[int, ...]
-    index: int
-    same_node: bool
-    handle: weakref.ref[dist.ProcessGroup]
+    axis: Axis  # which digit of the rank number varies
+    ranks: tuple[int, ...]  # of the mesh, ascending
+    index: int  # this rank's place among them
+    same_node: bool  # whether all of them share this rank's node
+    handle: weakref.ref[dist.ProcessGroup]  # of torch's group, which torch alone holds
 
     @property
     def process_group(self) -> dist.ProcessGroup:

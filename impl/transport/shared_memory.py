@@ -76,15 +76,11 @@ def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How a rank waits for the others of its group.
-
-    Attributes:
-        timeout: seconds after which a missing rank is an error.
-        exited: those of some ranks that no longer run, as far as is known.
-    """
+    """How a rank waits for the others of its group."""
 
     group: Group
-    timeout: float
+    timeout: float  # seconds after which a missing rank is an error
+    # those of some ranks that no longer run, as far as is known
     exited: Callable[[Sequence[int]], Sequence[int]]
 
 

@@ -11,13 +11,9 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The end of work under way; without an event it has ended.
+    """The end of work under way; without an event it has ended."""
 
-    Attributes:
-        event: recorded on its stream, after it.
-    """
-
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event | None = None  # recorded on its stream, after it
 
     def join(self) -> None:
         """Let what is enqueued on the current stream from here on come after the work."""

@@ -158,45 +158,32 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """How far the passes of one model are on this rank.
+    """How far the passes of one model are on this rank."""
 
-    Attributes:
-        schedule: what is gathered ahead, what stays gathered, and in which order gradients are reduced.
-        running: forward calls of hooked modules under way.
-        in_forward: whether the model's forward pass is under way, and nothing was refused.
-        in_backward: whether a backward pass is under way, or failed and was not finished.
-        accumulating: whether backward passes add to local gradients, and reduce nothing.
-        gathering: indices of the units whose all-gather is under way.
-        escaped: indices of the units in use outside of their modules, in this forward pass.
-        weights_at: by address of memory, the index of the unit whose gathered weights came there last.
-    """
-
+    # what is gathered ahead, what stays gathered, and in which order gradients are reduced
     schedule: Schedule
-    running: int = 0
-    in_forward: bool = False
-    in_backward: bool = False
-    accumulating: bool = False
-    gathering: set[int] = field(default_factory=set)
+    running: int = 0  # forward calls of hooked modules under way
+    in_forward: bool = False  # whether the model's forward pass is under way, and nothing was refused
+    in_backward: bool = False  # whether a backward pass is under way, or failed and was not finished
+    accumulating: bool = False  # whether backward passes add to local gradients, and reduce nothing
+    gathering: set[int] = field(default_factory=set)  # indices of the units whose all-gather is under way
+    # indices of the units in use outside of their modules, in this forward pass
     escaped: set[int] = field(default_factory=set)
+    # by address of memory, the index of the unit whose gathered weights came there last
     weights_at: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitContext:
-    """What the units of one engine share.
-
-    Attributes:
-        policy: the model's; to the parts of a unit, the unit's own.
-        clock: what stochastic codecs and feedback go by.
-        gradients, weights: where buffers of local gradients and of gathered weights come from.
-        passes: how far the model's passes are.
-    """
+    """What the units of one engine share."""
 
     wire: Wire
-    policy: Policy
+    policy: Policy  # the model's; to the parts of a unit, the unit's own
     meter: Meter
+    # what stochastic codecs and feedback go by. gradients, weights: where buffers of local gradients and of
+    # gathered weights come from
     clock: Clock
     gradients: Reserve
     weights: Reserve
     host: HostMemory
-    passes: Passes
+    passes: Passes  # how far the model's passes are

@@ -64,21 +64,14 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit.
+    """A parameter of a unit."""
 
-    Attributes:
-        parameter: the leaf view of the flat buffer; without values, as the placeholder, while it is sharded.
-        placeholder: what modules see outside of their passes: same shape and type, no values.
-        holders: where modules hold it.
-        place: in the flat buffer.
-        no_values: its values while there is no flat buffer: one NaN, seen everywhere.
-    """
-
+    # the leaf view of the flat buffer; without values, as the placeholder, while it is sharded
     parameter: nn.Parameter
-    placeholder: nn.Parameter
-    holders: Sequence[Holder]
-    place: Place
-    no_values: Tensor
+    placeholder: nn.Parameter  # what modules see outside of their passes: same shape and type, no values
+    holders: Sequence[Holder]  # where modules hold it
+    place: Place  # in the flat buffer
+    no_values: Tensor  # its values while there is no flat buffer: one NaN, seen everywhere
 
     def put(self, shown: nn.Parameter) -> None:
         """Let all modules that hold it see ``shown``: the parameter or the placeholder."""
