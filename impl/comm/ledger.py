@@ -47,10 +47,9 @@ class Ledger:
 class Span:
     """What was going on for a while."""
 
-    # whom it occupied; a message is between nodes if what this rank sends leaves the node. begin, end: in
-    # seconds of ``time.perf_counter()``, which ranks of one machine share
-    lane: str
+    lane: str  # whom it occupied; a message is between nodes if what this rank sends leaves the node
     name: str
+    # in seconds of ``time.perf_counter()``, which ranks of one machine share
     begin: float
     end: float
     nbytes: int = 0  # that this rank sent, of a message

@@ -182,10 +182,10 @@ class StepTime:
     compute: float  # of the model's passes and the optimizer
     wire: float  # of the messages between nodes, hidden or not
     seconds: float  # of the step
-    # whether model and batch lie where the machine was measured, and codecs of their bits were. forward,
-    # backward: of all passes, where the schedule is known
-    calibrated: bool
-    forward: float = math.nan
+    calibrated: (
+        bool  # whether model and batch lie where the machine was measured, and codecs of their bits were
+    )
+    forward: float = math.nan  # of all passes, where the schedule is known
     backward: float = math.nan
     exposed: float = math.nan  # in which the rank waits for messages
     spread: float = 0.0  # relative standard deviation of such steps

@@ -180,10 +180,8 @@ class UnitContext:
     wire: Wire
     policy: Policy  # the model's; to the parts of a unit, the unit's own
     meter: Meter
-    # what stochastic codecs and feedback go by. gradients, weights: where buffers of local gradients and of
-    # gathered weights come from
-    clock: Clock
-    gradients: Reserve
-    weights: Reserve
+    clock: Clock  # what stochastic codecs and feedback go by
+    gradients: Reserve  # where buffers of local gradients come from
+    weights: Reserve  # and of gathered weights
     host: HostMemory
     passes: Passes  # how far the model's passes are
