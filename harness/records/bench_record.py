@@ -65,12 +65,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
 
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes.
-
-    Raises:
-        CheckpointError: on all ranks, if it raised on any; the first rank's error, and its number where
-            not all say the same.
-    """
+    """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
     found = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]

@@ -25,10 +25,5 @@ def on_host(memory: dict[str, int]) -> dict[str, int]:
 
 
 def together(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Bytes by part of two engines on one rank.
-
-    Raises:
-        CheckpointError: on all ranks, if it raised on any; the first rank's error, and its number where
-            not all say the same.
-    """
+    """Bytes by part of two engines on one rank."""
     return {part: one.get(part, 0) + other.get(part, 0) for part in one | other}
