@@ -95,7 +95,7 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             told: Mapping[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
-        raise Refusal(f"{path}: {error}") from None
+        raise Refusal(f"{path}: no safetensors file that can be read: {error}") from None
     found = []
     for name, tensor in sorted(tensors.items()):
         kind, _, rest = name.partition("/")

@@ -84,11 +84,12 @@ def _contradictions(trial: Trial) -> Iterator[str]:
         if trial.measure_quantisation:
             yield "cluster.transport = 'staged': errors of what is sent are not measured there"
     counted = cluster.link not in ("none", "paced")  # a backend of the user's may say more than the wire
-    if "." in cluster.transport and (counted or cluster.device != "cpu"):
-        yield (
-            f"cluster.transport = {cluster.transport!r}: expected cluster.device = 'cpu', not "
-            f"{cluster.device!r}, and cluster.link = 'none' or 'paced', not {cluster.link!r}"
-        )
+    wrong = ["cluster.link = 'none' or 'paced', not {0.link!r}"] * counted
+    wrong += ["cluster.device = 'cpu', not {0.device!r}"] * (cluster.device != "cpu")
+    if "." in cluster.transport and wrong:
+        yield f"cluster.transport = {cluster.transport!r}: expected {' and '.join(wrong).format(cluster)}"
+    if len(set(cluster.hosts)) < len(cluster.hosts):
+        yield f"cluster.hosts = {list(cluster.hosts)}: a host stands there twice"
     policy = trial.resolved_policy()
     if policy is not None:
         policy.check(trial.topology())

@@ -134,7 +134,7 @@ def look_up(trial: Mapping[str, Any], path: str) -> Any:
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     """A file's text, and its tables."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
         return text, tomllib.loads(text)
     except OSError as error:
         raise SuiteError(f"{path}: cannot read: {error.strerror or error}") from None
