@@ -9,11 +9,13 @@ almost no padding.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -35,7 +37,7 @@ from harness.suites.model_sizes import (
 )
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
-from impl.codecs.own_object import OwnObjectError, import_object
+from impl.codecs.own_object import see
 from impl.zero import find_blocks
 
 _INIT_STD: Final = 0.02
@@ -304,27 +306,31 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
-    """The function of ``module:function``, also from the working folder."""
+    """Import the function of ``module:function``, also from the working folder."""
     name = model.name
-    given: dict[str, Any] = {"sequence": sequence, **model.arguments}
+    module_name, _, function_name = name.partition(":")
+    see(Path.cwd())
+    try:
+        module = importlib.import_module(module_name)
+        function: Callable[..., object] | None = getattr(module, function_name, None)  # may import, too
+    except ImportError as error:
+        raise Refusal(f"model {name!r}: cannot import {module_name!r}: {error}") from error
+    if not callable(function):
+        raise Refusal(f"model {name!r}: {module_name} has no function {function_name!r}")
     if "sequence" in model.arguments:
         raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     try:
-        found: Any = import_object(name)
-        function: Callable[..., object] = found
         signature = inspect.signature(function)
-        signature.bind(**given)
-    except OwnObjectError as error:
-        raise Refusal(f"model {name!r}: {error}") from error
     except ValueError:  # of what is not written in Python: calling it says what it takes
         return function
-    except TypeError as error:  # of what cannot be called, too
-        called = name.partition(":")[2]
+    given: dict[str, object] = {"sequence": sequence, **model.arguments}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
         call = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        taken = f"{called}{signature}" if callable(found) else f"no function, but {found!r}"
         raise Refusal(
-            f"model {name!r}: called as {called}({call}), with model.arguments beside the suite's "
-            f"sequence, but it is {taken}: {error}"
+            f"model {name!r}: called as {function_name}({call}), with model.arguments beside the suite's "
+            f"sequence, but it is {function_name}{signature}: {error}"
         ) from None
     return function
 
