@@ -189,9 +189,7 @@ def _known(what: str, results: Path) -> Path:
         Refusal: if there is none, naming those there are.
     """
     if (folder := folder_of(what, results)) is None:
-        there = (
-            f"{f'unknown suite {what!r}' if what else 'expected SUITE'}: {results} holds {suites_in(results)}"
-        )
+        there = f"unknown suite {what!r}: {results} holds {suites_in(results)}"
         raise Refusal(f"{there}; a report is of a suite, `zeropp show` also prints single trials")
     return folder
 
