@@ -59,6 +59,14 @@ def formats(
         found = lab.measure(units, sizes, texts)
     except CodecError as error:
         raise Refusal(str(error)) from None
+    lines = list(lab.budgets(found, bits)) if bits is not None else []
+    if losses is not None:
+        told = lab.agreement(found, losses)
+        lines.append(
+            f"Errors of gradients rank {told.codecs} codecs as the losses of {losses} do with a rank "
+            f"correlation of {told.correlation:.2f} ({told.low:.2f} to {told.high:.2f}, over {told.seeds} "
+            "seeds)."
+        )
     rows: list[dict[str, Any]] = [
         {
             "values": one.kind, "codec": one.codec, "bits": round(one.bits, 3), "vnmse": one.vnmse,
@@ -70,30 +78,15 @@ def formats(
         print(plan_rows.as_csv(rows), end="")
         return
     out = fitted_table.console()
-    forms = {"values": "", "codec": "", "bits": ".2f", "vnmse": ".3g", "bias": "+.2g", "cosine": ".5f",
-             "gb_per_second": ".2g"}  # fmt: skip
-    names = {"vnmse": "vNMSE", "gb_per_second": "GB/s, both ways"}
-    columns = [
-        fitted_table.Column(names.get(key, key), [format(row[key], form) for row in rows], number=bool(form),
-                            always=True)
-        for key, form in forms.items()
-    ]  # fmt: skip
-    fitted_table.show(columns, out, whole="--csv has all")
+    text = [fitted_table.text(name, [row[name] for row in rows], always=True) for name in ("values", "codec")]
+    forms = {"bits": (".2f", "bits"), "vnmse": (".3g", "vNMSE"), "bias": ("+.2g", "bias"),
+             "cosine": (".5f", "cosine"), "gb_per_second": (".2g", "GB/s, both ways")}  # fmt: skip
+    numbers = [
+        fitted_table.numbers(name, [row[key] for row in rows], form) for key, (form, name) in forms.items()
+    ]
+    fitted_table.show([*text, *numbers], out, whole="--csv has all")
     kinds = dict.fromkeys(one.kind for one in found)
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in kinds)
     fitted_table.say(f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", out)
-    for one in lab.budgets(found, bits) if bits is not None else ():
-        uniform = f"{one.uniform} alone {one.uniform_vnmse:.3g}" if one.uniform else "no codec alone fits"
-        fitted_table.say(
-            f"{one.kind} within {bits:g} bits: vNMSE {one.vnmse:.3g} at {one.bits:.2f}, {uniform}.", out
-        )
-        for name, text in one.chosen.items():
-            fitted_table.say(f"  {name}: {text}", out)
-    if losses is not None:
-        told = lab.agreement(found, losses)
-        fitted_table.say(
-            f"Errors of gradients rank {told.codecs} codecs as the losses of {losses} do with a rank "
-            f"correlation of {told.correlation:.2f} ({told.low:.2f} to {told.high:.2f}, over {told.seeds} "
-            "seeds).",
-            out,
-        )
+    for line in lines:
+        fitted_table.say(line, out)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -193,44 +193,35 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
     return 8 - float((share * share.log2()).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """Codecs chosen by unit within a mean number of bits, beside the best single codec within it."""
-
-    kind: str
-    chosen: Mapping[str, str]
-    bits: float
-    vnmse: float
-    uniform: str
-    uniform_vnmse: float
-
-
-def budgets(found: Sequence[Found], bits: float) -> Iterator[Budget]:
-    """For each kind, the codecs by unit whose errors are least in sum within ``bits`` an element.
-
-    Raises:
-        Refusal: if even the smallest codecs take more.
+def budgets(found: Sequence[Found], bits: float) -> Iterator[str]:
+    """For each kind what the codecs by unit are whose errors are least in sum within ``bits`` an element,
+    beside the best single codec within them, in lines; see :func:`within`.
     """
     for kind in dict.fromkeys(one.kind for one in found):
         mine = [one for one in found if one.kind == kind]
-        names, elements = list(mine[0].cost), mine[0].elements
-        parts = [{one.codec: one.cost[name] for one in mine} for name in names]
-        budget = int(bits * elements / 8)
-        try:
-            chosen = choose(parts, budget)
-        except ValueError as error:
-            raise Refusal(f"--bits {bits:g}, {kind}: {error}") from None
-        spent = total(parts, chosen)
-        whole = mine[0].squares[0]
-        uniform = min((one for one in mine if one.bits <= bits), key=lambda one: one.vnmse, default=None)
-        yield Budget(
-            kind, dict(zip(names, chosen, strict=True)), 8 * spent.bytes / elements, spent.error / whole,
-            "" if uniform is None else uniform.codec, math.nan if uniform is None else uniform.vnmse,
-        )  # fmt: skip
+        chosen, cost = within(mine, bits)
+        uniform = next((one for one in mine if one.bits <= bits), None)  # the first errs least
+        alone = f"{uniform.codec} alone {uniform.vnmse:.3g}" if uniform else "no codec alone fits"
+        vnmse, spent = cost.error / mine[0].squares[0], 8 * cost.bytes / mine[0].elements
+        yield f"{kind} within {bits:g} bits: vNMSE {vnmse:.3g} at {spent:.2f}, {alone}."
+        yield from (f"  {name}: {codec}" for name, codec in zip(mine[0].cost, chosen, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+def within(mine: Sequence[Found], bits: float) -> tuple[list[str], Cost]:
+    """Of one kind the codec of each unit, and what all of them cost.
+
+    Raises:
+        Refusal: if even the smallest codecs take more than ``bits`` an element.
+    """
+    parts = [{one.codec: one.cost[name] for one in mine} for name in mine[0].cost]
+    try:
+        chosen = choose(parts, int(bits * mine[0].elements / 8))
+    except ValueError as error:
+        raise Refusal(f"--bits {bits:g}, {mine[0].kind}: {error}") from None
+    return chosen, total(parts, chosen)
+
+
+class Agreement(NamedTuple):
     """How well errors rank codecs as losses do: Spearman's correlation, with the ends over seeds."""
 
     correlation: float
@@ -241,8 +232,7 @@ class Agreement:
 
 
 def agreement(found: Sequence[Found], results: Path) -> Agreement:
-    """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive, by
-    codec.
+    """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive.
 
     Records count that differ in the codec of gradients alone, one for both hops; of several such sets the
     largest. The interval is of 2000 draws of the seeds.
@@ -272,15 +262,12 @@ def agreement(found: Sequence[Found], results: Path) -> Agreement:
     best = max(sets.values(), key=len, default={})
     seeds = sorted(set.intersection(*(set(one) for one in best.values()))) if best else []
     if len(best) < _FEWEST or not seeds:
-        raise Refusal(
-            f"{results}: losses of {len(best)} codecs that were measured; expected {_FEWEST} or more"
-        )
+        raise Refusal(f"{results}: losses of {len(best)} measured codecs; expected {_FEWEST} or more")
     table = np.array([[best[codec][seed] for seed in seeds] for codec in best])  # (codecs, seeds)
     order = [errors[codec] for codec in best]
 
-    def of(columns: Any) -> float:
-        return float(stats.spearmanr(order, table[:, columns].mean(1)).statistic)
-
     drawn = np.random.default_rng(0).integers(len(seeds), size=(_RESAMPLED, len(seeds)))
-    low, high = np.quantile([of(columns) for columns in drawn], [0.025, 0.975])
-    return Agreement(of(range(len(seeds))), float(low), float(high), len(best), len(seeds))
+    samples = [range(len(seeds)), *drawn]
+    whole, *rest = [stats.spearmanr(order, table[:, one].mean(1)).statistic for one in samples]
+    low, high = np.quantile(rest, [0.025, 0.975])
+    return Agreement(float(whole), float(low), float(high), len(best), len(seeds))

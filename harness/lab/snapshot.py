@@ -11,7 +11,7 @@ file; its tensors are called ``KIND/UNIT@STEP``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,26 +52,30 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
     units = plan_units(model, topology, policy)
     single = Data(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
     optimizer, schedule = built(trial.optimizer, model.parameters()), trial.schedule()
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     for step in range(max(steps) + 1):
         if schedule is not None:
             set_rates(optimizer, schedule, step)
         gradients = _gradients(model, units, single, step, topology.world)
-        before = _laid_out(model, units, lambda parameter: parameter.detach())
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= topology.world * trial.accumulation
+        for unit in units:
+            mean = gradients[unit.name].sum(0) / (topology.world * trial.accumulation)
+            for slot in unit.slots:
+                parameter = named[slot.spec.name]
+                if parameter.requires_grad:
+                    parameter.grad = mean[slot.offset : slot.end].view_as(parameter).clone()
         if trial.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
+        before = _laid_out(units, named)
         optimizer.step()
         optimizer.zero_grad()
         if step not in steps:
             continue
-        after = _laid_out(model, units, lambda parameter: parameter.detach())
-        for unit in (one.name for one in units):
-            kept[f"weights/{unit}@{step}"] = before[unit]
-            kept[f"changes/{unit}@{step}"] = after[unit] - before[unit]
-            kept[f"gradients/{unit}@{step}"] = gradients[unit]
+        after = _laid_out(units, named)
+        for name in gradients:
+            kept[f"weights/{name}@{step}"] = before[name]
+            kept[f"changes/{name}@{step}"] = after[name] - before[name]
+            kept[f"gradients/{name}@{step}"] = gradients[name]
         told(f"step {step} of {max(steps)} kept")
     try:
         save_file(kept, path, {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)})
@@ -79,38 +83,27 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         raise Refusal(f"{path}: {error}") from None
 
 
-def _laid_out(
-    model: nn.Module, units: Sequence[UnitGeometry], of: Callable[[nn.Parameter], Tensor]
-) -> dict[str, Tensor]:
-    """(P,) fp32 of each unit, padding included."""
-    named, found = dict(model.named_parameters()), {}
+def _laid_out(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """(P,) fp32 of each unit, padding included, from values by parameter; zeros for None."""
+    found = {unit.name: torch.zeros(unit.padded) for unit in units}
     for unit in units:
-        flat = torch.zeros(unit.padded)
         for slot in unit.slots:
-            flat[slot.offset : slot.end] = of(named[slot.spec.name]).reshape(-1)
-        found[unit.name] = flat
+            value = values[slot.spec.name]
+            if value is not None:
+                found[unit.name][slot.offset : slot.end] = value.detach().flatten()
     return found
 
 
 def _gradients(
     model: nn.Module, units: Sequence[UnitGeometry], data: Data, step: int, world: int
 ) -> dict[str, Tensor]:
-    """(ranks, P) of each unit: the sums of each rank's micro-batches; the model's own are the ranks' sum."""
+    """(ranks, P) of each unit: the sums of each rank's micro-batches."""
     whole = {unit.name: torch.zeros(world, unit.padded) for unit in units}
-    sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for micro in data.step(step):
         for rank, batch in enumerate(micro):
             model(*batch).backward()
-            mine = _laid_out(model, units, _gradient)
+            mine = _laid_out(units, {name: one.grad for name, one in model.named_parameters()})
             for unit in units:
                 whole[unit.name][rank] += mine[unit.name]
-            for total, parameter in zip(sums, model.parameters(), strict=True):
-                total.add_(_gradient(parameter))
             model.zero_grad()
-    for total, parameter in zip(sums, model.parameters(), strict=True):
-        parameter.grad = total if parameter.requires_grad else None
     return whole
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

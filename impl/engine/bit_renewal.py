@@ -89,27 +89,21 @@ class Renewal(Observer):
                     master = unit.master_shard.master
                     row.copy_(squares_of(share.codecs, master, self._clock.weights(name), first))
         mine = torch.cat([squares.flatten() for squares in self._squares])
-        told = self._wire.all_gather_small(mine).cpu()  # SQUARES_BYTES of each
+        gathered = self._wire.all_gather_small(mine).cpu()  # SQUARES_BYTES of each
         total = torch.zeros(mine.shape, dtype=mine.dtype)
-        for row in told:
+        for row in gathered:  # in the order of ranks
             total += row
         parts = torch.split(total, [squares.numel() for squares in self._squares])
         for number, (share, part) in enumerate(zip(self._shares, parts, strict=True)):
             rows = part.view(len(share.units), -1).tolist()
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
-            self._adopt(number, share.chosen([row[1:] for row in rows]))
-            self.decisions += [
-                Decision(
-                    self._clock.step,
-                    share.what,
-                    name,
-                    share.hop,
-                    share.codecs[codec],
-                    row[1 + codec] / row[0] if row[0] else 0.0,
-                )
-                for name, codec, row in zip(share.units, self._chosen[number], rows, strict=True)
-            ]
+            chosen = share.chosen([row[1:] for row in rows])
+            self._adopt(number, chosen)
+            for name, codec, row in zip(share.units, chosen, rows, strict=True):
+                error = row[1 + codec] / row[0] if row[0] else 0.0
+                made = Decision(self._clock.step, share.what, name, share.hop, share.codecs[codec], error)
+                self.decisions.append(made)
 
     def _adopt(self, number: int, chosen: Sequence[int]) -> None:
         """Send in these codecs from here on."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from harness.errors import Refusal
 from harness.lab import formats
-from harness.lab.formats import Unit, agreement, budgets, measure, units_of
+from harness.lab.formats import Unit, agreement, budgets, measure, units_of, within
 from harness.lab.snapshot import take
 from harness.suites.trial import Cluster, Model, Trial
 
@@ -82,11 +82,15 @@ def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
     found = measure(units, sizes, texts)
     tried = 0
     for bits in (2.5, 3.0, 4.0, 4.6, 5.0, 6.0, 7.0):
-        for one in budgets(found, bits):
+        for kind in ("weights", "changes", "gradients"):
+            mine = [one for one in found if one.kind == kind]
+            _, cost = within(mine, bits)
             tried += 1
-            assert one.bits <= bits
-            assert not one.uniform or one.vnmse <= one.uniform_vnmse * (1 + 1e-9)
+            assert 8 * cost.bytes <= bits * mine[0].elements
+            uniform = [one.squares[3] for one in mine if one.bits <= bits]
+            assert not uniform or cost.error <= min(uniform) * (1 + 1e-9)
     assert tried >= 20
+    assert "bits: vNMSE" in next(iter(budgets(found, 4.0)))
     with pytest.raises(Refusal, match="--bits 1"):
         list(budgets(found, 1.0))
 
