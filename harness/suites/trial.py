@@ -48,6 +48,15 @@ def _number(value: object) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+_FIRST: Final = frozenset((  # fields that the first trials had; later ones are left out where unused
+    "strategy", "policy", "cluster", "model", "corpus", "sequence", "tokens_per_rank", "accumulation",
+    "optimizer", "clip", "steps", "warmup", "validate_every", "validation_batches", "seed", "repeat",
+    "threads", "timeout_seconds", "measure_quantisation", "nodes", "ranks_per_node", "link", "rate", "device",
+    "transport", "launcher", "name", "arguments", "weights", "gradients", "gather", "reduce", "chunks",
+    "secondary", "feedback", "prefetch", "max_padding", "align",
+))  # fmt: skip
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -60,6 +69,15 @@ class _Frozen(BaseModel):
         if any(abs(number) >= MOST_COUNTED for number in [*numbers, *_number(value)]):
             raise ValueError("expected a number below 2^63")
         return value
+
+    def used(self) -> dict[str, Any]:
+        """The fields as JSON-ready data, but those that came to the schema later and have their default."""
+        fields, data = type(self).model_fields, self.model_dump(mode="json")
+        return {
+            name: value
+            for name, value in data.items()
+            if name in _FIRST or getattr(self, name) != fields[name].default
+        }
 
 
 class Model(_Frozen):
@@ -221,12 +239,6 @@ class PolicyChanges(_Frozen):
         )
 
 
-_FIRST: Final = (  # fields of policies that the first trials had; what came later is left out where unused
-    "weights", "gradients", "gather", "reduce", "chunks", "secondary", "feedback", "prefetch", "max_padding",
-    "align",
-)  # fmt: skip
-
-
 _AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are the strategy's own
 
 
@@ -319,23 +331,12 @@ class Trial(_Frozen):
 
         What came to the schema later and is not used is left out: trials from before keep their ids.
         """
-        data = self.model_dump(mode="json")
-        if self.workload == "train":
-            del data["workload"], data["generate"]
-        if self.workload != "rlhf":
-            del data["rlhf"]
-        for name in ("memory_limit", "deepspeed_config", "control", "tokenizer", "activation_checkpointing"):
-            if not data[name]:
-                del data[name]
-        if self.optimizer.schedule == LearningRates():
-            del data["optimizer"]["schedule"]
-        if self.peer == PeerSettings():
-            del data["peer"]
-        for name, unused in (("latency", None), ("hcas", None), ("slow", 1.0), ("inner_rate", None)):
-            if data["cluster"][name] == unused:
-                del data["cluster"][name]
-        del data["cluster"]["hosts"], data["cluster"]["slurm"]  # which machines is no part of what is asked
-        data["policy"] = {k: v for k, v in data["policy"].items() if v is not None or k in _FIRST}
+        data = self.used() | {part: getattr(self, part).used() for part in ("cluster", "optimizer", "policy")}
+        for part, is_used in (("generate", self.workload != "train"), ("rlhf", self.workload == "rlhf")):
+            data.pop(part, None)
+            data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}
+        for name in ("hosts", "slurm"):  # which machines is no part of what is asked
+            data["cluster"].pop(name, None)
         for name in _AS_PUBLISHED:
             if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
                 data["policy"].pop(name, None)
