@@ -72,6 +72,8 @@ def codecs(
         for subject in subjects
     }
     show(found, out)
+    if examples < EXAMPLES:
+        left_out.append(f"On {examples} rows a law, not {EXAMPLES}: more find faults that these do not.")
     for line in left_out:
         out.print(escape(line), soft_wrap=True)
     if any(one.violation for each in found.values() for one in each.values()):

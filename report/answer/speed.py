@@ -220,14 +220,20 @@ def rate(derived: Derived) -> Found:
     )
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
-    for row in rows[rows["contender"] == name].to_dict("records"):
-        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
+    others: list[str] = []  # break-evens of further contenders
+    for row in rows.to_dict("records"):
+        at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))
         size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
+        break_even = f"{with_interval(Interval(at, low, high, 0), _mbit)} Mbit/s {size}"
+        if row["contender"] != name:
+            bounded = math.isfinite(low) or math.isfinite(high)
+            others += [f"{spelled(row['contender'])} at {break_even}"] if bounded else []
+            continue
+        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
         verdicts += [_VERDICTS[one.verdict] for one in here]
-        if not math.isnan(row["break_even_mbit"]):
-            at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))
-            crossed.append(f"{with_interval(Interval(at, low, high, 0), _mbit)} Mbit/s {size}")
+        if not math.isnan(at):
+            crossed.append(break_even)
         else:
             times = "" if kept else f" times as fast as {base}'s"
             kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
@@ -241,6 +247,7 @@ def rate(derived: Derived) -> Found:
         text = f"{text}; else n{least}" if text else f"N{least}"
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
     more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
+    more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
     return Found(f"{text}.", verdicts, found[:1], more)
 
 

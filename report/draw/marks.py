@@ -237,7 +237,7 @@ class Stacked:
             for kind, (marker, _, what) in self.also.items()
             if (data["kind"] == kind).any()
         )
-        return f"{self.says_parts}{told}. Means over trials."
+        return f"{self.says_parts}{told}. Means over trials; numbers are of bars, where there are any."
 
 
 @dataclass(frozen=True, slots=True)

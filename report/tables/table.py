@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from harness.errors import Refusal, suggestion
 from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
-from report.data import footnotes
+from report.data import footnotes, published
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
 from report.data.text import NOTHING, number, text, with_interval
@@ -215,7 +215,7 @@ def made(
 
     Its caption says what the columns are, then ``notes``, then what marks beside numbers mean.
 
-    Of rows with a ``where``, what all share moves into the caption, and the rest into columns on the left.
+    Of rows with a ``where``, what ours share moves into the caption, the rest into columns on the left.
     """
     data = pd.DataFrame(rows)
     shown = [one for one in columns if one.key in data and data[one.key].notna().any()]
@@ -223,8 +223,9 @@ def made(
     if any(getattr(value, "known", False) for one in shown if one.ends for value in data[one.key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
-        told = pd.DataFrame([str(where).split(", ") for where in data["where"]]).fillna("")
-        places = [place for place in told.columns if len(set(told[place])) > 1]
+        told = data["where"].astype(str).str.split(", ", expand=True).fillna("")
+        ours = told[data["where"].ne(published.PUBLISHED)]
+        places = [place for place in told.columns if len(set(ours[place])) > 1]
         common = [str(told[place].iloc[0]) for place in told.columns if place not in places]
         caption += [f"All: {', '.join(common)}."] if common else []
         data = data.assign(**{f"_where_{place}": told[place] for place in places})
