@@ -23,6 +23,7 @@ from harness.suites.suite_file import name_of
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures
+ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = Path("results")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
@@ -53,7 +54,10 @@ def report(
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
     if check:
-        from report.docs_from_records import wrong
+        if not (ROOT / "docs" / "tables").is_dir():
+            raise Refusal(f"--check is of a checkout's README and docs; {ROOT} is none")
+        sys.path.insert(0, str(ROOT))
+        from docs.tables.from_records import wrong
 
         gc.disable()
         if differing := wrong():

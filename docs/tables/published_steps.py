@@ -25,9 +25,9 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from docs.tables import markdown
+from docs.tables.from_records import derived
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
-from report.docs_from_records import derived
 from report.figures.predictions import measured_over, score, score_in_words
 
 DOCS: Final = Path(__file__).parents[1]

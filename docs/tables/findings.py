@@ -1,6 +1,6 @@
 """One sentence or number by the committed records for each question about the method and item of the paper.
 
-docs/questions.md and docs/paper.md hold them between marks (:mod:`report.docs_from_records`).
+docs/questions.md and docs/paper.md hold them between marks (:mod:`docs.tables.from_records`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What README.md and docs/ say of the committed records, written and checked here.
 
-``python -m report.docs_from_records`` writes it anew and prints the files that changed; ``zeropp report
+``python -m docs.tables.from_records`` writes it anew and prints the files that changed; ``zeropp report
 --check`` compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands
 between marks in README.md, docs/questions.md and docs/paper.md.
 """
@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from docs.tables.findings import DRAWN, PAPER, QUESTIONS
 from harness.records import archive
 from harness.records.confidence_intervals import of_another_sweep
 from harness.suites.question import Quantity
 from report import artifact_claims, page
 from report.answer import effects
-from report.answer.findings import DRAWN, PAPER, QUESTIONS
 from report.answer.lead import answer
 from report.answer.parts import ratio, seconds, sent
 from report.data.contender import NAMES, PROPOSED
@@ -34,7 +34,7 @@ from report.figures.registry import FIGURES as DRAWINGS
 from report.tables import registry as tables
 from report.tables.table import markdown
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 REFERENCE: Final = Path("results/reference")
 DOCS: Final = Path("docs")
 FIGURES: Final = DOCS / "figures"  # one of each suite
@@ -58,7 +58,7 @@ Columns and marks are explained in [metrics.md](reference/metrics.md).
 All ranks of a suite share one machine's processors: bytes cost processor time beside the link's, and a hop
 inside a node is a copy in its memory.  Ratios of seconds, break-evens, the best group and chunks may be
 others where a node has an adapter and processors of its own; bytes, errors and losses are the same.
-This file is written from the records (`python -m report.docs_from_records`), and CI compares.
+This file is written from the records (`python -m docs.tables.from_records`), and CI compares.
 """
 _FACTS: Final = ("trials", "processor", "commit", "checkout")  # below a suite's table, of all
 _ON_THE_PAGE: Final = (  # alone: titles of columns
@@ -74,7 +74,7 @@ prediction interval, wider than the estimate's own in docs/results.md, which say
 same anywhere.  `zeropp run suites/NAME.toml`, then `zeropp report NAME`, tries it again.
 All ranks share one machine's processors (see [results.md](results.md)): seconds hold for such a machine.
 An interval of one sweep does not hold what differs between days; `zeropp run SUITE --sweeps 3` puts that in.
-This file is written from the records (`python -m report.docs_from_records`), and CI compares.
+This file is written from the records (`python -m docs.tables.from_records`), and CI compares.
 """
 
 

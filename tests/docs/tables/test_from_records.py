@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from docs.tables import from_records
+from docs.tables.from_records import REFERENCE, ROOT
 from harness import cli
 from harness.records.record import RecordError
-from report import docs_from_records
 from report.answer.lead import answer
 from report.data.metrics import Derived
-from report.docs_from_records import REFERENCE, ROOT
 from report.tables import registry
 
 FILES = {  # and where in each the first number by the records stands
@@ -40,10 +40,10 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
     """What files say by the records, figures among them, follows from the records; with one digit of one
     number in a file changed, the check names the file and the line; and pages say one number for a step.
     """
-    found = docs_from_records.derived()  # once for all: it takes half a minute
-    wanted = docs_from_records.wanted(ROOT, found)
-    monkeypatch.setattr(docs_from_records, "derived", lambda _: found)
-    monkeypatch.setattr(docs_from_records, "wanted", lambda _, __: wanted)
+    found = from_records.derived()  # once for all: it takes half a minute
+    wanted = from_records.wanted(ROOT, found)
+    monkeypatch.setattr(from_records, "derived", lambda _: found)
+    monkeypatch.setattr(from_records, "wanted", lambda _, __: wanted)
     assert cli.main(["report", "--check"]) == cli.OK, capsys.readouterr().out
     expected = []
     for name in (*FILES, "docs/figures"):
@@ -58,7 +58,7 @@ def test_what_is_committed_follows_from_the_records_and_any_other_digit_is_found
         place = start + digit.start()
         path.write_text(text[:place] + other(text[place]) + text[place + 1 :], encoding="utf-8")
         expected.append(f"{name}: line {text[:place].count(chr(10)) + 1} is ")
-    lines = docs_from_records.wrong(tmp_path)
+    lines = from_records.wrong(tmp_path)
     assert [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)] == expected
     check_one_number_for_a_step(found)
 
@@ -99,7 +99,7 @@ def test_an_edited_record_is_refused(tmp_path: Path) -> None:
                 changed = content[:place] + other(chr(content[place])).encode() + content[place + 1 :]
             archive.addfile(entry, io.BytesIO(changed))
     with pytest.raises(RecordError, match="edited or damaged"):
-        docs_from_records.derived(tmp_path)
+        from_records.derived(tmp_path)
 
 
 def test_documents_are_text_and_no_longer_than_one_reads() -> None:
