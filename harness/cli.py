@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -34,9 +33,9 @@ from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
-from harness.cluster.print_once import saying
+from harness.cluster.print_once import speaks
 from harness.cluster.rank_processes import end_if_in_group
-from harness.errors import Refusal, one_line
+from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
 from harness.lab import command as lab
 from harness.laws import command as check
@@ -556,7 +555,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except (SuiteError, RecordError, Refusal, bench_record.BenchError, CheckpointError) as error:
+    except (SuiteError, RecordError, Refusal, LinkError, bench_record.BenchError, CheckpointError) as error:
         return _complain(str(error), REFUSED)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
@@ -582,9 +581,8 @@ def _no_command(error: Exception) -> str | None:
 
 def _complain(words: str, status: int, *, sep: str = ": ") -> int:
     line = f"zeropp{sep}{one_line(words)}"
-    with saying(line) if status == REFUSED else nullcontext(enter_result=True) as alone:
-        if alone:
-            print(line, file=sys.stderr, flush=True)
+    if status != REFUSED or speaks(line):
+        print(line, file=sys.stderr, flush=True)
     return status
 
 

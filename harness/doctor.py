@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from harness.cluster.interrupts import cleaning_up
 from harness.cluster.node_supervisors import Node
+from harness.errors import LinkError
 from harness.measure import machine
 from harness.runs.feasibility import PROCESS_BYTES, gib
 from harness.strategies import deepspeed
@@ -153,7 +154,7 @@ def _cuda() -> tuple[bool, str]:
 
 def _link(what: str, rate_mbit: float | None, adds: str) -> Finding:
     """Join two nodes, ask how, and take them apart."""
-    from harness.cluster.link import LinkError, Setting, open_link
+    from harness.cluster.link import Setting, open_link
 
     try:
         with cleaning_up(), open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:

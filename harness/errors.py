@@ -14,6 +14,10 @@ class Refusal(Exception):  # noqa: N818 - bad input, not an error of the program
     """What is asked, mostly of a trial, cannot be done; the message names the numbers."""
 
 
+class LinkError(Exception):
+    """A link between nodes cannot be opened as asked; the message says why and what to do."""
+
+
 class CorpusError(ValueError):
     """A corpus cannot be read or is too small; the message names it and the numbers."""
 

@@ -192,8 +192,9 @@ class _Run:
 
         A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
         """
-        from harness.cluster.link import LinkError, Setting, open_link
+        from harness.cluster.link import Setting, open_link
         from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
+        from harness.errors import LinkError
         from impl.plan import topology as plan
 
         interrupts.take_over()

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from harness.cluster import netns_shaper
+from harness.cluster.keeper import ANSWER_SECONDS, Keeper
+from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
 
 Kind = Literal["auto", "namespaces", "paced", "none", "real", "shaped"]
@@ -34,13 +32,10 @@ QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks sen
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
 REACHED: Final = (0.9, 1.05)  # shares of its rate between which an interface is called shaped
-_KEEPER: Final = "harness.cluster.netns_shaper"
-_ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importable from
-_ANSWER_SECONDS: Final = 120.0  # a keeper imports its libraries first; one that dies is noticed at once
-
-
-class LinkError(Exception):
-    """A link cannot be opened as asked; the message says why and what to do."""
+_ADVICE: Final = (
+    "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns), or use link = 'paced'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,30 +162,24 @@ class Link:
     why: str
     ports: tuple[Port, ...]  # one per node
     details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for the record
-    # Mbit/s per repetition, filled in by the sweep
-    calibrated_mbit: list[float] = field(default_factory=list)
-    _keeper: subprocess.Popen[str] | None = None
-    release: Callable[[], None] | None = None  # lets go of the interfaces of a shaped link
-    requested_mbit: float | None = field(init=False)  # of the slowest node; None is unshaped
-    # Mbit/s at which our wire paces itself, if the link is ``paced``
-    paced_mbit: float | None = field(init=False)
-    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
+    close: Callable[[], object] = lambda: None
+    calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
 
-    def __post_init__(self) -> None:
-        self.requested_mbit = self.setting.slowest_mbit
-        self.paced_mbit = self.setting.rate_mbit if self.kind == "paced" else None
-        self.message_bytes = message_bytes(self.setting) if self.setting.nodes > 1 else 0
+    @property
+    def paced_mbit(self) -> float | None:
+        """The rate at which our wire paces itself, if the link is ``paced``."""
+        return self.setting.rate_mbit if self.kind == "paced" else None
+
+    @property
+    def message_bytes(self) -> int:
+        """Size of a message of a calibration; 0 of one node."""
+        return message_bytes(self.setting) if self.setting.nodes > 1 else 0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def note_calibration(self, by_rank: Sequence[Sequence[float]]) -> None:
-        """Keep the rates that nodes' first ranks measured before any trial, and check them."""
-        self.calibrated_mbit = slowest([rates for rates in by_rank if rates])
-        self.check(self.calibrated_mbit)
 
     def check(self, found: Sequence[float], *, after: bool = False) -> None:
         """Refuse a shaped link whose calibration, or probes ``after`` a trial, of ``found`` Mbit/s are wrong.
@@ -210,82 +199,61 @@ class Link:
         when = " after the trial" if after else ""
         raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}{when}: {why}")
 
-    def close(self) -> None:
-        """Close the link; the kernel removes the namespaces with their last process."""
-        if self._keeper is not None:
-            end_keeper(self._keeper)
-            self._keeper = None
-        if self.release is not None:
-            self.release()
-            self.release = None
-
 
 def open_link(setting: Setting, run_id: str) -> Link:
     """Open a link between nodes, whose interfaces have ``run_id`` (at most 6 characters) in their names; a
     LinkError if it is not possible on this machine, or contradicts itself.
     """
-    rate, why = setting.rate_mbit, "asked for"
-    if setting.latency_ms and (setting.kind in ("real", "none", "shaped") or setting.nodes == 1):
-        raise LinkError(
-            f"a latency of {setting.latency_ms:g} ms cannot be added to link {setting.kind!r} between "
-            f"{setting.nodes} node(s); use 'auto', 'namespaces' or 'paced'"
-        )
-    if setting.kind == "real":
-        if rate is not None:
-            raise LinkError(
-                f"link 'real' is a network that exists and cannot be shaped to {rate:g} Mbit/s; "
-                "say rate = 'unshaped', or link = 'shaped' or 'paced'"
-            )
-        return Link(setting, "real", why, (Port(None, ""),) * setting.nodes)
+    kind, rate, latency, why = setting.kind, setting.rate_mbit, setting.latency_ms, "asked for"
     loopback = (Port("lo", "127.0.0.1"),) * setting.nodes
-    if setting.nodes == 1:
+    if setting.nodes == 1 and kind != "real":
         return Link(setting, "none", "one node has no link", loopback)
-    if setting.kind == "shaped":
-        raise LinkError("link 'shaped' joins hosts, whose supervisors a launcher starts; use 'namespaces'")
-    if setting.kind == "none" and rate is not None:
-        raise LinkError(
-            f"link 'none' cannot hold a rate of {rate:g} Mbit/s; "
-            "use 'auto', 'namespaces' or 'paced', or rate = 'unshaped'"
-        )
-    if setting.kind == "namespaces":
-        return _open_namespaces(setting, run_id, why)
-    if setting.kind == "auto":
+    if kind in ("real", "none"):
+        if rate is not None or latency:
+            asked = f"{rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
+            raise LinkError(f"link {kind!r} cannot have {asked}; use 'auto', 'namespaces' or 'paced'")
+        ports = (Port(None, ""),) * setting.nodes if kind == "real" else loopback
+        return Link(setting, kind, why, ports)
+    if kind in ("auto", "namespaces"):
         try:
-            return _open_namespaces(setting, run_id, "auto: namespaces work here")
+            return _open_namespaces(setting, run_id)
         except LinkError as error:
+            if kind == "namespaces":
+                raise
             why = f"auto: no namespaces ({error})"
-    if setting.slow < 1:
-        raise LinkError(f"a node with {setting.slow:g} of the rate needs network namespaces ({why})")
-    if setting.inner_mbit is not None:
-        raise LinkError(f"{setting.inner_mbit:g} Mbit/s inside nodes need network namespaces ({why})")
-    if rate is None and setting.latency_ms:
-        raise LinkError(
-            f"a latency of {setting.latency_ms:g} ms without a rate needs network namespaces ({why})"
-        )
+    held = {
+        f"a node with {setting.slow:g} of the rate needs": setting.slow < 1,
+        f"{setting.inner_mbit or 0:g} Mbit/s inside nodes need": setting.inner_mbit is not None,
+        f"a latency of {latency:g} ms without a rate needs": rate is None and latency,
+    }
+    for what, asked_for in held.items():
+        if asked_for:
+            raise LinkError(f"{what} network namespaces ({why})")
     if rate is None:
         return Link(setting, "none", why, loopback)
-    details = {"header_bytes": 0, "latency_ms": setting.latency_ms, "untimed": "open"}
+    details = {"header_bytes": 0, "latency_ms": latency, "untimed": "open"}
     return Link(setting, "paced", why, loopback, details)
 
 
-def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
+def _open_namespaces(setting: Setting, run_id: str) -> Link:
     if not sys.platform.startswith("linux"):
         raise LinkError(f"network namespaces exist on Linux only, this is {sys.platform}; use link = 'paced'")
-    form = None if setting.rate_mbit is None else shape(setting.rate_mbit)
-    slow = None if setting.slow == 1 or setting.slowest_mbit is None else shape(setting.slowest_mbit)
+    rate = setting.rate_mbit
+    shapes = [None if rate is None else shape(rate)] * setting.nodes
+    if rate is not None:
+        shapes[-1] = shape(rate * setting.slow)
     inner = None if setting.inner_mbit is None else shape(setting.inner_mbit)
-    request = netns_shaper.Request(setting.nodes, f"zp{run_id}", form, setting.latency_ms, slow, inner)
-    process = start_keeper(_KEEPER, json.dumps(asdict(request)))
+    request = netns_shaper.Request(f"zp{run_id}", shapes, setting.latency_ms, inner)
     try:
-        answer = answer_of(process, "no network namespaces here", f"; {_advice()}")
-        control = answer["control"]
-        ports = tuple(Port(name, at, holder, control=control) for name, at, holder in answer["ports"])
-        _try_to_join(ports[0])
-    except BaseException:
-        end_keeper(process)
-        raise
+        keeper = Keeper(netns_shaper.__name__, json.dumps(asdict(request)))
+    except LinkError as error:
+        raise LinkError(f"no network namespaces here: {error}; {_ADVICE}") from None
+    ports = tuple(
+        Port(name, at, holder, control=keeper.answer["control"])
+        for name, at, holder in keeper.answer["ports"]
+    )
     details = {
-        "mode": answer["mode"],
+        "mode": keeper.answer["mode"],
         "joint": "veth" if setting.nodes == 2 else "bridge",
         "mtu": netns_shaper.MTU,
         "congestion": netns_shaper.CONGESTION,
@@ -294,83 +262,20 @@ def _open_namespaces(setting: Setting, run_id: str, why: str) -> Link:
     }
     if setting.transport == "nccl":
         details["nccl"] = nccl_in_words(ports[:1])
-    if form is not None:
-        details |= {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
-        details["untimed"] = "open"
-    if slow is not None:
+    if rate is not None:
+        details |= tbf_details(rate) | {"untimed": "open"}
+    if setting.slow < 1:
         details["slow"] = setting.slow
     if inner is not None:
         details["inner_mbit"] = setting.inner_mbit
-    return Link(setting, "namespaces", why, ports, details, _keeper=process)
+    why = "asked for" if setting.kind == "namespaces" else "auto: namespaces work here"
+    return Link(setting, "namespaces", why, ports, details, keeper.end)
 
 
-def start_keeper(module: str, request: str) -> subprocess.Popen[str]:
-    """Start a process that holds something of the kernel's until its standard input closes."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, request],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
-    )
-
-
-def answer_of(process: subprocess.Popen[str], refused: str, advice: str = "") -> dict[str, Any]:
-    """Read the one-line answer of a keeper; its reason, if it has one, is a LinkError between these words."""
-    assert process.stdout is not None  # noqa: S101 - piped above
-    if not select.select([process.stdout], [], [], _ANSWER_SECONDS)[0]:
-        raise LinkError(f"the keeper of the link did not answer within {_ANSWER_SECONDS:g} s")
-    if not (line := process.stdout.readline()):
-        process.kill()
-        tail = process.communicate()[1].strip().splitlines()[-1:]
-        raise LinkError(f"the keeper of the link died: {' '.join(tail) or 'no message'}")
-    answer: dict[str, Any] = json.loads(line)
-    if "error" in answer:
-        raise LinkError(f"{refused}: {answer['error']}{advice}")
-    return answer
-
-
-def _advice() -> str:
-    found = []
-    for switch in ("user/max_user_namespaces", "kernel/apparmor_restrict_unprivileged_userns"):
-        with contextlib.suppress(OSError):
-            found.append(f"{switch.replace('/', '.')}={Path('/proc/sys', switch).read_text().strip()}")
-    where = "root" if os.geteuid() == 0 else "an ordinary user"
-    return (
-        f"tried as {where} ({', '.join(found)}): run as root with CAP_SYS_ADMIN, allow unprivileged user "
-        "namespaces, or use link = 'paced'"
-    )
-
-
-def _try_to_join(port: Port) -> None:
-    """Check in a child process that other processes may enter a node's namespace; else raise a LinkError."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", _KEEPER, "enter", str(port.holder)],
-            cwd=_ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_ANSWER_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise LinkError(f"no process entered a node's namespace within {_ANSWER_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise LinkError(
-            f"cannot enter a node's namespace: {done.stderr.strip().splitlines()[-1]}; {_advice()}"
-        )
-
-
-def end_keeper(process: subprocess.Popen[str], seconds: float = 2.0) -> str:
-    """Let a keeper end, which takes away what it holds, or kill it after a while; returns its last words."""
-    try:
-        return process.communicate(timeout=seconds)[1]  # it ends when its standard input closes
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[1]
+def tbf_details(rate_mbit: float) -> dict[str, Any]:
+    """The queue for a rate, for the record."""
+    form = shape(rate_mbit)
+    return {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
 
 
 def join(port: Port) -> None:
@@ -391,7 +296,7 @@ def opened(control: str) -> Iterator[None]:
         LinkError: if the keeper does not answer.
     """
     with socket.socket(socket.AF_UNIX) as keeper:
-        keeper.settimeout(_ANSWER_SECONDS)
+        keeper.settimeout(ANSWER_SECONDS)
         _ask(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
         yield
         _ask(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)

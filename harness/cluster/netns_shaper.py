@@ -1,15 +1,11 @@
-"""Process that makes the nodes' network namespaces and keeps them alive (the keeper).
+"""Keeper (:mod:`harness.cluster.keeper`) of the nodes' network namespaces and the shaped link between them.
 
 Every node is an *anonymous* network namespace, held by a small child of this process; nothing is
 named under ``/run/netns`` and nothing is made in the namespace of the host.  Two nodes are joined
 by one veth pair, more by a bridge in the keeper's own namespace.  When the keeper goes, its
 children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel removes
-namespaces and interfaces; the keeper goes when its standard input closes, so also after
-``kill -9`` of the parent.
-
-As root it makes the namespaces directly; otherwise inside a user namespace of its own.  Run as
-``python -m harness.cluster.netns_shaper REQUEST``, a :class:`Request` as JSON, it answers with one JSON
-line.  No torch: a fresh interpreter starts in a tenth of a second.
+namespaces and interfaces.  As root it makes the namespaces directly; otherwise inside a user
+namespace of its own.
 
 While a process is connected to its Unix-domain socket, the link is held to no rate: messages that are not
 timed need not wait for it.  When that process closes its side, or dies, the link is shaped again, and the
@@ -29,10 +25,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from harness.cluster.keeper import answer, keeping
 
 CLONE_NEWNET: Final = 0x40000000
 CLONE_NEWUSER: Final = 0x10000000
@@ -41,8 +39,7 @@ _PR_SET_PDEATHSIG: Final = 1
 LOOPBACK: Final = "lo"
 MTU: Final = 1500  # bytes
 _NAME_LENGTH: Final = 15  # of a Linux interface
-NETWORK: Final = "10.77.0.0"
-PREFIX: Final = 16  # of NETWORK: 65,533 nodes
+_NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # The host's default may be BBR, whose model of the path breaks when both directions are full: a
 # 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
 # which every kernel has.  Set on the route, since /proc/sys may be read-only.
@@ -52,16 +49,13 @@ _TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
 _DRAIN_SECONDS: Final = 5.0
+_DONE: Final = b"ok"
 OPEN: Final = b"open"
 SHAPED: Final = b"shaped"
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class KeeperError(Exception):
-    """Namespaces cannot be made on this machine; the message says which call failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Parameters of a ``tbf`` queue."""
 
     rate: int  # bytes per second
@@ -74,22 +68,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request to the keeper: ``nodes`` namespaces whose interface names start with ``prefix``.
+    """Request to the keeper for one namespace a shape; interface names start with ``prefix``."""
 
-    Packets leave a node ``latency_ms`` milliseconds late.  ``slow`` is the last node's shape, if it differs,
-    ``inner`` that of a node's loopback, through which its ranks reach each other.
-    """
-
-    nodes: int
     prefix: str
-    shape: Shape | None
-    latency_ms: float = 0.0
-    slow: Shape | None = None
-    inner: Shape | None = None
-
-    def shape_of(self, node: int) -> Shape | None:
-        """How the link of a node is shaped, both ways."""
-        return self.slow if self.slow is not None and node == self.nodes - 1 else self.shape
+    shapes: Sequence[Shape | None]  # of the link of each node, both ways
+    latency_ms: float = 0.0  # that packets leave a node later
+    inner: Shape | None = None  # of a node's loopback, through which its ranks reach each other
 
 
 def address(node: int) -> str:
@@ -100,9 +84,6 @@ def address(node: int) -> str:
 def interface(prefix: str, node: int) -> str:
     """The name of a node's interface."""
     return f"{prefix}n{node}"
-
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _check(result: int, call: str) -> None:
@@ -120,16 +101,11 @@ def enter(process: int) -> None:
     names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
     if Path(f"/proc/{process}/ns/user").samefile("/proc/self/ns/user"):
         del names["user"]
-    opened: dict[str, int] = {}
-    try:
-        for name in names:  # all before the first move: afterwards /proc is seen with other rights
-            opened[name] = os.open(f"/proc/{process}/ns/{name}", os.O_RDONLY)
-        for name, descriptor in opened.items():
-            # os.setns is there from Python 3.12 only
-            _check(_LIBC.setns(descriptor, names[name]), f"setns({name})")
-    finally:
-        for descriptor in opened.values():
-            os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        # All are opened before the first move: afterwards /proc is seen with other rights.
+        files = {name: stack.enter_context(open(f"/proc/{process}/ns/{name}", "rb")) for name in names}  # noqa: PTH123
+        for name, file in files.items():  # os.setns is there from Python 3.12 only
+            _check(_LIBC.setns(file.fileno(), names[name]), f"setns({name})")
 
 
 def die_with_parent(parent: int) -> None:
@@ -165,23 +141,24 @@ def _netlink() -> Any:
 
 def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0) -> None:
     """Queue what leaves an interface: ``netem`` delays it, ``tbf`` below holds it to the rate."""
-    below: dict[str, Any] = {}
     if latency_ms:
         delay = {"delay": round(latency_ms * 1e3), "limit": _DELAYED_PACKETS}  # in microseconds
         try:
             route.tc("add", "netem", index, handle="1:", **delay)
         except Exception as error:
-            raise KeeperError(
-                f"no latency of {latency_ms:g} ms: the kernel has no netem ({error})"
-            ) from error
-        below = {"parent": "1:1"}
-    if shape is None:
-        return
-    route.link("set", index=index, gso_max_size=shape.segment)
-    route.tc("add", "tbf", index, handle=_TBF, rate=shape.rate, burst=shape.burst, limit=shape.limit, **below)
+            raise OSError(f"no latency of {latency_ms:g} ms: the kernel has no netem ({error})") from error
+    if shape is not None:
+        route.link("set", index=index, gso_max_size=shape.segment)
+        _tbf(route, "add", index, shape, latency=bool(latency_ms))
 
 
-def _reshape(shapes: Mapping[str, Shape], *, latency: bool, state: bytes) -> None:
+def _tbf(route: Any, command: str, index: int, shape: Shape, *, latency: bool) -> None:
+    below = {"parent": "1:1"} if latency else {}
+    rates = {"rate": shape.rate, "burst": shape.burst, "limit": shape.limit}
+    route.tc(command, "tbf", index, handle=_TBF, **rates, **below)
+
+
+def _reshape(shapes: Mapping[str, Shape | None], state: bytes, *, latency: bool = False) -> None:
     """Hold what leaves the interfaces of this namespace, by name, to their rates, or to none (``OPEN``).
 
     Their queues are empty before they hold it again, and the burst of an open one is not kept. Packets keep
@@ -189,12 +166,13 @@ def _reshape(shapes: Mapping[str, Shape], *, latency: bool, state: bytes) -> Non
     """
     with _netlink() as route:
         for name, shape in shapes.items():
-            rate, burst = (_OPEN_RATE, _OPEN_BURST) if state == OPEN else (shape.rate, shape.burst)
+            if shape is None:
+                continue
             index = route.link_lookup(ifname=name)[0]
             if state == SHAPED:
                 _drain(route, index, name)
-            parent = {"parent": "1:1"} if latency else {}
-            route.tc("change", "tbf", index, handle=_TBF, rate=rate, burst=burst, limit=shape.limit, **parent)
+            opened = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
+            _tbf(route, "change", index, opened if state == OPEN else shape, latency=latency)
 
 
 def _drain(route: Any, index: int, name: str) -> None:
@@ -204,11 +182,12 @@ def _drain(route: Any, index: int, name: str) -> None:
         for queue in route.get_qdiscs(index)
     ):
         if time.monotonic() > deadline:
-            raise KeeperError(f"{waiting} bytes still wait on {name} after {_DRAIN_SECONDS:g} s")
+            raise OSError(f"{waiting} bytes still wait on {name} after {_DRAIN_SECONDS:g} s")
         time.sleep(1e-3)
 
 
 def _configure_node(request: Request, node: int) -> None:
+    network, _, prefix = _NETWORK.partition("/")
     with _netlink() as route:
         inner = route.link_lookup(ifname=LOOPBACK)[0]
         if request.inner is not None:  # packets as between nodes, which its queue does not cut
@@ -216,12 +195,12 @@ def _configure_node(request: Request, node: int) -> None:
             _shape(route, inner, request.inner)
         route.link("set", index=inner, state="up")
         index = route.link_lookup(ifname=interface(request.prefix, node))[0]
-        route.addr("add", index=index, address=address(node), prefixlen=PREFIX)
-        _shape(route, index, request.shape_of(node), request.latency_ms)
+        route.addr("add", index=index, address=address(node), prefixlen=int(prefix))
+        _shape(route, index, request.shapes[node], request.latency_ms)
         route.link("set", index=index, state="up")
         route.route(
             "replace",
-            dst=f"{NETWORK}/{PREFIX}",
+            dst=f"{network}/{prefix}",
             oif=index,
             prefsrc=address(node),
             proto="kernel",
@@ -230,61 +209,55 @@ def _configure_node(request: Request, node: int) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Holder:
-    """A child process inside a node's namespace, and the pipes to and from it."""
+class _Holder(NamedTuple):
+    """A child process inside a node's namespace, and the line to it."""
 
     pid: int
-    go: int
-    answers: int
+    line: socket.socket
 
     def wait(self) -> None:
-        """Wait for its next answer; what it reports else is a KeeperError."""
-        answer = os.read(self.answers, 4096).decode()
-        if answer != "ok":
-            raise KeeperError(answer or "a node's holder died")
+        """Wait until it has done what it was told; what it answers else is an OSError."""
+        if (said := self.line.recv(4096)) != _DONE:
+            raise OSError(said.decode() or "a node's holder died")
 
 
 def _hold(request: Request, node: int) -> _Holder:
     """Fork the holder of one node."""
     keeper = os.getpid()
-    go_read, go_write = os.pipe()
-    answers_read, answers_write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(go_read)
-        os.close(answers_write)
-        return _Holder(pid, go_write, answers_read)
+    ours, line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if pid := os.fork():
+        line.close()
+        return _Holder(pid, ours)
+    ours.close()
     os.close(0)  # else the parent's end of our standard input would have two readers
     try:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
         die_with_parent(keeper)
-        os.write(answers_write, b"ok")
-        os.read(go_read, 1)
+        line.send(_DONE)
+        line.recv(1)
         _configure_node(request, node)
-        os.write(answers_write, b"ok")
-        while state := os.read(go_read, len(SHAPED)):
-            shape = request.shape_of(node)
-            assert shape is not None  # noqa: S101  # nobody asks for another state else
-            _reshape({interface(request.prefix, node): shape}, latency=bool(request.latency_ms), state=state)
-            if request.inner is not None:
-                _reshape({LOOPBACK: request.inner}, latency=False, state=state)
-            os.write(answers_write, b"ok")
+        line.send(_DONE)
+        while state := line.recv(len(SHAPED)):
+            own = {interface(request.prefix, node): request.shapes[node]}
+            _reshape(own, state, latency=bool(request.latency_ms))
+            _reshape({LOOPBACK: request.inner}, state)
+            line.send(_DONE)
     except BaseException as error:  # the process boundary
-        os.write(answers_write, f"node {node}: {error}"[:4000].encode())
+        line.send(f"node {node}: {error}"[:4000].encode())
     finally:
         os._exit(1)
 
 
-def _join(request: Request, holders: list[_Holder]) -> None:
-    """Make the interfaces: one veth pair for two nodes, else a bridge with one port per node."""
-    names = [interface(request.prefix, node) for node in range(request.nodes)]
+def _join(request: Request, holders: Sequence[_Holder]) -> dict[str, Shape | None]:
+    """Make the interfaces: one veth pair for two nodes, else a bridge; returns its ports, one per node."""
+    names = [interface(request.prefix, node) for node in range(len(holders))]
+    ports: dict[str, Shape | None] = {}
     with _netlink() as route:
-        if request.nodes == 2:
+        if len(holders) == 2:
             peer = {"ifname": names[1], "net_ns_pid": holders[1].pid}
             route.link("add", ifname=names[0], kind="veth", peer=peer)
             route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0].pid)
-            return
+            return ports
         bridge = f"{request.prefix}br"
         route.link("add", ifname=bridge, kind="bridge")
         master = route.link_lookup(ifname=bridge)[0]
@@ -295,21 +268,17 @@ def _join(request: Request, holders: list[_Holder]) -> None:
             index = route.link_lookup(ifname=port)[0]
             route.link("set", index=index, master=master)
             # Towards the node; the node's own end shapes the other way.
-            _shape(route, index, request.shape_of(node))
+            _shape(route, index, request.shapes[node])
             route.link("set", index=index, state="up")
+            ports[port] = request.shapes[node]
+    return ports
 
 
-def _ports(request: Request) -> dict[str, Shape]:
-    """Shapes of the bridge's ports in the keeper's namespace; none where two nodes are joined directly."""
-    shapes = [request.shape_of(node) for node in range(0 if request.nodes == 2 else request.nodes)]
-    return {f"{request.prefix}p{node}": shape for node, shape in enumerate(shapes) if shape is not None}
-
-
-def _set(request: Request, holders: list[_Holder], state: bytes) -> None:
+def _set(ports: Mapping[str, Shape | None], holders: Sequence[_Holder], state: bytes) -> None:
     """Let all queues of the link hold it to its rate, or to none."""
-    _reshape(_ports(request), latency=False, state=state)
+    _reshape(ports, state)
     for holder in holders:
-        os.write(holder.go, state)
+        holder.line.send(state)
     for holder in holders:
         holder.wait()
 
@@ -319,75 +288,58 @@ def _ended_or(ready: socket.socket) -> bool:
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
-def _serve(request: Request, holders: list[_Holder], listening: socket.socket) -> None:
+def _serve(ports: Mapping[str, Shape | None], holders: Sequence[_Holder], listening: socket.socket) -> None:
     """Open the link for one process after the other that connects, until standard input closes.
 
     If it could not be shaped again nobody may use it: the error ends this process.
     """
     while not _ended_or(listening):
         with listening.accept()[0] as client:
-            _set(request, holders, OPEN)
+            _set(ports, holders, OPEN)
             with contextlib.suppress(OSError):  # a client that died is one that has finished
                 client.sendall(OPEN)
             if _ended_or(client):
                 return
-            _set(request, holders, SHAPED)
+            _set(ports, holders, SHAPED)
             with contextlib.suppress(OSError):
                 client.sendall(SHAPED)
 
 
-def keep(request: Request) -> tuple[str, list[_Holder]]:
-    """Make the namespaces and their link; returns the mode and a holder inside each node.
-
-    Raises:
-        KeeperError, OSError: with the call that failed.
-    """
-    if len(longest := interface(request.prefix, request.nodes - 1)) > _NAME_LENGTH:
-        raise KeeperError(f"{longest!r} is longer than an interface's name")
+def _keep(request: Request) -> None:
+    """Make the namespaces and their link, answer, and keep them until standard input closes."""
+    nodes = range(len(request.shapes))
+    if len(longest := interface(request.prefix, nodes[-1])) > _NAME_LENGTH:
+        raise OSError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()
     # Fork before the first netlink socket is open, so that the children share none.
-    holders = [_hold(request, node) for node in range(request.nodes)]
+    holders = [_hold(request, node) for node in nodes]
     for holder in holders:
         holder.wait()
-    _join(request, holders)
+    ports = _join(request, holders)
     for holder in holders:  # one after the other: with a node that fails goes the other end of its neighbour
-        os.write(holder.go, b"g")
+        holder.line.send(b"g")
         holder.wait()
-    return mode, holders
-
-
-def main() -> None:
-    """Answer the request and stay until standard input closes; with ``enter PID`` only try to enter."""
-    if sys.argv[1] == "enter":
-        enter(int(sys.argv[2]))
+    made = [(interface(request.prefix, node), address(node), holders[node].pid) for node in nodes]
+    if request.shapes[0] is None:
+        answer({"mode": mode, "ports": made, "control": ""})
+        sys.stdin.read()
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a Ctrl-C ends the link
-    asked = json.loads(sys.argv[1])
-    shapes = {name: Shape(**asked[name]) if asked.get(name) else None for name in ("shape", "slow", "inner")}
-    shape, request = shapes["shape"], Request(**asked | shapes)
-    try:
-        mode, holders = keep(request)
-    except Exception as error:  # reported to the parent, whatever netlink raised
-        print(json.dumps({"error": str(error)}), flush=True)
-        return
-    ports = [
-        (interface(request.prefix, node), address(node), holder.pid) for node, holder in enumerate(holders)
-    ]
-    answer: dict[str, Any] = {"mode": mode, "ports": ports, "control": ""}
     with (
         tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder,
         socket.socket(socket.AF_UNIX) as listening,
     ):
-        if shape is not None:
-            answer["control"] = str(Path(folder, "link"))
-            listening.bind(answer["control"])
-            listening.listen()
-        print(json.dumps(answer), flush=True)
-        if shape is None:
-            sys.stdin.read()
-        else:
-            _serve(request, holders, listening)
+        listening.bind(control := str(Path(folder, "link")))
+        listening.listen()
+        answer({"mode": mode, "ports": made, "control": control})
+        _serve(ports, holders, listening)
+
+
+def _request(text: str) -> Request:
+    asked = json.loads(text)
+    shapes = [shape and Shape(*shape) for shape in (*asked["shapes"], asked["inner"])]
+    return Request(asked["prefix"], shapes[:-1], asked["latency_ms"], shapes[-1])
 
 
 if __name__ == "__main__":
-    main()
+    with keeping():
+        _keep(_request(sys.argv[1]))

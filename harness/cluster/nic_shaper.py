@@ -1,10 +1,8 @@
-"""Holds an interface of this host to a rate, through a process that takes the queue away again (the keeper).
+"""Keeper (:mod:`harness.cluster.keeper`) of the queue that holds an interface of this host to a rate.
 
-As ``python -m harness.cluster.nic_shaper REQUEST``, a :class:`Request` as JSON, it puts a ``tbf`` queue
-where the kernel's default one is, answers with one JSON line, and removes the queue when its standard input
-closes: when the supervisor lets go, ends or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the
-keeper itself is killed by ``kill -9``, as with all of its job, the queue stays, and the next run says what
-removes it.  It needs root, or CAP_NET_ADMIN.  No torch.
+It puts a ``tbf`` queue where the kernel's default one is, and removes it when the supervisor lets go, ends or
+is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the keeper itself is killed by ``kill -9``, as with
+all of its job, the queue stays, and the next run says what removes it.  It needs root, or CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -15,15 +13,15 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from harness.cluster.link import LinkError, answer_of, end_keeper, shape, start_keeper
-from harness.cluster.netns_shaper import KeeperError
+from harness.cluster.keeper import Keeper, answer, keeping
+from harness.cluster.link import shape
+from harness.errors import LinkError
 
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
 _ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
@@ -51,34 +49,25 @@ def removal(interface: str, segment: int) -> str:
     )
 
 
-class ShapedInterface:
-    """A shaped interface of this host; a context manager that takes the queue away."""
+@contextlib.contextmanager
+def shaped_interface(request: Request) -> Iterator[dict[str, Any]]:
+    """Shape it in the body; yields its ``interface``, ``mtu``, largest ``segment``, queue ``before``, and the
+    host's ``congestion`` control.
 
-    def __init__(self, request: Request) -> None:
-        """Shape it; a LinkError says why it may not be."""
-        # ``interface``, its ``mtu``, largest ``segment``, queue ``before``; the host's ``congestion``
-        self.found: dict[str, Any] = {}
-        self._keeper: subprocess.Popen[str] = start_keeper(
-            "harness.cluster.nic_shaper", json.dumps(asdict(request))
-        )
-        try:
-            self.found = answer_of(self._keeper, "link 'shaped'")
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Take the queue away; a LinkError if it may still be there, with what removes it."""
-        words = end_keeper(self._keeper, _REMOVAL_SECONDS).strip().splitlines()
-        if self._keeper.returncode and self.found:
-            why, name = " ".join(words[-1:]) or "its keeper was killed", self.found["interface"]
-            raise LinkError(f"{name} may still be shaped ({why}); {removal(name, self.found['segment'])}")
+    Raises:
+        LinkError: saying why it may not be, or with what removes a queue that may still be there.
+    """
+    try:
+        keeper = Keeper("harness.cluster.nic_shaper", json.dumps(asdict(request)))
+    except LinkError as error:
+        raise LinkError(f"link 'shaped': {error}") from None
+    try:
+        yield keeper.answer
+    finally:
+        words = keeper.end(_REMOVAL_SECONDS)
+        if keeper.process.returncode:
+            why, name = words or "its keeper was killed", request.interface
+            raise LinkError(f"{name} may still be shaped ({why}); {removal(name, keeper.answer['segment'])}")
 
 
 @contextlib.contextmanager
@@ -88,16 +77,16 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
     with IPRoute() as route:
         index = (route.link_lookup(ifname=asked.interface) or [0])[0]
         if not index:
-            raise KeeperError(f"there is no interface {asked.interface!r}")
+            raise OSError(f"there is no interface {asked.interface!r}")
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
         form = shape(asked.rate_mbit)
         if link["flags"] & _LOOPBACK:
-            raise KeeperError(f"{asked.interface} is the loopback: no network joins these nodes")
+            raise OSError(f"{asked.interface} is the loopback: no network joins these nodes")
         if form.rate >= _LARGEST:
-            raise KeeperError(f"{asked.rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
+            raise OSError(f"{asked.rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
         if mtu > form.segment:
-            raise KeeperError(
+            raise OSError(
                 f"{asked.interface} has packets of {mtu} bytes, which at {asked.rate_mbit:g} Mbit/s have "
                 f"at most {form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
@@ -107,15 +96,16 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
         before = _queue_before(route, index, asked.interface, usual)
         # A signal between a change and the note of it would leave the change behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
-        try:
-            route.link("set", index=index, gso_max_size=min(segment, form.segment))
-        except NetlinkError as error:
-            why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-            raise KeeperError(f"{asked.interface} cannot be shaped: {why}") from error
-        handle, queued = f"{_HANDLE:x}:", False
-        try:
+        with contextlib.ExitStack() as undo:
+            try:
+                route.link("set", index=index, gso_max_size=min(segment, form.segment))
+            except NetlinkError as error:
+                why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
+                raise OSError(f"{asked.interface} cannot be shaped: {why}") from error
+            undo.callback(route.link, "set", index=index, gso_max_size=segment)
+            handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=form.rate, burst=form.burst, limit=form.limit)
-            queued = True
+            undo.callback(route.tc, "del", index=index, handle=handle, parent=_ROOT)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDED_BY)
             yield {
                 "interface": asked.interface,
@@ -124,10 +114,6 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
                 "before": before,
                 "congestion": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
             }
-        finally:
-            if queued:
-                route.tc("del", index=index, handle=handle, parent=_ROOT)
-            route.link("set", index=index, gso_max_size=segment)
 
 
 def _check_way(route: Any, index: int, interface: str, other: str) -> None:
@@ -136,10 +122,10 @@ def _check_way(route: Any, index: int, interface: str, other: str) -> None:
     try:
         leaves = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
     except Exception as error:
-        raise KeeperError(f"there is no way to {other}: {error}") from error
+        raise OSError(f"there is no way to {other}: {error}") from error
     if leaves != index:
         by = route.get_links(leaves)[0].get_attr("IFLA_IFNAME")
-        raise KeeperError(f"messages to {other} leave by {by}, which is not shaped, and not by {interface}")
+        raise OSError(f"messages to {other} leave by {by}, which is not shaped, and not by {interface}")
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
@@ -148,12 +134,12 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
     for queue in route.get_qdiscs(index):
         kind, major = queue.get_attr("TCA_KIND"), queue["handle"] >> 16
         if major == _HANDLE:
-            raise KeeperError(
+            raise OSError(
                 f"{interface} has the queue of another run, which is under way or was killed; if it was, "
                 f"{removal(interface, segment)}"
             )
         if major not in (0, _INGRESS):
-            raise KeeperError(
+            raise OSError(
                 f"{interface} has a queue that is not the kernel's own and is not replaced: {kind} {major:x}:"
             )
         default = kind if queue["parent"] == _ROOT else default
@@ -168,20 +154,12 @@ def _leave(*_: object) -> None:
 
 def main() -> None:
     """Answer the request, and hold the interface until standard input closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when a Ctrl-C ends the link
     for number in _ENDED_BY:
         signal.signal(number, _leave)
-    answered = False
-    try:
-        with _shaped(Request(**json.loads(sys.argv[1]))) as answer:
-            print(json.dumps(answer), flush=True)
-            answered = True
-            os.read(0, 1)
-            _leave()
-    except Exception as error:  # reported to the supervisor, whatever netlink raised
-        if answered:
-            raise
-        print(json.dumps({"error": str(error)}), flush=True)
+    with keeping(), _shaped(Request(**json.loads(sys.argv[1]))) as found:
+        answer(found)
+        os.read(0, 1)
+        _leave()
 
 
 if __name__ == "__main__":

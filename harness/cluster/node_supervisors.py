@@ -1,36 +1,38 @@
 """Supervisors of a run's nodes: the first says what is run, every one starts and watches its node's ranks.
 
 A supervisor outlives its ranks: whichever of them fails, on whichever host, the others are ended, and the
-next piece of work begins with fresh ones.  Work is named, and its argument and results travel as JSON.
+next piece of work begins with fresh ones.  Work is named, and its argument and results travel as JSON: the
+first posts commands, numbered, and each node that is concerned an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
-from harness.cluster.link import LinkError, Port
-from harness.cluster.nic_shaper import Request, ShapedInterface
+from harness.cluster.link import Port
+from harness.cluster.nic_shaper import Request, shaped_interface
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
-from harness.errors import Refusal
+from harness.errors import LinkError, Refusal
 from harness.suites.quantities import CANONICAL
-from impl.plan.topology import Topology
 
 _CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
 _SHAPE_SECONDS: Final = 120.0  # for other nodes to shape their interface
 _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
+# What came of a command: "results", what a shaped interface was, or a failure's "kind" and "message".
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,10 @@ class Node:
     facts: dict[str, Any]
 
 
+_NODE: Final = TypeAdapter(Node)
+_LAUNCH: Final = TypeAdapter(Launch)
+
+
 @dataclass(slots=True)
 class Nodes:
     """All nodes of a run, for the supervisor that leads."""
@@ -59,9 +65,8 @@ class Nodes:
     channel: Channel
     works: Mapping[str, Work]  # what ranks can be told to do, by name
     nodes: list[Node]
-    stuck: str | None = None  # why no further link between these nodes would be what it is called
-    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _number: int = 0
+    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # this host's shaped interface
+    _commands: int = 0
     _over: bool = False
 
     @property
@@ -95,79 +100,62 @@ class Nodes:
 
         A LaunchError, or Ctrl-C, is raised after the ranks of all nodes have ended.
         """
-        number, work, count = self._number, self.works[name], launch.topology.nodes
-        self._number += 1
-        command = {
-            "work": name,
-            "argument": work.argument.dump_python(argument, mode="json"),
-            "topology": [launch.topology.nodes, launch.topology.ranks_per_node],
-            "ports": [astuple(port) for port in launch.ports],
-            "threads": launch.threads,
-            "timeout_seconds": launch.timeout_seconds,
-            "backend": launch.backend,
-            "paced": [launch.paced_mbit, launch.paced_latency_ms],
-        }
-        self.channel.post(f"command/{number}", command)
-        others = range(1, count)
+        work, others = self.works[name], range(1, launch.topology.nodes)
+        number = self._tell(
+            work=name,
+            nodes=launch.topology.nodes,
+            argument=work.argument.dump_python(argument, mode="json"),
+            launch=_LAUNCH.dump_python(launch, mode="json"),
+        )
+
+        def trouble() -> str | None:
+            answers = self._answers(number, others, 0).items()
+            return next((f"node {node}: {one['message']}" for node, one in answers if "kind" in one), None)
+
+        own = replace(launch, node=0, meeting=self.channel.place.ranks_of(number))
+        error = None
         try:
-            found = run_ranks(
-                work.target,
-                argument,
-                replace(launch, node=0, meeting=self.channel.place.ranks_of(number)),
-                on_progress,
-                lambda: self._trouble(number, others),
-            )
-            answers = {node: self._answer(number, node, launch.timeout_seconds) for node in others}
-            failed = {node: answer for node, answer in answers.items() if "kind" in answer}
-            if not failed:
-                results = [
-                    work.result.validate_python(one) for node in others for one in answers[node]["results"]
-                ]
-                return [*found, *results]
-            error = None
+            found = run_ranks(work.target, argument, own, on_progress, trouble)
+            answers = self._answers(number, others, launch.timeout_seconds)
+            if all("results" in answers.get(node, {}) for node in others):
+                results = itertools.chain(*(answers[node]["results"] for node in others))
+                return [*found, *map(work.result.validate_python, results)]
         except LaunchError as caught:
-            error, failed = caught, self._failures(number, others, caught)
+            error = caught
+            if error.effect or error.kind == "timeout":
+                self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
         except BaseException:
             self._stop(number, others)
             raise
-        self._stop(number, others)
-        raise _cause(error, failed, launch.log) from error
+        raise _cause(error, self._stop(number, others), launch.log) from error
 
-    def shape(self, rate_mbit: float | None, count: int) -> list[dict[str, Any]]:
+    def shape(self, rate_mbit: float | None, count: int) -> list[Answer]:
         """Hold what leaves the interfaces of the first ``count`` nodes to a rate, None: no longer; returns
-        what each found (:attr:`~harness.cluster.nic_shaper.ShapedInterface.found`).
-
-        If one refuses, none is held; after one that could not let go everything is refused.
-        """
-        if self.stuck is not None:
-            raise LinkError(self.stuck)
-        number = self._number
-        self._number += 1
-        addresses = [port.address for port in self.ports[:count]]
-        command = {"shape": rate_mbit, "topology": [count, 1], "addresses": addresses}
-        self.channel.post(f"command/{number}", command)
-        own = _shaped(self._held, self.ports[0], 0, command)
-        answers = [own, *(self._answer(number, node, _SHAPE_SECONDS) for node in range(1, count))]
-        refused = [
-            f"node {node}: {one['message']}"
-            for node, one in enumerate(answers)
-            if "kind" in one and not (rate_mbit is None and one["kind"] == "lost")
-        ]
-        if refused and rate_mbit is None:
-            self.stuck = refused[0]
-        elif refused:
-            with contextlib.suppress(LinkError):  # which every later link meets
-                self.unshape(count)
-        if refused:
-            raise LinkError(refused[0])
-        return answers
-
-    def unshape(self, count: int) -> None:
-        """Hold the interfaces no longer; a supervisor that is lost has let go of its own.
+        what each found (:func:`~harness.cluster.nic_shaper.shaped_interface`).
 
         Raises:
-            LinkError: if one may still be held.
+            LinkError: if one refuses; then none is held.
+            Refusal: if one may still be held: no further link would be what it is called.
         """
+        addresses = [port.address for port in self.ports[:count]]
+        number = self._tell(shape=rate_mbit, nodes=count, addresses=addresses)
+        answers = {0: _shaped(self._held, self.ports[0], rate_mbit, addresses)}
+        answers |= self._answers(number, range(1, count), _SHAPE_SECONDS)
+        silent = {"kind": "timeout", "message": f"no answer after {_SHAPE_SECONDS:g} s"}
+        told = [answers.get(node, silent) for node in range(count)]
+        failed = {node: one for node, one in enumerate(told) if "kind" in one}
+        if rate_mbit is None:  # a supervisor that is lost has let go of its own
+            failed = {node: one for node, one in failed.items() if one["kind"] != "lost"}
+        for node, one in failed.items():
+            why = f"node {node}: {one['message']}"
+            if rate_mbit is None:
+                raise Refusal(why)
+            self.unshape(count)
+            raise LinkError(why)
+        return told
+
+    def unshape(self, count: int) -> None:
+        """Hold the interfaces no longer; a Refusal if one may still be held."""
         with contextlib.suppress(ChannelError):
             self.shape(None, count)
 
@@ -176,65 +164,41 @@ class Nodes:
         if self._over:
             return
         self._over = True
-        _let_go(self._held)
         with contextlib.suppress(ChannelError):
-            self.channel.post(f"command/{self._number}", {"status": status})
+            number = self._tell(status=status)
             self.channel.post("over", status)
-            self._until(
-                lambda node: self.channel.read(f"bye/{node}"), range(1, len(self.nodes)), _BYE_SECONDS
-            )
+            self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
+        self._held.close()
 
-    def _trouble(self, number: int, others: Sequence[int]) -> str | None:
-        """What has failed on another node, in words."""
-        if (lost := self.channel.lost(others)) is not None:
-            return f"node {lost} is lost"
-        for node in others:
-            answer = self.channel.read(f"answer/{number}/{node}")
-            if answer is not None and "kind" in answer:
-                return f"node {node}: {answer['message']}"
-        return None
+    def _tell(self, **command: Any) -> int:
+        """Post a command to the other nodes; returns its number."""
+        self._commands += 1
+        self.channel.post(f"command/{self._commands}", command)
+        return self._commands
 
-    def _answer(self, number: int, node: int, seconds: float) -> dict[str, Any]:
-        """A node's answer, of its loss too."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if (answer := self.channel.read(f"answer/{number}/{node}")) is not None:
-                return dict(answer)
-            if self.channel.lost((node,)) is not None:
-                return _lost(node)
-            time.sleep(POLL_SECONDS)
-        return {"kind": "timeout", "message": f"no answer from node {node} after {seconds:g} s"}
-
-    def _failures(self, number: int, others: Sequence[int], error: LaunchError) -> dict[int, dict[str, Any]]:
-        """What other nodes say has failed, soon after something did here.
-
-        Of an effect until its cause is there; of a time that is over from all of them.
+    def _answers(
+        self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
+    ) -> dict[int, Answer]:
+        """What nodes answer, or that they are lost: once all do, or ``seconds`` have passed, or, with
+        ``cause``, once one of them says what failed and is no effect.
         """
-        late = error.kind == "timeout"
-        deadline = time.monotonic() + (_CAUSE_SECONDS if late or error.effect else 10 * POLL_SECONDS)
-        found: dict[int, dict[str, Any]] = {}
+        deadline, found = time.monotonic() + seconds, dict[int, Answer]()
         while True:
-            for node in others:
-                answer = self.channel.read(f"answer/{number}/{node}")
-                if answer is not None and "kind" in answer:
+            for node in set(nodes) - found.keys():
+                if (answer := self.channel.read(f"answer/{number}/{node}")) is not None:
                     found[node] = answer
-            if (lost := self.channel.lost(others)) is not None:
-                found[lost] = _lost(lost)
-            causes = sum(not answer.get("effect") for answer in found.values())
-            if time.monotonic() >= deadline or causes >= (len(others) if late else 1):
+                elif self.channel.lost((node,)) is not None:
+                    message = f"node {node} is lost: its supervisor does not answer"
+                    found[node] = {"kind": "lost", "message": message}
+            seen = cause and any("kind" in one and not one.get("effect") for one in found.values())
+            if seen or len(found) == len(nodes) or time.monotonic() >= deadline:
                 return found
             time.sleep(POLL_SECONDS)
 
-    def _stop(self, number: int, others: Sequence[int]) -> None:
-        """End the work on the other nodes, and wait until their ranks have ended."""
+    def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
+        """End the work on the other nodes; returns what they answer once their ranks have ended."""
         self.channel.post(f"stop/{number}", True)
-        self._until(lambda node: self.channel.read(f"answer/{number}/{node}"), others, _CLEAR_SECONDS)
-
-    def _until(self, done: Callable[[int], Any], nodes: Sequence[int], seconds: float) -> None:
-        deadline, left = time.monotonic() + seconds, set(nodes)
-        while left and time.monotonic() < deadline:
-            left = {node for node in left if done(node) is None and self.channel.lost((node,)) is None}
-            time.sleep(POLL_SECONDS if left else 0)
+        return self._answers(number, others, _CLEAR_SECONDS)
 
 
 @contextlib.contextmanager
@@ -254,10 +218,9 @@ def leading(
         check = (lambda: None) if start is None else stack.enter_context(start(channel.place))
         nodes = Nodes(channel, works, [])
         try:
-            while len(nodes.nodes) < place.nodes - 1:
-                number = len(nodes.nodes) + 1
-                told = channel.wait(f"node/{number}", of=number, meanwhile=check)
-                nodes.nodes.append(Node(Port(*told["port"]), told["identity"], told["facts"]))
+            for node in range(1, place.nodes):
+                told = channel.wait(f"node/{node}", of=node, meanwhile=check)
+                nodes.nodes.append(_NODE.validate_python(told))
             nodes.nodes.insert(0, _me(channel, facts))
             yield nodes
         except ChannelError as error:
@@ -271,28 +234,25 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
 
     Raises:
         Refusal: if that one cannot be reached any more.
+        LinkError: if this host's interface may still be shaped.
     """
     try:
-        with Channel(place) as channel, contextlib.ExitStack() as last:
-            last.callback(_let_go, held := contextlib.ExitStack())
+        with Channel(place) as channel, contextlib.ExitStack() as held:
             if place.waits:
                 return int(channel.wait("over"))  # a process of the launcher that is no supervisor
             me = _me(channel, facts)
-            channel.post(
-                f"node/{place.node}",
-                {"port": [me.port.interface, me.port.address], "identity": me.identity, "facts": me.facts},
-            )
-            number = 0
+            channel.post(f"node/{place.node}", _NODE.dump_python(me, mode="json"))
+            number = 1
             while "status" not in (command := channel.wait(f"command/{number}")):
-                if place.node < command["topology"][0]:
+                if place.node < command["nodes"]:
                     answer = (
-                        _shaped(held, me.port, place.node, command)
+                        _shaped(held, me.port, command["shape"], command["addresses"])
                         if "shape" in command
                         else _done(channel, works, number, command)
                     )
                     channel.post(f"answer/{number}/{place.node}", answer)
                 number += 1
-            channel.post(f"bye/{place.node}", True)
+            channel.post(f"answer/{number}/{place.node}", {})
             return int(command["status"])
     except ChannelError as error:
         raise Refusal(
@@ -300,34 +260,21 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         ) from error
 
 
-def _lost(node: int) -> dict[str, Any]:
-    return {"kind": "lost", "message": f"node {node} is lost: its supervisor does not answer"}
-
-
-def _let_go(held: contextlib.ExitStack) -> None:
-    """Hold an interface no longer, or say on standard error what removes its queue: nobody asks any more."""
-    try:
-        held.close()
-    except LinkError as error:
-        print(error, file=sys.stderr, flush=True)
-
-
-def _shaped(held: contextlib.ExitStack, port: Port, node: int, command: dict[str, Any]) -> dict[str, Any]:
+def _shaped(
+    held: contextlib.ExitStack, port: Port, rate_mbit: float | None, addresses: Sequence[str]
+) -> Answer:
     """Hold this node's interface to another rate, or none; returns the answer."""
-    others = [address for number, address in enumerate(command["addresses"]) if number != node]
+    others = [address for address in addresses if address != port.address]
     try:
         held.close()
-        if command["shape"] is None:
+        if rate_mbit is None:
             return {}
-        shaped = held.enter_context(ShapedInterface(Request(str(port.interface), command["shape"], others)))
+        return held.enter_context(shaped_interface(Request(str(port.interface), rate_mbit, others)))
     except LinkError as error:
         return {"kind": "link", "message": str(error)}
-    return shaped.found
 
 
-def _done(
-    channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]
-) -> dict[str, Any]:
+def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]) -> Answer:
     """Do one piece of work on this node; returns the answer."""
     work, place = works[command["work"]], channel.place
 
@@ -337,15 +284,9 @@ def _done(
         return None if channel.lost((0,)) is None else "node 0 is lost"
 
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
-        launch = Launch(
-            topology=Topology(*command["topology"]),
-            ports=tuple(Port(*port) for port in command["ports"]),
-            paced_mbit=command["paced"][0],
-            paced_latency_ms=command["paced"][1],
-            threads=command["threads"],
-            timeout_seconds=command["timeout_seconds"],
-            log=Path(scratch) / "log",
-            backend=command["backend"],
+        launch = replace(
+            _LAUNCH.validate_python(command["launch"]),
+            log=Path(scratch, "log"),
             scratch=Path(scratch),
             node=place.node,
             meeting=place.ranks_of(number),
@@ -355,32 +296,28 @@ def _done(
             found = run_ranks(work.target, argument, launch, stopped=stopped)
         except LaunchError as error:
             log = "" if error.log is None else error.log.read_text(encoding="utf-8", errors="replace")
-            return {
-                "kind": error.kind,
-                "message": str(error),
-                "effect": error.effect,
-                "log": log[-_LOG_LETTERS:],
-            }
+            failed = {"kind": error.kind, "message": str(error), "effect": error.effect}
+            return failed | {"log": log[-_LOG_LETTERS:]}
         return {"results": [work.result.dump_python(one, mode="json") for one in found]}
 
 
-def _cause(error: LaunchError | None, failed: dict[int, dict[str, Any]], log: Path) -> LaunchError:
+def _cause(error: LaunchError | None, answers: Mapping[int, Answer], log: Path) -> LaunchError:
     """The most likely cause of a failure; the logs of other nodes are put behind this one's."""
+    failed = {node: one for node, one in answers.items() if "kind" in one}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a" if error is not None and error.log is not None else "w", encoding="utf-8") as whole:
-            whole.writelines(f"== node {node} ==\n{answer.get('log', '')}" for node, answer in failed.items())
-    there = log if log.exists() else None
-    late = [one["message"] for one in failed.values() if one["kind"] == "timeout"]
-    if error is not None and error.kind == "timeout":
-        return LaunchError("timeout", "; ".join([str(error), *late]), there)
-    cause = next((one for one in failed.values() if not one.get("effect")), None)
-    if cause is not None and (error is None or error.effect):
-        return LaunchError(cause["kind"], cause["message"], there)
+            whole.writelines(f"== node {node} ==\n{one.get('log', '')}" for node, one in failed.items())
+    told = [*failed.values()]
     if error is not None:
-        return LaunchError(error.kind, str(error), there, effect=error.effect)
-    first = next(iter(failed.values()))
-    return LaunchError(first["kind"], first["message"], there)
+        told.insert(0, {"kind": error.kind, "message": str(error), "effect": error.effect})
+    if error is not None and error.kind == "timeout":
+        late = (one["message"] for one in told if one["kind"] == "timeout")
+        told = [told[0] | {"message": "; ".join(late)}]
+    told = told or [{"kind": "timeout", "message": "no answer from another node"}]
+    first = min(told, key=lambda one: bool(one.get("effect")))
+    there = log if log.exists() else None
+    return LaunchError(first["kind"], first["message"], there, effect=bool(first.get("effect")))
 
 
 def _me(channel: Channel, facts: dict[str, Any]) -> Node:

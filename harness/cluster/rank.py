@@ -7,9 +7,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
 from harness.cluster.link import Port, opened
 from harness.cluster.pacer import Pacer
 from impl.plan.topology import Topology
+
+
+def counters(interface: str) -> NDArray[np.int64]:
+    """Bytes and packets that an interface of this process's network namespace has sent."""
+    found = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
+    return np.array([found.bytes_sent, found.packets_sent])
 
 
 def groups(transport: str) -> bool:

@@ -28,14 +28,14 @@ from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from harness.cluster import netns_shaper
 from harness.cluster.control import Place
-from harness.cluster.link import LinkError, Port, join, nccl_variables
+from harness.cluster.link import Port, join, nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.rank import Progress, Rank
-from harness.errors import CorpusError, Refusal
+from harness.errors import CorpusError, LinkError, Refusal
 from impl.codecs.codec import CodecError
 from impl.plan.policy import PolicyError
 from impl.plan.shard_layout import GeometryError
@@ -80,7 +80,7 @@ class LaunchError(Exception):
     It is an ``effect`` where the rank failed only because another did, which is none of those watched.
     """
 
-    def __init__(self, kind: Kind, message: str, log: Path | None, *, effect: bool = False) -> None:
+    def __init__(self, kind: Kind, message: str, log: Path | None = None, *, effect: bool = False) -> None:
         super().__init__(message)
         self.kind: Kind = kind
         self.log, self.effect = log, effect
@@ -92,15 +92,13 @@ class Launch:
 
     topology: Topology
     ports: tuple[Port, ...]
-    # rate of the in-process pacer, or None; ``paced_latency_ms``: its latency one way
-    paced_mbit: float | None
+    paced_mbit: float | None  # rate of the in-process pacer, or None
     threads: int  # of torch in each rank
     timeout_seconds: float  # for the whole run
     log: Path  # where the log goes if something fails
     backend: str = "gloo"
-    # folder for rendezvous files and logs; None for the system's temporary folder
-    scratch: Path | None = None
-    paced_latency_ms: float = 0.0
+    scratch: Path | None = None  # for rendezvous files and logs; None for the system's temporary folder
+    paced_latency_ms: float = 0.0  # of the pacer, one way
     node: int | None = None  # whose ranks are started here; None for those of all nodes
     meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
 
@@ -141,14 +139,18 @@ class _Watched:
         """Whether it failed only because another rank did."""
         return self.end is not None and any(text in self.end.message for text in _LOST_PEER)
 
-    def describe(self) -> tuple[Kind, str]:
+    @property
+    def error(self) -> LaunchError:
+        """Why it failed."""
         if self.end is not None and self.end.kind is not None:
-            return self.end.kind, f"rank {self.rank}: {self.end.message}"
+            words = f"rank {self.rank}: {self.end.message}"
+            return LaunchError(self.end.kind, words, effect=self.only_effect)
         code = self.process.exitcode
         if code is not None and code < 0:
             kind: Kind = "killed" if -code in _FROM_OUTSIDE else "crashed"
-            return kind, f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
-        return "crashed", f"rank {self.rank} ended with status {code} and without a result"
+            words = f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
+            return LaunchError(kind, words)
+        return LaunchError("crashed", f"rank {self.rank} ended with status {code} and without a result")
 
 
 def run_ranks(
@@ -186,10 +188,10 @@ def run_ranks(
                 watched.process.join()
                 watched.pipe.close()
         if failure is not None:
-            kind, message, effect = failure
-            if kind == "killed" and _out_of_memory_kills() > killed_before:
-                message = f"{message}; the kernel was out of memory"
-            raise LaunchError(kind, message, _keep_logs(scratch, launch), effect=effect)
+            if failure.kind == "killed" and _out_of_memory_kills() > killed_before:
+                failure = LaunchError("killed", f"{failure}; the kernel was out of memory")
+            failure.log = _keep_logs(scratch, launch)
+            raise failure
         return [watched.end.result for watched in ranks if watched.end is not None]
 
 
@@ -288,7 +290,7 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
         except (EOFError, OSError) as error:
             receiving.close()
             why = f"the process that starts ranks ended: {type(error).__name__} {error}".rstrip()
-            raise LaunchError("killed", why, None) from error
+            raise LaunchError("killed", why) from error
         finally:
             sending.close()
         ranks.append(_Watched(rank, process, receiving))
@@ -299,23 +301,20 @@ def _watch(
     timeout_seconds: float,
     on_progress: Callable[[Progress], None],
     stopped: Callable[[], str | None] | None,
-) -> tuple[Kind, str, bool] | None:
-    """Read from all ranks until all are done (returns None) or one failed (returns why).
-
-    The last of what is returned says whether that is only an effect of what failed elsewhere.
-    """
+) -> LaunchError | None:
+    """Read from all ranks until all are done (returns None) or one failed (returns why)."""
     deadline = time.monotonic() + timeout_seconds
     while any(watched.end is None for watched in ranks):
         left = deadline - time.monotonic()
         if stopped is not None:
             if (why := stopped()) is not None:
-                return "crashed", why, True
+                return LaunchError("crashed", why, effect=True)
             left = min(left, _ASKED_SECONDS)
         if deadline <= time.monotonic():
             _dump_stacks(ranks)
             waiting = ", ".join(str(w.rank) for w in ranks if w.end is None)
             words = f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log"
-            return "timeout", words, False
+            return LaunchError("timeout", words)
         _collect(ranks, left, on_progress)
         if any(watched.failed for watched in ranks):
             begun = time.monotonic()
@@ -325,8 +324,7 @@ def _watch(
                 if left <= 0:
                     break
                 _collect(ranks, left, on_progress)
-            cause = _cause(ranks)
-            return *cause.describe(), cause.only_effect
+            return _cause(ranks).error
     return None
 
 
@@ -412,7 +410,11 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        _run(number, launch, scratch, target, argument, pipe)
+        with _in_group(number, launch, scratch, pipe) as rank:
+            pipe.send(_End(target(rank, argument)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
     except BaseException as error:  # the process boundary: whatever it was goes on the record
         with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
             traceback.print_exc()
@@ -422,9 +424,9 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
         os._exit(1)  # without waiting for peers that no longer answer
 
 
-def _run(  # noqa: PLR0917  # as above
-    number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
-) -> NoReturn:
+@contextlib.contextmanager
+def _in_group(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Iterator[Rank]:
+    """Be a rank on its node: in its namespaces, and in the process group of all."""
     import torch
 
     from impl.comm.mesh import default_group
@@ -440,11 +442,7 @@ def _run(  # noqa: PLR0917  # as above
     pacer = None
     if launch.paced_mbit is not None:
         pacer = Pacer(scratch / "pacer", node, launch.paced_mbit, launch.paced_latency_ms)
-
-    def report(progress: Progress) -> None:
-        if number == 0:
-            pipe.send(progress)
-
+    report = pipe.send if number == 0 else lambda _: None
     with default_group(
         _registered(launch.backend),
         store=_meet(launch, scratch),
@@ -453,11 +451,7 @@ def _run(  # noqa: PLR0917  # as above
         # Later than the launch's own end, which says where every rank stood.
         timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
     ):
-        result = target(Rank(number, launch.topology, port, pacer, report, launch.threads), argument)
-        pipe.send(_End(result))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
+        yield Rank(number, launch.topology, port, pacer, report, launch.threads)
 
 
 def _registered(backend: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.cluster.interrupts import cleaning_up
-from harness.errors import Refusal
+from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, together, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
@@ -444,7 +444,7 @@ def _check_optimizer(trial: Trial) -> str | int:
 
 def _namespaces() -> str | None:
     """Why network namespaces do not work here; None if they do."""
-    from harness.cluster.link import LinkError, Setting, open_link
+    from harness.cluster.link import Setting, open_link
 
     try:
         with cleaning_up(), open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):

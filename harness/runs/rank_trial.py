@@ -13,18 +13,19 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import nn
 
-from harness.cluster.interface_counters import Counters, counters
 from harness.cluster.link import PROBES
-from harness.cluster.rank import Progress, Rank, exchange, groups
+from harness.cluster.rank import Progress, Rank, counters, exchange, groups
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
@@ -151,7 +152,8 @@ class TrialRun:
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
-        self.apart = Counters(0, 0)  # sent by evaluations and measurements so far; they belong to no step
+        # bytes and packets sent by evaluations and measurements so far, which belong to no step
+        self.apart = np.zeros(2, np.int64)
         self.peak_rss = 0  # before the last measurement, which may have held more
         self.checked = self._booked() or 0  # sent by the checks before training, which is no training
         self.before_training = self._count()
@@ -207,7 +209,8 @@ class TrialRun:
         self.strategy.close()
         sent = None
         if counted is not None and counted_before is not None:
-            sent = InterfaceCounters(node=self.rank.node, **asdict(counted - counted_before))
+            tx_bytes, tx_packets = (counted - counted_before).tolist()
+            sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
         return Outcome(
             record=RankRecord(
                 rank=self.rank.rank,
@@ -366,7 +369,7 @@ class TrialRun:
         dist.barrier()  # the next step begins on all ranks at once
         self.checked_training.untimed += time.perf_counter() - begin
 
-    def _count(self) -> Counters | None:
+    def _count(self) -> NDArray[np.int64] | None:
         """Read the node's interface counters, on its first rank.  All ranks must call it."""
         if not self.assignment.count or self.rank.port.interface is None:
             return None
@@ -375,7 +378,7 @@ class TrialRun:
         dist.barrier()  # else the node's other ranks could already send what comes next
         return found
 
-    def _trained(self) -> Counters | None:
+    def _trained(self) -> NDArray[np.int64] | None:
         """The node's interface counters of training so far, evaluations left out."""
         counted = self._count()
         if counted is None or self.before_training is None:
@@ -392,7 +395,7 @@ class TrialRun:
         if not self.assignment.count:
             return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
         counted = self._trained()
-        return 0 if counted is None else counted.tx_bytes
+        return 0 if counted is None else int(counted[0])
 
     def _booked(self) -> int | None:
         """Bytes that this rank has booked to other nodes, evaluations left out; None without a ledger."""

@@ -112,7 +112,7 @@ def run_sweep(
             while batch is not None:
                 sweep.prepare(missing)
                 for position, trial in enumerate(missing):
-                    sweep.cluster.keep_links(missing[position:] if more is None else batch.trials)
+                    sweep.cluster.keep_links(trial, missing[position:] if more is None else batch.trials)
                     _run_one(sweep, trial, display, counts)
                 batch = more() if more is not None else None
                 if batch is not None:
@@ -236,7 +236,7 @@ class _Sweep:
         for trial in batch.trials:
             self._orders.setdefault(trial.id, len(self._orders))
         if batch.sweep != self.number:
-            self.cluster.keep_links([])
+            self.cluster.keep_links()
         self.number = batch.sweep
 
     def prepare(self, missing: Sequence[Trial]) -> None:

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from harness.cluster.link import (
-    Link,
-    LinkError,
-    Setting,
-    choose_hcas,
-    nccl_in_words,
-    open_link,
-    shape,
-    slowest,
-)
+from harness.cluster.link import Link, Setting, choose_hcas, nccl_in_words, open_link, slowest, tbf_details
 from harness.cluster.node_supervisors import Nodes
 from harness.cluster.rank import Progress
 from harness.cluster.rank_processes import (
@@ -37,7 +27,7 @@ from harness.cluster.rank_processes import (
     run_ranks,
     start_server,
 )
-from harness.errors import Refusal
+from harness.errors import LinkError
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord
 from harness.runs.locks import SCRATCH
@@ -89,18 +79,19 @@ class Cluster:
         start_server()
 
     def __exit__(self, *_: object) -> None:
-        self.keep_links([])
+        self.keep_links()
 
-    def keep_links(self, trials: Sequence[Trial]) -> None:
-        """Close the links that none of ``trials`` needs."""
-        needed = {setting_of(trial) for trial in trials}
-        for setting in [setting for setting in self._links if setting not in needed]:
-            link = self._links.pop(setting)
-            if isinstance(link, Link):
-                try:
+    def keep_links(self, first: Trial | None = None, later: Sequence[Trial] = ()) -> None:
+        """Close the links that neither the next trial nor ``later`` ones need.
+
+        What is shaped carries every link between the hosts: it is kept for the next trial alone.
+        """
+        now, needed = first and setting_of(first), {setting_of(trial) for trial in later}
+        for setting, link in [*self._links.items()]:
+            if setting != now and (setting not in needed or setting.kind == "shaped"):
+                del self._links[setting]
+                if isinstance(link, Link):
                     link.close()
-                except LinkError as error:  # later links of these nodes are refused
-                    print(error, file=sys.stderr, flush=True)
 
     def run(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Ran:
         """Run the ranks of a trial; a Ctrl-C, too, is a failure."""
@@ -109,7 +100,10 @@ class Cluster:
         failure: Failure | None = None
         try:
             link = self._link(trial, on_progress)
-            outcomes = self._outcomes(trial, link, on_progress)
+            probe, counts = link.message_bytes or None, link.kind == "namespaces"
+            assignment = Assignment(trial, probe, count=counts, folder=self._folder)
+            launch = self.launch(trial, link, trial.id)
+            outcomes = self._start(trial, TRIAL, assignment, launch, on_progress)
             link.check(_probed(outcomes), after=True)
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message=INTERRUPTED, log=None)
@@ -123,26 +117,22 @@ class Cluster:
         except REFUSALS as error:
             failure = failure_of("refused", error)
         outcomes = [] if failure else outcomes
-        record: LinkRecord | None = None
-        if link is not None:
-            record = LinkRecord(
-                kind=link.kind,
-                why=link.why,
-                requested_mbit=link.requested_mbit,
-                calibrated_mbit=link.calibrated_mbit,
-                probed_mbit=_probed(outcomes),
-                message_bytes=link.message_bytes,
-                details=link.details,
-            )
+        if link is None:
+            return Ran(None, outcomes, failure)
+        record = LinkRecord(
+            kind=link.kind,
+            why=link.why,
+            requested_mbit=link.setting.slowest_mbit,
+            calibrated_mbit=link.calibrated_mbit,
+            probed_mbit=_probed(outcomes),
+            message_bytes=link.message_bytes,
+            details=link.details,
+        )
         return Ran(record, outcomes, failure)
 
     def _link(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Link:
         """The open, calibrated link of a trial; that it cannot be opened is kept for later trials."""
         setting = setting_of(trial)
-        for other, link in [*self._links.items()]:  # what is shaped carries every link between the hosts
-            if other != setting and isinstance(link, Link) and link.kind == "shaped":
-                self._links.pop(other)
-                link.close()
         if setting not in self._links:
             on_progress(Progress("link"))
             try:
@@ -169,31 +159,32 @@ class Cluster:
     def _open(self, setting: Setting, trial: Trial) -> Link:
         if trial.cluster.launcher == "local" or setting.nodes == 1:
             return open_link(setting, secrets.token_hex(3))
-        nodes = self._nodes(trial)
-        if setting.nodes > len(nodes.nodes):
-            raise LinkError(f"the trial has {setting.nodes} nodes, the launcher started {len(nodes.nodes)}")
-        if nodes.stuck is not None:
-            raise LinkError(nodes.stuck)
-        same, kind = nodes.on_one_host(setting.nodes), setting.kind
+        nodes, kind = self.nodes, setting.kind
+        assert nodes is not None  # noqa: S101  # the launcher's
+        same = nodes.on_one_host(setting.nodes)
         why = "distinct hosts" if same is None else f"nodes {same[0]} and {same[1]} are one host"
         if kind == "auto":
             kind = "real" if same is None else "none"
-        elif kind not in (("real", "shaped") if same is None else ("none",)) and kind != "paced":
+        elif kind not in (("real", "shaped", "paced") if same is None else ("none", "paced")):
             raise LinkError(
                 f"link {kind!r}: {why}; a real or shaped link joins distinct hosts, 'none' those of one"
             )
-        ports = nodes.ports[: setting.nodes]
+        ports = [replace(port, shaped=kind == "shaped") for port in nodes.ports[: setting.nodes]]
         if kind == "shaped":
-            return _shaped(setting, nodes, why)
-        link = open_link(replace(setting, kind=kind), "")
+            assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
+            found = nodes.shape(setting.rate_mbit, setting.nodes)
+            # The hosts' keepers are not asked during a trial.
+            details = tbf_details(setting.rate_mbit) | {"untimed": "shaped", "nodes": found}
+            link = Link(setting, kind, why, (), details, partial(nodes.unshape, setting.nodes))
+        else:
+            link = open_link(replace(setting, kind=kind), "")
         if setting.hcas is not None:
-            there = [node.facts["hcas"] for node in nodes.nodes]
-            ports = tuple(
-                replace(port, hcas=choose_hcas(setting.hcas, there[node], node))
-                for node, port in enumerate(ports)
-            )
+            for node, port in enumerate(ports):
+                there = nodes.nodes[node].facts["hcas"]
+                ports[node] = replace(port, hcas=choose_hcas(setting.hcas, there, node))
+        link.why, link.ports = why, tuple(ports)
+        if setting.hcas is not None or (kind == "shaped" and setting.transport == "nccl"):
             link.details["nccl"] = nccl_in_words(ports)
-        link.why, link.ports = why, ports
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
@@ -207,21 +198,12 @@ class Cluster:
         )
         argument = (link.message_bytes, link.setting.transport)
         rates = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
-        link.note_calibration(rates)
-
-    def _outcomes(self, trial: Trial, link: Link, on_progress: Callable[[Progress], None]) -> list[Outcome]:
-        assignment = Assignment(
-            trial=trial,
-            probe_bytes=link.message_bytes or None,
-            count=link.kind == "namespaces",
-            folder=self._folder,
-        )
-        return self._start(trial, TRIAL, assignment, self.launch(trial, link, trial.id), on_progress)
+        link.calibrated_mbit = slowest([of_rank for of_rank in rates if of_rank])
+        link.check(link.calibrated_mbit)
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
         """How the ranks of a trial are started on its link."""
-        topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
-        topology = Topology(1, 1) if trial.strategy == "single" else topology
+        topology = Topology(1, 1) if trial.strategy == "single" else trial.topology()
         here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         return Launch(
             topology=topology,
@@ -246,32 +228,8 @@ class Cluster:
         """Run the ranks where the trial's launcher has them; returns their results by rank."""
         if trial.cluster.launcher == "local":
             return run_ranks(WORKS[work].target, argument, launch, on_progress)
-        return self._nodes(trial).run(work, argument, launch, on_progress)
-
-    def _nodes(self, trial: Trial) -> Nodes:
-        """The launcher's nodes; a Refusal without them."""
-        if self.nodes is None:
-            launcher = trial.cluster.launcher
-            raise Refusal(f"cluster.launcher = {launcher!r}: this process was not started by it")
-        return self.nodes
-
-
-def _shaped(setting: Setting, nodes: Nodes, why: str) -> Link:
-    """The link of hosts whose interfaces are shaped until it closes; a LinkError if one may not be."""
-    assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
-    found, form = nodes.shape(setting.rate_mbit, setting.nodes), shape(setting.rate_mbit)
-    details = {
-        "queue": "tbf",
-        "burst": form.burst,
-        "limit": form.limit,
-        "segment": form.segment,
-        "untimed": "shaped",  # the hosts' keepers are not asked during a trial
-        "nodes": found,
-    }
-    ports = tuple(replace(port, shaped=True) for port in nodes.ports[: setting.nodes])
-    if setting.transport == "nccl":
-        details["nccl"] = nccl_in_words(ports)
-    return Link(setting, "shaped", why, ports, details, release=partial(nodes.unshape, setting.nodes))
+        assert self.nodes is not None  # noqa: S101  # the launcher's
+        return self.nodes.run(work, argument, launch, on_progress)
 
 
 def _probed(outcomes: Sequence[Outcome]) -> list[float]:

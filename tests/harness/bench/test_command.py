@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import cli
+from harness import cli, errors
 from harness.bench import codecs as bench_codecs
 from harness.bench import overlap
 from harness.bench.collectives import any_inside
@@ -287,7 +287,7 @@ def test_overlap_needs_namespaces(
     """Where no link can be shaped the run ends in one line: a pacer holds only what passes our wire."""
 
     def refuse(*_: object) -> None:
-        raise link.LinkError("no network namespaces here")
+        raise errors.LinkError("no network namespaces here")
 
     monkeypatch.setattr(link, "_open_namespaces", refuse)
     assert "no network namespaces here" in refused(folder, capsys, "bench", *OVERLAP)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.cluster.interface_counters import counters
-from harness.cluster.rank import Progress, Rank, exchange
+from harness.cluster.rank import Progress, Rank, counters, exchange
 from harness.errors import Refusal
 from harness.strategies.strategy import prepare
 from harness.suites.trial import Trial
@@ -25,11 +24,6 @@ def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
     dist.all_reduce(total)
     rank.report(Progress("placed", 1, 2))
     return word, rank.rank, rank.node, int(total), torch.get_num_threads()
-
-
-def environment(rank: Rank, name: str) -> str | None:
-    """An environment variable as a rank sees it."""
-    return os.environ.get(name)
 
 
 def crash(rank: Rank, how: str) -> None:
@@ -84,8 +78,8 @@ def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]
     """Exchange messages; achieved rates, and what the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
     rates = exchange(rank, *what, grouped=False)
-    sent = counters(rank.port.interface or "lo") - before
-    return rates, sent.tx_bytes, sent.tx_packets
+    nbytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
+    return rates, nbytes, packets
 
 
 def exchanged_inside(rank: Rank, nbytes: int) -> float:

@@ -4,71 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from harness.cluster import print_once as once
-from harness.cluster.print_once import saying
+from harness.cluster import print_once
+from harness.cluster.print_once import speaks
 
 
-@pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> dist.TCPStore:
-    """The environment and the store that torchrun's agent gives its ranks."""
+def test_equal_words_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first that fails, once more after a restart of the job; where no store answers, or without
+    torchrun, by all.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    named = {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }
-    for name, value in named.items():
-        monkeypatch.setenv(name, value)
-    return store
-
-
-def spoke(words: str) -> bool:
-    with saying(words) as alone:
-        return alone
-
-
-def test_equal_words_are_printed_once_and_different_ones_each(agent: dist.TCPStore) -> None:
-    """By the first that fails; after a restart of the job, once more."""
-    assert [spoke("a"), spoke("a"), spoke("b"), spoke("a"), spoke("b")] == [True, False, True, False, False]
-
-
-def test_a_restarted_job_speaks_again(agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store outlives a restart."""
-    assert spoke("a")
+    monkeypatch.setattr(print_once, "_PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert [speaks(words) for words in "aabab"] == [True, False, True, False, False]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert spoke("a")
-
-
-def test_others_wait_until_the_words_are_out(agent: dist.TCPStore) -> None:
-    """Torchrun ends all ranks when one has ended: none ends silently before the line is printed."""
-    found: list[bool] = []
-    with saying("a") as alone:
-        other = threading.Thread(target=lambda: found.append(spoke("a")))
-        other.start()
-        other.join(timeout=0.2)
-        assert alone
-        assert other.is_alive()
-    other.join()
-    assert found == [False]
-
-
-def test_no_words_are_lost(agent: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the rank that claimed them ended without printing, where no store answers, without torchrun."""
-    monkeypatch.setattr(once, "_PATIENCE", timedelta(milliseconds=200))
-    first = saying("a")
-    assert first.__enter__()  # and never leaves
-    assert spoke("a")
+    assert [speaks("a"), speaks("a")] == [True, False]
     monkeypatch.setenv("MASTER_PORT", "none")
-    assert spoke("b")
-    assert spoke("b")
+    assert speaks("a")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert spoke("b")
+    assert speaks("a")
 
 
 @pytest.mark.long

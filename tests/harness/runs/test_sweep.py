@@ -20,9 +20,9 @@ import pytest
 from rich.console import Console
 
 from harness.cluster import link
-from harness.cluster.link import Link, LinkError, Port
+from harness.cluster.link import Link, Port
 from harness.cluster.node_supervisors import Node, Nodes
-from harness.errors import Refusal
+from harness.errors import LinkError, Refusal
 from harness.measure import machine, provenance
 from harness.records.chained_journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
@@ -409,11 +409,11 @@ def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pyte
     """Without namespaces the trials that ask for them are refused; auto runs paced, and says why."""
     asked = []
 
-    def refuse(process: subprocess.Popen[str], *_: str) -> dict[str, object]:
-        asked.append(process.args)
-        raise LinkError("no network namespaces here: Operation not permitted")
+    def refuse(*words: str) -> None:
+        asked.append(words)
+        raise LinkError("Operation not permitted")
 
-    monkeypatch.setattr(link, "answer_of", refuse)
+    monkeypatch.setattr(link, "Keeper", refuse)
     trials = [
         trial("zero3", kind="namespaces", rate="200 Mbit/s"),
         trial("zeropp", kind="namespaces", rate="200 Mbit/s"),
