@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -242,7 +241,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
     own = check_laws(asked)
 
-    from harness.runs.further_repeats import batches, seconds_in
+    from harness.runs.further_repeats import Batch, batches, seconds_in
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -262,17 +261,14 @@ def run(
         fitted_table.say(f"This folder also holds {what}; the report draws them too.", progress)
 
     rest = batches(suite, sweeps, seconds_in(folder))
-    first = next(rest).trials if only is None else asked
-    static = only is not None or (sweeps == 1 and suite.repeats.within is None)
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite,
-            first,
+            rest if only is None else [Batch(0, tuple(asked))],
             folder,
             progress,
             nodes=nodes,
             retry_failed=retry_failed,
-            more=None if static else partial(next, rest, None),
             total=len(asked),
             on=made,
         )

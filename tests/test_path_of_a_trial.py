@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from harness.runs import sweep
+from harness.runs.further_repeats import Batch
 from harness.suites.suite_file import load
 
 HARNESS = Path(sweep.__file__).resolve().parents[1]
@@ -56,7 +57,8 @@ def entered(folder: Path) -> list[str]:
     suite = load(folder / "path.toml")
     sys.setprofile(note)
     try:
-        outcome = sweep.run_sweep(suite, suite.trials, folder / "path", Console(stderr=True))
+        batches = [Batch(0, suite.trials)]
+        outcome = sweep.run_sweep(suite, batches, folder / "path", Console(stderr=True))
     finally:
         sys.setprofile(None)
     assert outcome.ok == 1

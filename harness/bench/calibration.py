@@ -28,6 +28,7 @@ from harness.cluster.rank_processes import Launch, run_ranks
 from harness.errors import Refusal
 from harness.measure import machine as host
 from harness.records.record import Record, path_of, read, slowest_seconds
+from harness.runs.further_repeats import Batch
 from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import run_sweep
 from harness.suites.suite import Suite
@@ -84,7 +85,8 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
         Refusal: if a trial failed.
     """
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    outcome = run_sweep(Suite(SUITE, "What does this machine achieve?"), asked, folder, console)
+    suite = Suite(SUITE, "What does this machine achieve?")
+    outcome = run_sweep(suite, [Batch(0, tuple(asked))], folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")
     records = [read(path_of(folder, trial.id)) for trial in asked]

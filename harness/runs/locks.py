@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import shutil
 import socket
-import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -47,26 +45,12 @@ def alone(results: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sharing_machine() -> Iterator[int | None]:
-    """Be this machine's sweep in the body; yields the process of one that already is, whatever its folder."""
-    if not sys.platform.startswith("linux"):
-        yield None
-        return
+def shared_machine() -> Iterator[bool]:
+    """Be this machine's sweep in the body; yields whether another one already is, whatever its folder."""
     with socket.socket(socket.AF_UNIX) as own:
         try:
             own.bind(_SWEEP)
-            own.listen()
         except OSError:
-            yield _process_of_sweep()
+            yield True
         else:
-            yield None
-
-
-def _process_of_sweep() -> int | None:
-    """The process that holds the address; None if it has ended since."""
-    with socket.socket(socket.AF_UNIX) as other, contextlib.suppress(OSError):
-        other.connect(_SWEEP)
-        credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        process: int = struct.unpack("3i", credentials)[0]
-        return process
-    return None
+            yield False

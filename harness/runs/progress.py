@@ -22,57 +22,43 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep over ``trials`` into ``results``, of which those ``missing`` have to run.
+    """Progress of a sweep into ``results``, of at least ``total`` trials; a live line while it is entered."""
 
-    At least ``total`` trials are known to come, those of further sweeps among them (:meth:`further`).
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        trials: Sequence[Trial],
-        missing: Sequence[Trial],
-        results: Path,
-        *,
-        total: int = 0,
-    ) -> None:
-        self._console, self._done = console, len(trials) - len(missing)
-        self._asked = len(trials)
-        self._trials = max(len(trials), total)
-        self._axes = [
-            path for path in varying_paths([trial.canonical() for trial in trials]) if path not in _ALWAYS
-        ]
-        self._results = results
+    def __init__(self, console: Console, results: Path, total: int = 0) -> None:
+        self._console, self._results = console, results
+        self._asked, self._done, self._trials = 0, 0, total
+        self._axes: list[str] = []  # in which the trials differ
         self._durations: list[float] = []  # of trials
         self._began = time.monotonic()
         self._trial: Trial | None = None
         self._progress = Progress("set-up")
         self._live: Live | None = None
         self._said: set[str] = set()
-        if self._done:
-            self._say(f"{self._done} of {len(trials)} trials are done, and skipped")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         """Print a line as it is, however long."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def further(self, trials: Sequence[Trial], missing: Sequence[Trial], why: str) -> None:
-        """More trials follow, of which those ``missing`` have to run; says why they do, if any has."""
+    def asked(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
+        """Trials follow, of which so many have to run; say how many do not or, of further ones, ``why`` these
+        do, and which failed in earlier runs.
+        """
+        first, done = not self._asked, len(trials) - missing
         self._asked += len(trials)
         self._trials = max(self._trials, self._asked)
-        self._done += len(trials) - len(missing)
-        if missing:
-            self._say(why)
-
-    def failed_before(self, failures: Sequence[Record]) -> None:
-        """Say how many trials failed in earlier runs, and why."""
-        if not failures:
-            return
-        self._say(f"{len(failures)} of {self._trials} trials failed before; --retry-failed runs them again:")
+        self._done += done
+        if first:
+            varying = varying_paths([trial.canonical() for trial in trials])
+            self._axes = [path for path in varying if path not in _ALWAYS]
+        if first and done:
+            self.say(f"{done} of {len(trials)} trials are done, and skipped")
+        elif missing and not first:
+            self.say(why)
+        if failures:
+            count = f"{len(failures)} of {self._trials} trials failed before"
+            self.say(f"{count}; --retry-failed runs them again:")
         for record in failures:
-            assert record.failure is not None  # noqa: S101  # it does not answer
-            words = one_line(f"  {record.id} {record.failure.kind}: {record.failure.message}")
-            self._say(words)
+            self.say(f"  {record.id} {_failure(record)}")
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -96,17 +82,15 @@ class Display:
         self._progress = progress
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
-            self._say(progress.text)
+            self.say(progress.text)
 
     def finished(self, record: Record) -> None:
         """Print the outcome of the current trial from its record."""
         self._done += 1
         seconds = time.monotonic() - self._began
         self._durations.append(seconds)
-        place = f"[{self._done}/{self._trials}]"
         if record.failure is not None:
-            log = f"; log: {self._results / record.failure.log}" if record.failure.log else ""
-            end = one_line(f"{record.failure.kind}: {record.failure.message}{log}")
+            end = _failure(record, self._results)
         else:
             timed = slowest_seconds(record)
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
@@ -116,22 +100,17 @@ class Display:
             end = f"{statistics.median(tokens):.3f} s a token" if tokens else end
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
-        name = self._name()
-        eta = self._eta()
-        left = "" if self._done == self._trials or not eta else f", {eta} left"
-        self._say(f"{place} {name}: {end} ({seconds:.1f} s{left})")
+        left = f", {eta} left" if (eta := self._eta()) else ""
+        self.say(f"[{self._done}/{self._trials}] {self._name()}: {end} ({seconds:.1f} s{left})")
         self._trial = None
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
-        assert record.failure is not None  # noqa: S101  # it does not answer
-        words = one_line(f"{record.failure.kind}: {record.failure.message}")
-        said = f"{self._name()}: {words}; tried again ({number} of {most})"
-        self._say(said)
+        self.say(f"{self._name()}: {_failure(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before its last trial."""
-        self._say(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
+        self.say(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
 
     def _name(self) -> str:
         if self._trial is None:
@@ -144,7 +123,7 @@ class Display:
 
     def _eta(self) -> str:
         """Time left, by the trials but the first, which starts up for all; empty until the second ends."""
-        if len(self._durations) < 2:
+        if len(self._durations) < 2 or self._done == self._trials:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
@@ -155,9 +134,15 @@ class Display:
         stage = self._progress.stage
         if self._progress.steps:
             stage += f" {self._progress.step}/{self._progress.steps}"
-        seconds = time.monotonic() - self._began
-        eta = self._eta()
-        left = f", about {eta} left" if eta else ""
-        place = f"[{self._done + 1}/{self._trials}]"
-        line = f"{place} {stage} ({seconds:.0f} s{left}) {self._name()}"  # what moves comes first
+        left = f", about {eta} left" if (eta := self._eta()) else ""
+        passed = f"({time.monotonic() - self._began:.0f} s{left})"
+        line = f"[{self._done + 1}/{self._trials}] {stage} {passed} {self._name()}"  # what moves comes first
         return Text(line, overflow="ellipsis", no_wrap=True)
+
+
+def _failure(record: Record, results: Path | None = None) -> str:
+    """A record's failure in one line, with its log where the folder is given."""
+    failure = record.failure
+    assert failure is not None  # noqa: S101  # it does not answer
+    log = f"; log: {results / failure.log}" if results and failure.log else ""
+    return one_line(f"{failure.kind}: {failure.message}{log}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from harness.runs.feasibility import (
     this_host,
 )
 from harness.runs.further_repeats import Batch
-from harness.runs.locks import alone, sharing_machine
+from harness.runs.locks import alone, shared_machine
 from harness.runs.predict import Models, foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, Cluster, failure_of
@@ -47,29 +47,24 @@ from harness.workloads.input_digests import digests
 from impl.plan.step_time import Machine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SweepOutcome:
     """Counts of a sweep's trials by outcome."""
 
-    ok: int
-    failed: int  # trials without a result, those of earlier runs included
-    skipped: int  # trials that had a record before
+    ok: int = 0
+    failed: int = 0  # trials without a result, those of earlier runs included
+    skipped: int = 0  # trials that had a record before
     interrupted: bool = False
-
-
-class _Stopped(Exception):  # noqa: N818 - no error of the program
-    """A failure after which the suite wants no further trial."""
 
 
 def run_sweep(
     suite: Suite,
-    trials: Sequence[Trial],
+    batches: Iterable[Batch],
     results: Path,
     console: Console,
     *,
     nodes: Nodes | None = None,
     retry_failed: bool = False,
-    more: Callable[[], Batch | None] | None = None,
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
@@ -79,119 +74,37 @@ def run_sweep(
 
     Args:
         suite: whose trials they are.
-        trials: of the first sweep.
+        batches: of trials; each is asked for once all before have records.
         results: folder of the records.
         console: where progress is printed.
         nodes: those of a launcher; None if all ranks run on this host.
         retry_failed: run those again that failed for good.
-        more: the batch that follows, once all before have records, or None.
         total: trials that are known to come in all.
         on: machine on which steps are predicted before they run; None predicts nothing.
 
     Raises:
         RecordError: if ``results`` cannot be read or written.
+        Refusal: if a sweep was begun on another machine.
     """
-    counts = {"ok": 0, "failed": 0, "skipped": 0}
-    interrupted = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(alone(results))
-        sweep = _Sweep(suite, results, Cluster(results, nodes), retry_failed, on)
-        if (other := stack.enter_context(sharing_machine())) is not None:
-            console.print(
-                f"another zeropp run (process {other}) is under way on this machine: each disturbs what the "
-                "other measures",
-                soft_wrap=True,
-                highlight=False,
+        display = stack.enter_context(Display(console, results, total))
+        if stack.enter_context(shared_machine()):
+            display.say(
+                "another zeropp run is under way on this machine: each disturbs what the other measures"
             )
-        batch: Batch | None = (first := Batch(0, tuple(trials)))
-        missing, failures = _missing(sweep, first, counts)
-        display = stack.enter_context(Display(console, trials, missing, results, total=total))
-        display.failed_before(failures)
-        stack.enter_context(sweep.cluster)
-        try:
-            while batch is not None:
-                sweep.prepare(missing)
-                for position, trial in enumerate(missing):
-                    sweep.cluster.keep_links(trial, missing[position:] if more is None else batch.trials)
-                    _run_one(sweep, trial, display, counts)
-                batch = more() if more is not None else None
-                if batch is not None:
-                    missing = _further(sweep, batch, counts, display)
-        except _Stopped as stopped:
-            display.stopped(str(stopped))
-        except KeyboardInterrupt:
-            interrupted = True
-            display.stopped("interrupted")
-    return SweepOutcome(counts["ok"], counts["failed"], counts["skipped"], interrupted)
-
-
-def _missing(sweep: _Sweep, batch: Batch, tally: dict[str, int]) -> tuple[list[Trial], list[Record]]:
-    """The trials of a batch that have to run, and the failures of those that need not; both are counted.
-
-    Raises:
-        Refusal: if some of the batch's sweep ran on another machine: its pairs would be of two machines.
-    """
-    sweep.number_trials(batch)
-    there = {trial.id: finished(sweep.results, trial, sweep.pool) for trial in batch.trials}
-    for trial in batch.trials:
-        record = there[trial.id]
-        asked = {
-            "role": sweep.suite.role_of(trial), "answer": sweep.suite.answer, "margin": sweep.suite.margin
-        }  # fmt: skip
-        if record is not None and asked != record.model_dump(include=set(asked)):
-            write(sweep.results, record.model_copy(update=asked))  # the question has changed, not the trial
-    failures = [record for record in there.values() if record is not None and not record.answers]
-    if sweep.retry_failed:
-        there |= {record.id: None for record in failures}
-        failures = []
-    missing = [trial for trial in batch.trials if there[trial.id] is None]
-    sweep.pools[batch.sweep] |= {one.pool for one in there.values() if one is not None and one.measured}
-    if missing and (others := sweep.pools[batch.sweep] - {sweep.pool}):
-        raise Refusal(
-            f"{sweep.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
-            f"here {sweep.pool}), and a sweep is of one machine: finish it there, or choose another folder "
-            "with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
+        sweep = _Sweep(
+            suite, results, stack.enter_context(Cluster(results, nodes)), display, retry_failed, on
         )
-    tally["failed"] += len(failures)
-    tally["skipped"] += len(batch.trials) - len(missing)
-    return missing, failures
-
-
-def _further(sweep: _Sweep, batch: Batch, tally: dict[str, int], display: Display) -> list[Trial]:
-    """The trials of a later batch that have to run, once it is said why."""
-    before = sweep.number
-    missing, failures = _missing(sweep, batch, tally)
-    why = f"sweep {batch.sweep + 1}" if batch.sweep != before else "some intervals are not narrow enough"
-    why += f": {counted(len(missing), 'trial')}"
-    display.further(batch.trials, missing, why)
-    display.failed_before(failures)
-    return missing
-
-
-def _run_one(sweep: _Sweep, trial: Trial, display: Display, tally: dict[str, int]) -> None:
-    """Run one trial, and write its record."""
-    display.began(trial)
-    record, earlier = sweep.run(trial, display), list[Failed]()
-    answer = _answer(sweep.suite, record)
-    while record.failure is not None and len(earlier) < answer.retries:
-        earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
-        display.again(record, len(earlier), answer.retries)
-        display.began(trial)
-        record = sweep.run(trial, display).model_copy(update={"earlier": earlier})
-        answer = _answer(sweep.suite, record)
-    chained_journal.append(sweep.results, record)
-    if record.failure is None or record.failure.log is None:  # what an earlier run left
-        (sweep.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
-    tally["ok" if record.answers else "failed"] += 1
-    display.finished(record)
-    if answer.stop and record.failure is not None:
-        raise _Stopped(f"on_failure.{record.failure.kind} stops the run")
-
-
-def _answer(suite: Suite, record: Record) -> Answer:
-    """What follows the outcome of a trial."""
-    failure = None if record.answers else record.failure
-    return SKIP if failure is None else suite.on_failure.get(failure.kind, SKIP)
+        try:
+            for batch in batches:
+                for trial in sweep.missing(batch):
+                    if sweep.run_and_write(trial):
+                        return sweep.tally
+        except KeyboardInterrupt:
+            sweep.tally.interrupted = True
+            display.stopped("interrupted")
+        return sweep.tally
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
@@ -217,32 +130,94 @@ class _Sweep:
     suite: Suite
     results: Path
     cluster: Cluster
+    display: Display
     retry_failed: bool
     on: Machine | None
-    number: int = 0
-    pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
+    tally: SweepOutcome = field(default_factory=SweepOutcome)
+    _number: int = 0
+    _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
     _orders: dict[str, int] = field(default_factory=dict)
     _known: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of records before trials run
     _run: str | None = None
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
-    pool: str = field(init=False)  # key of its records
+    _pool: str = field(init=False)  # key of its records
 
     def __post_init__(self) -> None:
-        self.pool = machine.pool_key(self._machine, self._code)
+        self._pool = machine.pool_key(self._machine, self._code)
 
-    def number_trials(self, batch: Batch) -> None:
-        """Number the trials of a batch in the order in which they are asked for; a new sweep closes links."""
-        for trial in batch.trials:
+    def missing(self, batch: Batch) -> list[Trial]:
+        """The trials of a batch that have to run, once what can be decided before any of them does is.
+
+        Raises:
+            Refusal: if some of the batch's sweep ran on another machine: its pairs would be of two machines.
+        """
+        why = "some intervals are not narrow enough"
+        if batch.sweep != self._number:
+            why = f"sweep {batch.sweep + 1}"
+            self._number = batch.sweep
+            self.cluster.close_links()  # they are calibrated anew
+        for trial in batch.trials:  # numbered in the order in which they are asked for
             self._orders.setdefault(trial.id, len(self._orders))
-        if batch.sweep != self.number:
-            self.cluster.keep_links()
-        self.number = batch.sweep
+        there = {trial.id: finished(self.results, trial, self._pool) for trial in batch.trials}
+        for trial in batch.trials:
+            record, asked = there[trial.id], self._asked(trial)
+            if record is not None and asked != record.model_dump(include=set(asked)):
+                write(
+                    self.results, record.model_copy(update=asked)
+                )  # the question has changed, not the trial
+        failures = [record for record in there.values() if record is not None and not record.answers]
+        if self.retry_failed:
+            there |= {record.id: None for record in failures}
+            failures = []
+        missing = [trial for trial in batch.trials if there[trial.id] is None]
+        pools = self._pools[batch.sweep]
+        pools |= {one.pool for one in there.values() if one is not None and one.measured}
+        if missing and (others := pools - {self._pool}):
+            raise Refusal(
+                f"{self.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
+                f"here {self._pool}), and a sweep is of one machine: finish it there, or choose another "
+                "folder with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
+            )
+        self.tally.failed += len(failures)
+        self.tally.skipped += len(batch.trials) - len(missing)
+        self.display.asked(batch.trials, len(missing), f"{why}: {counted(len(missing), 'trial')}", failures)
+        if missing:
+            self._prepare(missing)
+        return missing
 
-    def prepare(self, missing: Sequence[Trial]) -> None:
+    def run_and_write(self, trial: Trial) -> bool:
+        """Run one trial, again if the suite wants that, and write its record; returns whether the suite wants
+        no further trial.
+        """
+        record, earlier = self.run(trial), list[Failed]()
+        while record.failure is not None and len(earlier) < self._answer(record).retries:
+            earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
+            self.display.again(record, len(earlier), self._answer(record).retries)
+            record = self.run(trial).model_copy(update={"earlier": earlier})
+        chained_journal.append(self.results, record)
+        if record.failure is None or record.failure.log is None:  # what an earlier run left
+            (self.results / LOGS / f"{trial.id}.log").unlink(missing_ok=True)
+        self.tally.ok += record.answers
+        self.tally.failed += not record.answers
+        self.display.finished(record)
+        stops = self._answer(record).stop
+        if stops and record.failure is not None:
+            self.display.stopped(f"on_failure.{record.failure.kind} stops the run")
+        return stops
+
+    def _answer(self, record: Record) -> Answer:
+        """What follows the outcome of a trial."""
+        failure = None if record.answers else record.failure
+        return SKIP if failure is None else self.suite.on_failure.get(failure.kind, SKIP)
+
+    def _asked(self, trial: Trial) -> dict[str, Any]:
+        """What a record says of the question and its trial's part in it."""
+        suite = self.suite
+        return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
+
+    def _prepare(self, missing: Sequence[Trial]) -> None:
         """Decide of trials that have to run what can be decided before any of them does."""
-        if not missing:
-            return
         if self._run is None:
             nodes, suite = self.cluster.nodes, self.suite
             facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
@@ -254,8 +229,8 @@ class _Sweep:
         for trial in missing:
             failure, parameters = failures.get(trial.id, (None, 0))
             self._known[trial.id] = {
+                **self._asked(trial),
                 "order": self._orders[trial.id],
-                "role": self.suite.role_of(trial),
                 "inputs": digests(trial),
                 "findings": list(findings(trial, models)),
                 "failure": failure,
@@ -271,12 +246,14 @@ class _Sweep:
         steps = ((one.trial.id, predict(one.trial, one.step, one.egress, on)) for one in planned)
         return {identity: foreseen(on, step) for identity, step in steps if step is not None}
 
-    def run(self, trial: Trial, display: Display) -> Record:
+    def run(self, trial: Trial) -> Record:
         """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""
+        self.display.began(trial)
         blank = self._record(trial)
         if blank.failure is not None:
             return blank
-        ran = self.cluster.run(trial, display.progress)
+        self.cluster.release_shaped(trial)
+        ran = self.cluster.run(trial, self.display.progress)
         blank = blank.model_copy(update={"finished": _now(), "link": ran.link, "failure": ran.failure})
         if ran.failure is not None and ran.failure.kind == "interrupted":
             chained_journal.append(self.results, blank)
@@ -296,15 +273,13 @@ class _Sweep:
             id=trial.id,
             suite=self.suite.name,
             question=self.suite.question,
-            answer=self.suite.answer,
-            margin=self.suite.margin,
             trial=trial.canonical(),
             started=now,
             finished=now,
-            sweep=self.number,
+            sweep=self._number,
             machine=self._machine,
             code=self._code,
-            pool=self.pool,
+            pool=self._pool,
             **self._known[trial.id],
             run=self._run,
         )

@@ -1,6 +1,6 @@
 """Where trials run: links between nodes, opened and calibrated when they are needed, and ranks on them.
 
-Links are calibrated once and kept until no later trial needs them; shaped ones, until another link is needed.
+Links are calibrated once a sweep and kept for its later trials; shaped ones, until another link is needed.
 Whatever fails, a rank, a node or the link, becomes one :class:`~harness.records.record.Failure`, and the next
 trial has fresh ranks.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from harness.cluster.link import Link, Setting, choose_hcas, nccl_in_words, open_link, slowest, tbf_details
 from harness.cluster.node_supervisors import Nodes
@@ -75,23 +75,26 @@ class Cluster:
     _folder: Path = field(default_factory=folder.here)
     _cores: int = field(default_factory=machine.cores)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         start_server()
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self.keep_links()
+        self.close_links()
 
-    def keep_links(self, first: Trial | None = None, later: Sequence[Trial] = ()) -> None:
-        """Close the links that neither the next trial nor ``later`` ones need.
+    def close_links(self) -> None:
+        """Close all links; later trials have new ones."""
+        self._close([*self._links])
 
-        What is shaped carries every link between the hosts: it is kept for the next trial alone.
-        """
-        now, needed = first and setting_of(first), {setting_of(trial) for trial in later}
-        for setting, link in [*self._links.items()]:
-            if setting != now and (setting not in needed or setting.kind == "shaped"):
-                del self._links[setting]
-                if isinstance(link, Link):
-                    link.close()
+    def release_shaped(self, trial: Trial) -> None:
+        """Close shaped links that are not this trial's: they carry every link between the hosts."""
+        own = setting_of(trial)
+        self._close([setting for setting in self._links if setting.kind == "shaped" and setting != own])
+
+    def _close(self, settings: Sequence[Setting]) -> None:
+        for setting in settings:
+            if isinstance(link := self._links.pop(setting), Link):
+                link.close()
 
     def run(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Ran:
         """Run the ranks of a trial; a Ctrl-C, too, is a failure."""
