@@ -504,7 +504,7 @@ class Policy:
                 f"sums = {self.sums!r} in a ring, whose partial sums are fp32: use one_hop or two_hop"
             )
         if self.blocks == "shape":
-            for codec in (self.weights, *self.gradients):
+            for codec in (self.weights, *self.gradients, self.frozen or FP32):
                 if not isinstance(codec, Raw) and not _takes_blocks(codec):
                     raise PolicyError(
                         f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impl.codecs.codec import BF16, FP16, FP32, parse
+from impl.codecs.codec import BF16, FP16, FP32, Codec, parse
 from impl.plan.policy import (
     PRESETS,
     TECHNIQUES,
@@ -30,7 +31,7 @@ from impl.plan.policy import (
     weight_block,
 )
 from impl.plan.topology import Topology
-from tests.support.strategies import feedbacks
+from tests.support.strategies import engine_codecs, feedbacks
 
 MXFP8 = parse("mxfp8")
 
@@ -100,6 +101,7 @@ def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> N
         ({"blocks": "rows"}, "blocks = 'rows': expected one of codec, shape"),
         ({"blocks": "shape", "weights": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
         ({"blocks": "shape", "weights": parse("int4:32:hadamard8")}, "or of its rotation"),
+        ({"blocks": "shape", "frozen": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
         ({"planes": 3}, "planes = 3: expected 1, or 2"),
         ({"planes": 2}, "planes = 2 and weights = bf16: expected blocks of elements"),
         ({"planes": 2, "weights": parse("int8:shard")}, "expected blocks of elements"),
@@ -274,6 +276,20 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     same = replace(found, weights=policy.weights, gradients=policy.gradients, sums="fp16", blocks="shape")
     assert same == policy
     assert preset("zeropp").by_shape(shapes, world, 32 * times) == preset("zeropp")
+
+
+@given(st.none() | engine_codecs, engine_codecs, st.sampled_from([[(8, 8)], [(8,)], []]))
+@example(MXFP8, FP32, [(8, 8)])
+def test_a_policy_of_blocks_by_shape_has_one_for_each_unit(
+    frozen: Codec | None, weights: Codec, shapes: list[tuple[int, ...]]
+) -> None:
+    """Of whatever codecs: it is refused when it is made, or no unit's is."""
+    try:
+        policy = Policy(blocks="shape", frozen=frozen, weights=weights)
+    except PolicyError:
+        return
+    for trainable, persistent in itertools.product([True, False], repeat=2):
+        policy.of_unit(trainable=trainable, persistent=persistent).by_shape(shapes, 4, 64)
 
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
