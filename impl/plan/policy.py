@@ -6,11 +6,12 @@ Pure: no torch.  ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ are values of :class:`Policy`
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from impl.codecs.codec import (
     BF16,
@@ -45,16 +46,40 @@ Budgeted = Literal["weights", "gradients"]
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
 _GROUP: Final = 8000  # elements of DeepSpeed's blocks of weights at most, of which 8 are a vector load
+_WORDS: Final[dict[str, tuple[object, ...]]] = {
+    "stage": get_args(Stage),
+    "gather": get_args(Gather),
+    "reduce": get_args(Reduce),
+    "secondary_format": get_args(SecondaryFormat),
+    "compute": tuple(ITEM_BYTES),
+    "reduce_every": get_args(ReduceEvery),
+    "sums": get_args(Sums),
+    "blocks": get_args(Blocks),
+    "planes": get_args(Planes),
+}
+"""Values of the fields that have few."""
 
 
 class PolicyError(ValueError):
     """A policy, alone or with a topology, cannot be carried out; the message names why."""
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a word that is none of the allowed ones."""
-    if value not in allowed:
-        raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(allowed)}")
+def _check_words(of: object, words: Mapping[str, Iterable[object]]) -> None:
+    """Refuse a field whose value is none of those allowed."""
+    for name, allowed in words.items():
+        if (value := getattr(of, name)) not in allowed:
+            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, allowed))}")
+
+
+def _options(text: str, given: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str]:
+    """What options say, by the name of their form, each of which may stand once."""
+    found: dict[str, str] = {}
+    for option in given:
+        said = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
+        if not said or said.keys() & found.keys():
+            raise PolicyError(f"{text}: option {option!r} is unknown or stands twice; {allowed}")
+        found |= said
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,26 +87,23 @@ class MemoryLimits:
     """How much may be gathered, in elements of the unsharded model.
 
     Attributes:
-        max_live: elements that may be gathered at once; a unit in use is gathered even beyond it, but
-            nothing is gathered ahead or kept.
-        max_reuse: a unit stays gathered from forward to backward if fewer elements than these run in
-            between, as far as ``max_live`` allows.  1 keeps what backward needs first, which any schedule
-            would gather again at once: what lies outside all blocks, and the last block; 0 keeps nothing.
-            On one rank anything but 0 keeps what ``max_live`` allows.
-        persist_below: parameters with fewer elements form a unit of stage 2 of their own, which stays
-            gathered and travels unquantised; 0 for none.
-        persist_most: elements that such parameters may have in all; those that would exceed it, in model
-            order, are gathered with their block.
-        reduce_bucket: elements of gradients that may be under way at once; an earlier unit's reduction is
-            finished before the one that would exceed it begins.
-        largest_unit: elements of a unit at most: a block that has more is cut into its parts, and a part
-            that cannot be cut is refused, naming it; 0 for no limit.
+        max_live: that may be gathered at once; a unit in use is gathered even beyond it, but nothing is
+            gathered ahead or kept.
+        max_reuse: a unit stays gathered from forward to backward if fewer run in between, as far as
+            ``max_live`` allows.  1 keeps what backward needs first, which any schedule would gather again at
+            once: what lies outside all blocks, and the last block; 0 keeps nothing.  On one rank anything
+            but 0 keeps what ``max_live`` allows.
+        persist_below: parameters of fewer form a unit of stage 2 of their own, which stays gathered and
+            travels unquantised; 0 for none.
+        persist_most: that these have in all; others, in model order, are gathered with their block.
+        reduce_bucket: of gradients under way at once; else an earlier unit's reduction is finished first.
+        largest_unit: a larger block is cut into its parts, and a larger part is refused; 0 for no limit.
 
     Raises:
         PolicyError: for limits that are negative, or no number.
     """
 
-    prefetch: int = 50_000_000  # elements of coming units that may be gathered ahead of the one in use
+    prefetch: int = 50_000_000  # of coming units that may be gathered ahead of the one in use
     max_live: int = 1_000_000_000
     max_reuse: int = 1
     persist_below: int = 0
@@ -158,22 +180,21 @@ def parse_loss_scale(text: str) -> LossScale | None:
     Raises:
         PolicyError: naming the text and what is allowed.
     """
-    given, number = text.strip(), r"[0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?"
-    if given == "none":
+    head, *given = text.strip().split(":")
+    number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
+    allowed = "expected none, a number, or dynamic, then :from<scale>, :window<steps>, below 10^18"
+    if head == "none" and not given:
         return None
-    if re.fullmatch(number, given):
-        return LossScale(initial=float(given), window=0, least=min(1.0, float(given)))
-    options = re.findall(rf":(from|window)({number})", given)
-    found = {name: float(value) for name, value in options}
-    if not re.fullmatch(rf"dynamic(:(from|window){number})*", given) or len(found) != len(options):
-        raise PolicyError(
-            f"loss scale {text!r}: expected none, a number, or dynamic, then :from<scale>, :window<steps>"
-        )
-    initial = found.get("from", DYNAMIC.initial)
-    window = found.get("window", DYNAMIC.window)
-    if not 1 <= window < 2**63:
-        raise PolicyError(f"loss scale {text!r}: a dynamic window is 1 step or more, below 2^63")
-    return LossScale(initial=initial, window=int(window), least=min(1.0, initial))
+    if re.fullmatch(number, head) and not given:
+        return LossScale(initial=float(head), window=0, least=min(1.0, float(head)))
+    if head != "dynamic":
+        raise PolicyError(f"loss scale {text!r}: {allowed}")
+    forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
+    found = _options(f"loss scale {text!r}", given, forms, allowed)
+    initial = float(found.get("from", DYNAMIC.initial))
+    return LossScale(
+        initial=initial, window=int(found.get("window", DYNAMIC.window)), least=min(1.0, initial)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +220,7 @@ class Feedback:
     state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
-        _one_of("hops", self.hops, ("last", "all"))
-        _one_of("state", self.state, tuple(ITEM_BYTES))
+        _check_words(self, {"hops": ("last", "all"), "state": ITEM_BYTES})
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
             raise PolicyError(
                 f"feedback: decay = {self.decay} and reset = {self.reset}; a decay is in [0, 1), a reset "
@@ -217,12 +237,6 @@ class Feedback:
         return ":".join([head, *options])
 
 
-_OPTIONS: Final[dict[str, tuple[Callable[[str], object], str]]] = {  # of feedback, as they are written
-    "decay": (float, r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)"),
-    "reset": (int, r"reset([0-9]+)"),
-    "hops": (str, "(last|all)"),
-    "state": (str, f"({'|'.join(ITEM_BYTES)})"),
-}
 FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
 
 
@@ -232,24 +246,21 @@ def parse_feedback(text: str) -> Feedback | None:
     Raises:
         PolicyError: naming the text and what is allowed.
     """
-    head, *options = text.strip().split(":")
-    if head == "none" and not options:
+    head, *given = text.strip().split(":")
+    allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
+    if head == "none" and not given:
         return None
-    allowed = (
-        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
-    )
     if head not in FEEDBACKS:
         raise PolicyError(f"feedback {text!r}: {allowed}")
-    found: dict[str, object] = {}
-    for option in options:
-        matches = {name: re.fullmatch(form, option) for name, (_, form) in _OPTIONS.items()}
-        given = {name: _OPTIONS[name][0](match[1]) for name, match in matches.items() if match}
-        if not given:
-            raise PolicyError(f"feedback {text!r}: unknown option {option!r}; {allowed}")
-        if given.keys() & found.keys():
-            raise PolicyError(f"feedback {text!r}: {option!r} says a thing twice; {allowed}")
-        found |= given
-    return replace(FEEDBACKS[head], **found)  # type: ignore[arg-type]  # checked by Feedback itself
+    forms = {
+        "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
+        "reset": "reset([0-9]+)",
+        "hops": "(last|all)",
+        "state": f"({'|'.join(ITEM_BYTES)})",
+    }
+    found: dict[str, Any] = _options(f"feedback {text!r}", given, forms, allowed)
+    kinds = {"decay": float, "reset": int}
+    return replace(FEEDBACKS[head], **{name: kinds.get(name, str)(value) for name, value in found.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,12 +288,9 @@ class BitBudget:
     gradients: float | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not self.codecs or self.weights is self.gradients is None:
+        bits = [each for each in (self.weights, self.gradients) if each is not None]
+        if self.every < 1 or not self.codecs or not bits or not all(0 <= each < math.inf for each in bits):
             raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
-        for name in ("weights", "gradients"):
-            bits = getattr(self, name)
-            if bits is not None and not 0 <= bits < math.inf:
-                raise PolicyError(f"budget: {name} in {bits} bits an element; {_BUDGET}")
         for codec in self.codecs:
             _check_sized(codec)
 
@@ -309,14 +317,9 @@ _BUDGET_TEXT: Final = re.compile(
 def _check_sized(codec: Codec) -> None:
     """Refuse a codec of a budget whose bytes an element are not its own."""
     if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
-        raise PolicyError(
-            f"budget: {codec} is a codec of your own, whose bytes its object says; expected built-in "
-            "ones and published formats"
-        )
-    if isinstance(codec, IntCodec | FloatCodec) and codec.block == "shard":
-        raise PolicyError(
-            f"budget: {codec} has one scale a shard, which is as long as its unit is; use a block of elements"
-        )
+        raise PolicyError(f"budget: {codec} is a codec of your own, whose bytes nobody knows; use others")
+    if isinstance(codec, Blocked) and codec.block == "shard":
+        raise PolicyError(f"budget: {codec} has one scale a shard, of any length; use a block of elements")
 
 
 def parse_budget(text: str) -> BitBudget | None:
@@ -348,15 +351,14 @@ class Policy:
             gradients, 3 also the weights; 0 nothing.  Below 3 weights stay gathered until they change.
         group: ranks that share one copy of all that is sharded, while groups hold copies of one another
             (MiCS, 2205.00119; HSDP): 0 for all ranks, ``"node"`` for the ranks of a node.
-        gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is
-            one library all-gather over the world.
-        reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over
-            the world) or ``ring`` (blind to nodes, partial sums on the wire, encoded again at every one
-            of its ``world - 1`` steps: the paper's counter-example for quantised gradients).
-        chunks: pieces of a unit whose two hops overlap: one travels between nodes while the next
-            travels inside them.
-        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none,
-            ``"node"`` for the ranks of a node.
+        gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is one library
+            all-gather over the world.
+        reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over the world) or
+            ``ring`` (blind to nodes, partial sums encoded again at each of ``world - 1`` steps: the paper's
+            counter-example for quantised gradients).
+        chunks: pieces of a unit of which one travels between nodes while the next travels inside them.
+        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none, ``"node"`` for the
+            ranks of a node.
         secondary_format: how that copy is kept and sent on inside its group: ``frames`` as they came, or
             decoded and cast to a type, in 16 bits as DeepSpeed and the paper's figure 4 do.
         inside: codec of the hops inside an hpZ group, where it is another than that of the hops before them:
@@ -364,8 +366,7 @@ class Policy:
         differences: codec in which the hops before an hpZ group send how far the masters are from the copy
             (SDP4Bit, 2410.15526); every rank, the owner too, adds what it decodes to its copy.  None sends
             the weights.
-        refresh: optimizer steps after which, with ``differences``, the weights themselves are sent again; 0
-            for never.
+        refresh: optimizer steps after which, with ``differences``, weights themselves are sent; 0 for never.
         sums: type in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (its
             ``quant_reduce.cu``): terms and partial sums are rounded to fp16, in which what exceeds 65504 is
             infinite, so that its block arrives as NaN; the division by the ranks stays in fp32.
@@ -424,177 +425,109 @@ class Policy:
     def __post_init__(self) -> None:
         hops: object = self.gradients
         if not isinstance(hops, tuple) or len(hops) != 2:
-            raise PolicyError(
-                f"gradients = {self.gradients!r}: expected a tuple of two codecs, of hop 1 and of hop 2"
-            )
+            raise PolicyError(f"gradients = {hops!r}: expected a tuple of two codecs, of hop 1 and of hop 2")
         for codec in self.codecs:
             if not isinstance(codec, Codec):
-                raise PolicyError(
-                    f"codec {codec!r} is a {type(codec).__name__}: expected what codec.parse() gives"
-                )
-        _one_of("gather", self.gather, get_args(Gather))
-        _one_of("reduce", self.reduce, get_args(Reduce))
-        _one_of("secondary_format", self.secondary_format, get_args(SecondaryFormat))
-        _one_of("compute", self.compute, tuple(ITEM_BYTES))
-        _one_of("reduce_every", self.reduce_every, get_args(ReduceEvery))
-        _one_of("sums", self.sums, get_args(Sums))
-        _one_of("blocks", self.blocks, get_args(Blocks))
-        self._check_as_published()
-        if self.stage not in get_args(Stage):
-            raise PolicyError(f"stage = {self.stage}: expected one of 0, 1, 2, 3")
-        if self.stage < 2 and self.reduce_every == "micro_batch":
-            raise PolicyError(
-                f"stage {self.stage} adds gradients up locally; reducing every micro-batch into shards is "
-                "stage 2"
-            )
-        if self.secondary != 0 and self.stage < 3:
-            raise PolicyError(
-                f"hpZ (secondary={self.secondary}) spares the backward gather of stage 3; weights of stage "
-                f"{self.stage} stay gathered"
-            )
-        if self.secondary_format != "frames" and self.secondary == 0:
-            raise PolicyError(
-                f"secondary_format = {self.secondary_format!r} says how hpZ's copy is kept, and "
-                "secondary = 0 keeps none"
-            )
-        if self.secondary != 0 and self.group != 0:
-            raise PolicyError(
-                f"hpZ (secondary={self.secondary}) inside a group of {self.group}: the group's ranks hold "
-                "all weights already; use one of them"
-            )
-        self._check_copy()
-        self._check_budget()
-        if self.stage == 0 and self.group != 0:
-            raise PolicyError(f"stage 0 shards nothing, but group = {self.group}")
-        if self.gather == "flat" and self.secondary != 0:
-            raise PolicyError(
-                f"hpZ (secondary={self.secondary}) keeps what the first hop of a hierarchical "
-                "gather brought; a flat gather has no such hop"
-            )
-        if self.reduce != "two_hop" and self.gradients[0] != self.gradients[1]:
-            raise PolicyError(
-                f"reduce={self.reduce!r} has one hop, but two gradient codecs are named: "
-                f"{self.gradients[0]} and {self.gradients[1]}"
-            )
-        if not 1 <= self.chunks <= MOST_CHUNKS:
-            raise PolicyError(f"chunks = {self.chunks}: expected 1 to {MOST_CHUNKS}")
-        if self.chunks > 1 and self.reduce != "two_hop":
-            raise PolicyError(
-                f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
-            )
-        if not any(isinstance(codec, OwnCodec) for codec in self._of_gradients):
-            self._check_chunks()
-        if self.feedback is not None and self.reduce == "ring":
-            raise PolicyError(
-                "feedback needs the error of the same values at every step; the partial sums of a ring are "
-                "others' too: use one_hop or two_hop"
-            )
-        if self.group != 0 and (self.reduce != "two_hop" or self.gather != "hierarchical"):
-            raise PolicyError(
-                f"group = {self.group} with gather = {self.gather!r} and reduce = {self.reduce!r}: states of "
-                "groups go by hops; use hierarchical and two_hop"
-            )
-        if self.align < 1 or self.order_every < 0:
-            raise PolicyError("align is at least 1, order_every not negative")
-
-    def _check_as_published(self) -> None:
-        """Refuse sums, blocks and planes where nothing does them."""
-        if self.sums != "fp32" and self.reduce == "ring":
-            raise PolicyError(
-                f"sums = {self.sums!r} in a ring, whose partial sums are fp32: use one_hop or two_hop"
-            )
-        if self.blocks == "shape":
-            for codec in (self.weights, *self.gradients, self.frozen or FP32):
-                if not isinstance(codec, Raw) and not _takes_blocks(codec):
-                    raise PolicyError(
-                        f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"
-                    )
-        if self.planes not in get_args(Planes):
-            raise PolicyError(f"planes = {self.planes}: expected 1, or 2 for rows and columns")
-        if self.planes == 1:
-            return
-        codec = self.weights
-        if not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard:
-            raise PolicyError(
-                f"planes = 2 and weights = {codec}: expected blocks of elements, rounded to nearest and not "
-                "rotated, as mxfp8"
-            )
-        for where, hit in (
-            (f"at stage {self.stage}: what stays gathered", self.stage < 3),
-            (f"with hpZ (secondary={self.secondary}): its copy", self.secondary != 0),
-            ("with offload: what the host holds", self.offload != Offload()),
-        ):
-            if hit:
-                raise PolicyError(f"planes = 2 {where} has one plane")
-
-    def _check_budget(self) -> None:
-        """Refuse what leaves a budget nothing to choose, or what has one size for all codecs."""
-        if (budget := self.budget) is None:
-            return
-        if self.stage == 0 or self.group != 0:
-            raise PolicyError(
-                f"budget '{budget}' with stage {self.stage} and group = {self.group}: means travel between "
-                "copies of the states, too; use stage 1 or more, and no group"
-            )
-        if self.blocks == "shape" or self.planes > 1:
-            raise PolicyError(
-                f"budget '{budget}' chooses whole codecs, which blocks = {self.blocks!r} with planes = "
-                f"{self.planes} change by shape; use blocks = 'codec' and one plane"
-            )
-        if budget.gradients is not None and self.reduce != "two_hop":
-            raise PolicyError(
-                f"budget '{budget}' chooses the codec between nodes, and reduce={self.reduce!r} has one for "
-                "all ranks; use two_hop"
-            )
-        if budget.weights is not None and self.differences is not None:
-            raise PolicyError(
-                f"budget '{budget}' chooses the codec of weights, and differences = {self.differences} are "
-                "sent in their place; choose for gradients alone"
-            )
-        if budget.weights is not None and self.offload != Offload():
-            raise PolicyError(
-                f"budget '{budget}' chooses the codec of weights, whose frames offload keeps in one size; "
-                "offload nothing, or choose for gradients alone"
-            )
-        for codec in (*self.candidates.get("weights", ()), *self.candidates.get("gradients", ())):
+                kind = type(codec).__name__
+                raise PolicyError(f"codec {codec!r} is a {kind}: expected what codec.parse() gives")
+        _check_words(self, _WORDS)
+        for why in itertools.chain(self._contradictions(), self._of_copy(), self._of_budget()):
+            raise PolicyError(why)
+        for codec in (codec for codecs in self.candidates.values() for codec in codecs):
             _check_sized(codec)
 
-    def _check_copy(self) -> None:
-        """Refuse what cannot be done with hpZ's copy."""
+    def _contradictions(self) -> Iterator[str]:
+        """Why parts do not go together."""
+        hpz = f"hpZ (secondary={self.secondary})"
+        if self.sums != "fp32" and self.reduce == "ring":
+            yield f"sums = {self.sums!r} in a ring, whose partial sums are fp32: use one_hop or two_hop"
+        for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
+            if not isinstance(codec, Raw) and not _takes_blocks(codec):
+                yield f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"
+        codec = self.weights
+        if self.planes == 2 and (
+            not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
+        ):
+            yield f"planes = 2 and weights = {codec}: expected blocks, rounded to nearest and unrotated"
+        for where, hit in (
+            (f"at stage {self.stage}: what stays gathered", self.stage < 3),
+            (f"with {hpz}: its copy", self.secondary != 0),
+            ("with offload: what the host holds", self.offload != Offload()),
+        ):
+            if self.planes == 2 and hit:
+                yield f"planes = 2 {where} has one plane"
+        if self.stage < 2 and self.reduce_every == "micro_batch":
+            yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
+        if self.secondary != 0 and self.stage < 3:
+            yield f"{hpz} spares a backward gather; weights of stage {self.stage} stay gathered"
+        if self.secondary != 0 and self.group != 0:
+            yield f"{hpz} inside a group of {self.group}, whose ranks hold all weights; use one of them"
+        if self.stage == 0 and self.group != 0:
+            yield f"stage 0 shards nothing, but group = {self.group}"
+        if self.gather == "flat" and self.secondary != 0:
+            yield f"{hpz} keeps what a gather's first hop brought; a flat gather has no such hop"
+        if self.reduce != "two_hop" and self.gradients[0] != self.gradients[1]:
+            first, last = self.gradients
+            yield f"reduce={self.reduce!r} has one hop, and gradients two codecs: {first} and {last}"
+        if not 1 <= self.chunks <= MOST_CHUNKS:
+            yield f"chunks = {self.chunks}: expected 1 to {MOST_CHUNKS}"
+        if self.chunks > 1 and self.reduce != "two_hop":
+            yield f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
+        yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
+        if self.feedback is not None and self.reduce == "ring":
+            yield "feedback is of the same values at every step, and a ring's are others' too: use other hops"
+        if self.group != 0 and (self.reduce != "two_hop" or self.gather != "hierarchical"):
+            yield f"group = {self.group} goes by hops: use gather = hierarchical and reduce = two_hop"
+        if self.align < 1 or self.order_every < 0:
+            yield f"align = {self.align}, order_every = {self.order_every}: expected at least 1, and 0"
+
+    def _of_copy(self) -> Iterator[str]:
+        """Why hpZ's copy cannot be as is said."""
+        formats, offload, none = self.secondary_format, self.offload, "secondary = 0 keeps no copy of hpZ's"
+        if formats != "frames" and self.secondary == 0:
+            yield f"secondary_format = {formats!r}: {none}"
         for name, codec in (("inside", self.inside), ("differences", self.differences)):
             if codec is not None and self.secondary == 0:
-                raise PolicyError(f"{name} = {codec} needs hpZ's copy, and secondary = 0 keeps none")
-        if self.inside is not None and self.secondary_format != "frames":
-            raise PolicyError(
-                f"inside = {self.inside} and secondary_format = {self.secondary_format!r} both say how hpZ's "
-                "copy is kept; use one of them"
-            )
-        if self.inside is not None and self.inside.stochastic:
-            raise PolicyError(
-                f"inside = {self.inside}: every node encodes the same weights, and random rounding would "
-                "make their ranks' weights differ; use one that rounds to nearest"
-            )
-        if self.inside is not None and self.offload.weights:
-            raise PolicyError(
-                f"inside = {self.inside} with offload.weights = {self.offload.weights}: the copy is encoded "
-                "on the device, where it has to stay"
-            )
+                yield f"{name} = {codec}: {none}"
+        if self.inside is not None:
+            inside = f"inside = {self.inside}"
+            if formats != "frames":
+                yield f"{inside} and secondary_format = {formats!r} both say how hpZ's copy is kept"
+            if self.inside.stochastic:
+                yield f"{inside} rounds at random, on each node otherwise: use one that rounds to nearest"
+            if offload.weights:
+                yield f"{inside} with offload.weights = {offload.weights}: a copy stays where it is encoded"
         if self.refresh < 0 or (self.refresh and self.differences is None):
-            raise PolicyError(
-                f"refresh = {self.refresh}: expected steps between gathers of the weights themselves, 0 or "
-                "more, and differences"
-            )
-        if self.differences is None:
+            yield f"refresh = {self.refresh}: expected 0 or more steps, and differences"
+        if self.differences is not None:
+            differences = f"differences = {self.differences}"
+            if not isinstance(self.kept, Raw):
+                yield f"{differences} are added to a copy in bf16, fp16 or fp32, and hpZ's is in {self.kept}"
+            if offload != Offload():
+                yield f"{differences} are of masters and a copy on the device; offload neither"
+
+    def _of_budget(self) -> Iterator[str]:
+        """Why a budget has nothing to choose, or only what has one size for all codecs."""
+        if (budget := self.budget) is None:
             return
-        if not isinstance(self.kept, Raw):
-            raise PolicyError(
-                f"differences = {self.differences} are added to hpZ's copy, which is kept as {self.kept}: "
-                "set secondary_format to bf16, fp16 or fp32"
-            )
-        if self.offload != Offload():
-            raise PolicyError(
-                f"differences = {self.differences} are of masters and a copy on the device; offload neither"
-            )
+        text = f"budget '{budget}'"
+        if self.stage == 0 or self.group != 0:
+            yield f"{text} with stage {self.stage} and group = {self.group}: means travel between copies, too"
+        if self.blocks == "shape" or self.planes > 1:
+            yield f"{text} chooses whole codecs; use blocks = codec and one plane"
+        if budget.gradients is not None and self.reduce != "two_hop":
+            yield f"{text} is of a hop between nodes, and reduce={self.reduce!r} has one hop; use two_hop"
+        if budget.weights is not None and self.differences is not None:
+            yield f"{text} is of weights, and differences = {self.differences} are sent in their place"
+        if budget.weights is not None and self.offload != Offload():
+            yield f"{text} is of weights, whose frames offload keeps in one size"
+
+    def _of_chunks(self, codecs: Iterable[Codec]) -> Iterator[str]:
+        """Why gradients in these codecs cannot be cut."""
+        if self.chunks > 1:
+            for codec in codecs:
+                if not isinstance(codec, Raw) and codec.block == "shard":
+                    yield f"chunks = {self.chunks} cut a shard, of which {codec} has one scale; use blocks"
 
     @property
     def grain(self) -> int:
@@ -666,28 +599,18 @@ class Policy:
         chooses.  A persistent unit, of small parameters, stays gathered and travels unquantised, in the type
         that is computed in where the policy quantises.
         """
-        policy = self
+        changes: dict[str, Any] = {}
         if persistent:
-            plain = Raw(self.compute)
-            weights = self.weights if isinstance(self.weights, Raw) else plain
-            first, last = (codec if isinstance(codec, Raw) else plain for codec in self.gradients)
-            stage = min(self.stage, 2)
-            policy = replace(
-                policy.without_secondary(),
-                stage=stage,
-                weights=weights,
-                gradients=(first, last),
-                feedback=None,
-                sums="fp32",
-                planes=1,
-            )
-        if not trainable and policy.differences is not None:  # they never differ
-            policy = replace(policy, differences=None, refresh=0)
-        if not trainable and self.frozen is not None:
-            policy = replace(policy, planes=1, weights=self.frozen)
-        if policy.budget is None or (trainable and not persistent):
-            return policy
-        return replace(policy, budget=None)
+            changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
+            changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
+            changes["gradients"] = tuple(map(self._unquantised, self.gradients))
+        if not trainable:  # such weights never differ
+            changes |= {"differences": None, "refresh": 0, "budget": None}
+            changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
+        return replace(self, **changes)
+
+    def _unquantised(self, codec: Codec) -> Codec:
+        return codec if isinstance(codec, Raw) else Raw(self.compute)
 
     def of(self, unit: UnitGeometry) -> Policy:
         """The policy of a unit that is laid out, with its blocks and planes."""
@@ -699,11 +622,7 @@ class Policy:
         """The policy of parameters of these ``shapes``, of which each of ``world`` ranks reduces a part.
 
         Of no shapes, a unit that is known by its size alone, blocks of gradients and planes are the policy's.
-
-        Args:
-            shapes: of all parameters of a unit.
-            world: ranks.
-            shard: elements of a rank's shard; 0 before it is laid out, when any block of weights fits.
+        ``shard`` is the elements of a rank's; 0 before it is laid out, when any block of weights fits.
         """
         matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
         policy = self
@@ -717,14 +636,14 @@ class Policy:
             block = max(1, math.prod(largest) // max(rows, columns, world))
             gradients = (_in_blocks(gradients[0], block), _in_blocks(gradients[1], block))
         elif shapes:
-            first, last = (codec if isinstance(codec, Raw) else Raw(self.compute) for codec in gradients)
-            policy, gradients = replace(policy, sums="fp32", feedback=None), (first, last)
+            gradients = (self._unquantised(gradients[0]), self._unquantised(gradients[1]))
+            policy = replace(policy, sums="fp32", feedback=None)
         weights = _in_blocks(self.weights, weight_block(shard))
         return replace(policy, gradients=gradients, weights=weights, blocks="codec")
 
     def without_secondary(self) -> Policy:
         """The policy without hpZ."""
-        return replace(self, secondary=0, secondary_format="frames", inside=None, differences=None, refresh=0)
+        return replace(self, **_NO_COPY)
 
     def secondary_ranks(self, topology: Topology) -> int:
         """Ranks that share one secondary copy on ``topology``; 0 for none."""
@@ -739,39 +658,25 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
-            self._check_own()
         except ValueError as error:
             raise PolicyError(str(error)) from None
+        for why in self._of_own_codecs():
+            raise PolicyError(why)
         crosses = any(topology.crosses(axis) for axis, _ in self.reduce_axes(topology))
         if "gradients" in self.candidates and not crosses:
             raise PolicyError(
                 f"budget '{self.budget}' chooses the codec of gradients between nodes, and {topology} has one"
             )
 
-    def _check_chunks(self) -> None:
-        if self.chunks > 1 and any(
-            not isinstance(codec, Raw) and codec.block == "shard" for codec in self._of_gradients
-        ):
-            raise PolicyError(
-                f"chunks = {self.chunks} cut a shard that {' and '.join(map(str, self.gradients))} give "
-                "one scale as a whole; use a block of elements"
-            )
-
-    def _check_own(self) -> None:
+    def _of_own_codecs(self) -> Iterator[str]:
         """What only users' own objects say, which a policy that is merely read does not import."""
-        if any(codec in self._of_gradients for codec in self.own_codecs):
-            self._check_chunks()
+        yield from self._of_chunks(codec for codec in self._of_gradients if isinstance(codec, OwnCodec))
         for codec in self.own_codecs:
+            kinds = ", ".join(codec.thing.kinds)
             if "fp32" not in codec.thing.kinds:
-                raise PolicyError(
-                    f"{codec}: its kinds are {', '.join(codec.thing.kinds)}; expected fp32 too, the type of "
-                    "master shards and of sums"
-                )
+                yield f"{codec}: its kinds are {kinds}; expected fp32 too, of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
-                raise PolicyError(
-                    f"loss_scale = {self.loss_scale} finds overflows in what was sent, and {codec} does not "
-                    "promise 'nonfinite'"
-                )
+                yield f"loss_scale = {self.loss_scale}, and {codec} does not promise 'nonfinite'"
 
     def group_ranks(self, topology: Topology) -> int:
         """Ranks that share one copy of all that is sharded on ``topology``."""
@@ -793,8 +698,7 @@ class Policy:
         """Hops that bring a mean gradient to all groups, none for one group, and the codec it travels in."""
         axes, outside = topology.gather_axes(self.group_ranks(topology))
         between = tuple(axis for axis in axes[:outside] if axis.size > 1)
-        crosses = any(topology.crosses(axis) for axis in between)
-        return between, self.gradients[1 if crosses else 0]
+        return between, self.gradients[any(map(topology.crosses, between))]
 
     def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
         """For each hop of a reduction, first hop first, whether its error is kept."""
@@ -816,6 +720,11 @@ class Policy:
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
 
+_NO_COPY: Final = {  # without hpZ
+    "secondary": 0, "secondary_format": "frames", "inside": None, "differences": None, "refresh": 0,
+}  # fmt: skip
+
+
 def weight_block(shard: int) -> int:
     """Elements of a block of weights by DeepSpeed's search: the most that divide ``shard``; 1 of none."""
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
@@ -832,9 +741,12 @@ def _in_blocks(codec: Codec, block: int) -> Codec:
 
 
 _INT8 = IntCodec(8, 2048)
+_CLIPPED8 = IntCodec(8, 2048, clipped=True)
 _INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
 _BF16SR = OwnCodec("bf16sr")
 _MIN_MAX = IntCodec(8, 1024, asymmetric=True, stochastic=True)
+_MXFP8 = FloatCodec("e4m3", MX_BLOCK, scale="e8m0")
+_SHIPPED = Policy(weights=_CLIPPED8, secondary="node", secondary_format="bf16", gradients=_INT4)
 
 TECHNIQUES: Final[dict[str, Policy]] = {
     "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
@@ -858,17 +770,8 @@ technique of ZeRO++, every pair, and all three.
 """
 
 SUCCESSORS: Final[dict[str, Policy]] = {
-    "zeropp-deepspeed": Policy(
-        weights=IntCodec(8, 2048, clipped=True), secondary="node", secondary_format="bf16", gradients=_INT4
-    ),
-    "zeropp-shipped": Policy(
-        weights=IntCodec(8, 2048, clipped=True),
-        secondary="node",
-        secondary_format="bf16",
-        gradients=_INT4,
-        sums="fp16",
-        blocks="shape",
-    ),
+    "zeropp-deepspeed": _SHIPPED,
+    "zeropp-shipped": replace(_SHIPPED, sums="fp16", blocks="shape"),
     "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
     "sdp4bit": Policy(
         secondary="node",
@@ -879,7 +782,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     "bf16-fp32sum": Policy(gradients=(_BF16SR, _BF16SR)),
     "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
-    "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
+    "mxfp8-planes": Policy(weights=_MXFP8, planes=2),
 }
 """What others published, with the deviations of each:
 
@@ -912,8 +815,7 @@ def preset(name: str, **changes: object) -> Policy:
     """
     if name not in tuple(PRESETS):  # which compares, and hashes nothing
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
-    known = {field.name for field in fields(Policy)}
-    for key in changes:
-        if key not in known:
-            raise PolicyError(f"unknown policy field {key!r}: expected one of {', '.join(sorted(known))}")
+    known = sorted(field.name for field in fields(Policy))
+    if unknown := [key for key in changes if key not in known]:
+        raise PolicyError(f"unknown policy field {unknown[0]!r}: expected one of {', '.join(known)}")
     return replace(PRESETS[name], **changes)  # type: ignore[arg-type]  # checked by Policy itself

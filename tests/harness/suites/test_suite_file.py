@@ -340,7 +340,7 @@ CASES = {
     "more steps than are counted": (
         f'[defaults]\npolicy.loss_scale = "dynamic:window{"9" * 400}"\n',
         "999",
-        "below 2^63",
+        "below 10^18",
     ),
     "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
     "match of no field": ("[[exclude]]\nstrateg = 1\n", "strateg", "'strategy'?"),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import BF16, HALF_ULP, parse
+from impl.codecs.codec import HALF_ULP, parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Offload, Policy, PolicyError, preset
+from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
 from impl.unit.unit import Unit
@@ -198,25 +198,6 @@ def test_weights_travel_in_a_codec_for_each_hop(mesh: Mesh, between: str, inside
                 mine = member.parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset]
                 assert torch.equal(mine, shards[start:stop])
             unit.release()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"secondary": 0}, "needs hpZ's copy"),
-        ({"weights": parse("int8:32")}, "added to hpZ's copy, which is kept as int8:32"),
-        ({"offload": Offload(optimizer=1.0)}, "offload neither"),
-        ({"refresh": -1}, "refresh = -1"),
-        ({"differences": None, "refresh": 2}, "and differences"),
-        ({"inside": parse("int8:32:stochastic"), "differences": None}, "rounds to nearest"),
-        ({"inside": BF16, "secondary_format": "fp16"}, "both say how hpZ's"),
-        ({"inside": BF16, "differences": None, "offload": Offload(weights=1.0)}, "encoded on the device"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
-    """Differences without a copy to add them to, or a copy that ranks would not share, are refused."""
-    with pytest.raises(PolicyError, match=words):
-        replace(SDP4BIT, **changes)
 
 
 @each_rank(2, 1)
