@@ -26,7 +26,7 @@ from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Average, Reduction
+from impl.comm.reduce_scatter import Reduction, average
 from impl.comm.wire import Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
@@ -174,7 +174,7 @@ def quantized_reduce_scatter(
         stays=True,
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    mean = Average(how, x.detach().reshape(-1), key=key).finish()
+    mean = average(how, x.detach().reshape(-1), key=key).finish()
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.adapters.joined import HostError, Joined
-from impl.comm.reduce_scatter import Average
+from impl.comm.reduce_scatter import Average, average
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
 from impl.plan.policy import Policy
@@ -35,10 +35,9 @@ class _Unit:
 class InDDP(Joined):
     """DDP with its gradients carried; all ranks must make it, before the first backward pass, and keep it.
 
-    DDP's buckets decide when gradients arrive; what travels together are the units of a policy of stage 0,
-    one a block of the model, so that bytes do not depend on buckets.  Buckets fill units; a full unit's
-    reduction starts at once and moves on whenever the next one starts; the last bucket waits for all.
-    Buckets come in one order on all ranks, so units do too.
+    What travels together are the units of a policy of stage 0, one a block, so that bytes do not depend on
+    DDP's buckets.  These fill units, in one order on all ranks; a full unit's reduction starts at once and
+    moves on whenever the next one starts; the last bucket waits for all.
 
     ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, says codecs of gradients,
     reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
@@ -92,8 +91,8 @@ class InDDP(Joined):
             unit.flat[slot.offset : slot.end].view(slot.spec.shape).copy_(gradient)
             unit.back.append((gradient, slot))
             if len(unit.back) == len(unit.geometry.slots):
-                for _, average in self._under_way:  # the units under way go on by a hop
-                    average.post_next_hop()
+                for _, under_way in self._under_way:  # the units under way go on by a hop
+                    under_way.post_next_hop()
                 self._under_way.append((unit, self._average(unit)))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
@@ -106,7 +105,7 @@ class InDDP(Joined):
         how = self._reduction(unit.geometry.name, unit.geometry.piece)
         axes, codec = self._replicas
         replicas = [(axis, axis.stride) for axis in axes]  # one rank has the whole mean
-        return Average(replace(how, replicas=replicas, replica_codec=codec), unit.flat)
+        return average(replace(how, replicas=replicas, replica_codec=codec), unit.flat)
 
     def _finish(self) -> None:
         """The last bucket is there: wait for everything and hand it back."""
@@ -116,8 +115,8 @@ class InDDP(Joined):
                     f"DDP brought {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
                     f"{unit.geometry.name!r}: none may be frozen or ignored after InDDP took it"
                 )
-        for unit, average in self._under_way:
-            mean = average.finish()  # (padded,) fp32
+        for unit, under_way in self._under_way:
+            mean = under_way.finish()  # (padded,) fp32
             if self.wire.observer is not None:
                 first, end = unit.geometry.received_piece(self.wire.mesh.rank)
                 self.wire.observer.averaged(unit.geometry.name, first, mean[first:end])

@@ -21,16 +21,10 @@ from impl.plan.traffic import Tag
 
 
 class FrameGather:
-    """All-gathers frames along ``axes``, one hop after the other; one at a time is under way.
+    """All-gathers frames of ``nbytes`` along ``axes``, hop after hop; one at a time is under way.
 
     :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it;
-    :meth:`finish` waits for it, and posts and waits for the hops after it.
-
-    Args:
-        wire: what sends.
-        axes: at least one, of which those of one rank send nothing.
-        nbytes: size of the first hop's message.
-        ring: the hop is the library's ring over the whole world.
+    :meth:`finish` waits for it, and posts and waits for the hops after it.  A ``ring`` is the library's.
 
     Attributes:
         left: hops that are still to be posted.
@@ -52,9 +46,7 @@ class FrameGather:
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
         """(nbytes,) uint8, the first hop's message, to be written before :meth:`post`.
 
-        Args:
-            tag: for the ledger.
-            into: (ranks * nbytes,) uint8 where all frames are to arrive, which only a single hop uses.
+        ``into`` (ranks * nbytes,) uint8 is where all frames are to arrive, which only a single hop uses.
         """
         self._tag, self.left = tag, len(self._hops)
         to = into if self.left == 1 else None
@@ -108,11 +100,7 @@ def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
 def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
     """View of ``flat`` (n * S,) as (sizes of ``axes`` in this order..., S), by rank digits.
 
-    Args:
-        flat: parts of S elements.
-        axes: whose digits number the parts.
-        shard: S.
-        strides: parts from one digit to the next along each axis; the axes' own by default.
+    ``strides`` are parts from one digit to the next along each axis; the axes' own by default.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides
@@ -120,14 +108,7 @@ def placed(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int
 
 
 def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
-    """(ranks, n) fp32: the equally long parts of all ranks along ``axes``, in rank order.
-
-    Args:
-        wire: what sends.
-        axes: that together number the ranks, the first hop's first.
-        part: (n,) fp32, this rank's.
-        tag: for the ledger.
-    """
+    """(ranks, n) fp32: the parts (n,) of all ranks along ``axes``, the first hop's first, in rank order."""
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
     if not numel:
@@ -144,12 +125,7 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
 def scattered(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
     """(numel,) fp32 that rank ``source`` has for this rank; the other ranks' messages are zeros.
 
-    Args:
-        wire: what sends.
-        source: the rank that knows.
-        parts: on it, fp32 of at most ``numel`` elements for each rank; elsewhere None.
-        numel: of the longest part.
-        tag: for the ledger.
+    ``parts`` are there for each rank, of at most ``numel`` elements; elsewhere None.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

@@ -1,12 +1,8 @@
 """Error feedback of a unit's gradient codecs: the state that holds what encodings lost.
 
-Error feedback adds what an encoding lost to what the next one sends.  The state is sharded as the hop
-is: of the hop between nodes a rank encodes the sums of its local index alone, so it keeps
-``padded / ranks_per_node`` errors; of a first hop it encodes, and keeps, all of them.
-(DeepSpeed's LoCo keeps both, unsharded, as int8: facts of peers, section 1.2.)
-
-An error lives until it is cleared: after an overflow, whose gradients are not used, and every
-``reset`` optimizer steps.
+The state is sharded as the hop is: of the hop between nodes a rank encodes the sums of its local index alone,
+so it keeps ``padded / ranks_per_node`` errors; of a first hop it encodes, and keeps, all of them.
+An error is cleared after an overflow, whose gradients are not used, and every ``reset`` optimizer steps.
 """
 
 from __future__ import annotations
@@ -22,15 +18,7 @@ from impl.plan.topology import Topology
 
 
 class Errors:
-    """The errors of one unit on one rank, hop by hop.
-
-    Args:
-        policy: of the unit, with feedback.
-        shard: elements that each rank ends with.
-
-    Attributes:
-        nbytes: of all errors.
-    """
+    """The ``nbytes`` of errors of one unit on one rank, each of whose ranks ends with ``shard`` elements."""
 
     def __init__(self, policy: Policy, topology: Topology, shard: int, device: torch.device) -> None:
         assert policy.feedback is not None  # noqa: S101  # else there are none

@@ -1,6 +1,4 @@
-"""The kinds of :class:`Exchange`: of one rank, in the memory of a node, by torch.distributed, or by it
-through host memory.
-"""
+"""Exchanges: of one rank, in the memory of a node, by torch.distributed, or by it through host memory."""
 # ruff: noqa: D102  # Exchange says what its methods do
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 _TAGS: Final = 1 << 30  # of gloo's messages
-_SPARE: Final = (
-    2  # free buffers of a size, a message and what it brings, that are left in case they are in use
-)
+_SPARE: Final = 2  # free buffers of a size that are left: a message and what it brings may be in use
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -66,9 +62,9 @@ class Pacer(Protocol):
 def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int) -> list[dist.Work]:
     """Post an exchange over gloo as one message to and from each rank of the group.
 
-    gloo's own all-to-all announces a receive only when it gets to it; behind a slow link the
-    announcement queues after our data and the link idles (24 to 30 of 50 Mbit/s measured between
-    two nodes, 48 this way).  So all receives are announced before anything is sent.
+    gloo's own all-to-all announces a receive only when it gets to it; behind a slow link that queues after
+    our data and the link idles (24 to 30 of 50 Mbit/s between two nodes, 48 this way).  So all receives are
+    announced before anything is sent.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Start with the next rank, so that not all ranks send to the first one first.
@@ -117,9 +113,7 @@ class Route:
 class Buffers:
     """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
-    Args:
-        streams: whether several streams of a GPU use it: then who takes a buffer waits, on its stream, for
-            who gave it back, on another.
+    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False) -> None:
@@ -202,12 +196,9 @@ class InMemory:
 
 
 class Distributed:
-    """An exchange that torch.distributed carries.
+    """An exchange that torch.distributed carries, over a link that is modelled if there is a ``pacer``.
 
-    Args:
-        buffers: where its messages lie.
-        place: where instead those of a gather arrive, or this rank's other message lies.
-        pacer: a link that is modelled, if any.
+    Its messages lie in ``buffers``, or in ``place`` those that a gather receives, or another kind sends.
     """
 
     def __init__(
@@ -272,24 +263,20 @@ class Distributed:
 
 
 class Staged:
-    """An exchange of tensors on a device, carried through host memory.
+    """An exchange of tensors on a device, whose message ``host`` carries in buffers of ``staging``.
 
-    Args:
-        host: carries the same message of tensors on the host, in buffers of ``staging``.
-        buffers: of the device, where its messages lie.
-        place: where instead those of a gather arrive, or this rank's other message lies.
+    On the device it lies in ``buffers``, or in ``place``, as of :class:`Distributed`.
     """
 
     def __init__(
         self, host: Distributed, route: Route, staging: Staging, buffers: Buffers, *, place: Tensor | None
     ) -> None:
         self._host, self._staging, self._buffers = host, staging, buffers
-        self._arrived = False
-        gathers, received = route.kind == "all_gather", route.nbytes * route.rows
-        self._taken = [] if place is not None and gathers else [buffers.take(received)]
-        self._received = place if place is not None and gathers else self._taken[-1]
-        self._taken += [] if place is not None and not gathers else [buffers.take(route.row)]
-        self.send = place if place is not None and not gathers else self._taken[-1]
+        self._arrived, gathers = False, route.kind == "all_gather"
+        received, sent = (place, None) if gathers else (None, place)
+        self._received = buffers.take(route.nbytes * route.rows) if received is None else received
+        self.send = buffers.take(route.row) if sent is None else sent
+        self._taken = [own for own in (self._received, self.send) if own is not place]
 
     def post(self) -> None:
         self._staging.out(self.send, self._host.send)

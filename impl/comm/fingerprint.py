@@ -1,9 +1,8 @@
-"""The log of the collectives that a rank opened, its fingerprint, and where the logs of ranks differ.
+"""The log of the exchanges that a rank opened, its fingerprint, and where the logs of ranks part.
 
-All ranks run one program, so all must open the same exchanges in the same order; a rank that does
-not leaves the others waiting for a message that never comes.  Each rank keeps a :class:`CollectiveLog`.
-Logs are compared by a count and a 64-bit fingerprint (:data:`impl.plan.traffic.ORDER_BYTES`), which
-costs one small message; only when these differ are the histories compared, exchange by exchange.
+All ranks run one program, so all must open the same exchanges in the same order; a rank that does not leaves
+the others waiting for ever.  Logs are compared by a count and a 64-bit fingerprint
+(:data:`impl.plan.traffic.ORDER_BYTES`); only where these differ exchange by exchange.
 
 Pure: no torch, and nothing is sent here.
 """
@@ -11,8 +10,8 @@ Pure: no torch, and nothing is sent here.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -22,11 +21,13 @@ REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
 _MASK: Final = (1 << 64) - 1
 
-
-# What is equal on all ranks about one exchange; who carries it is not in it: its kind (``all_gather``,
-# ``all_to_all``, ``shift``), the axis's name, ranks in a group of it and stride, the bytes of one message,
-# phase, purpose and unit of its tag, and whether it goes round a ring.
+# What is equal on all ranks about one exchange: its kind (``all_gather``, ``all_to_all``, ``shift``), the
+# axis's name, ranks in a group of it and stride, the bytes of one message, phase, purpose and unit of its
+# tag, and whether it goes round a ring.
 Fields = tuple[str, str, int, int, int, str, str, str, bool]
+# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.  A
+# plain tuple, as every exchange makes one: a named one takes 0.4 us, as much as the rest.
+Step = tuple[int, Fields, int]
 
 
 def described(fields: Fields) -> str:
@@ -36,11 +37,6 @@ def described(fields: Fields) -> str:
     apart = f", stride {stride}" if stride > 1 else ""
     group = f"{axis} ({ranks} ranks{apart}{', ring' if ring else ''})"
     return f"{kind} of {nbytes} B along {group} for {' '.join(filter(None, tag))}"
-
-
-# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.  A
-# plain tuple, as every exchange makes one: a named one takes 0.4 us, as much as the rest.
-Step = tuple[int, Fields, int]
 
 
 def told(waiting: Step | str) -> str:
@@ -58,51 +54,39 @@ class CollectiveLog:
     """What one rank has opened, in order, and where it stands now.
 
     Attributes:
-        count: exchanges opened.
-        fingerprint: of their order, 64 bits.
-        waiting: the exchange, or in words what else, that the rank stands waiting for; None while it
-            computes.
+        count, fingerprint: of the exchanges opened, and of their order.
+        steps: the last :data:`REMEMBERED` of them, oldest first.
+        waiting: what the rank stands waiting for; None while it computes.
         finished: the exchange received last.
     """
 
-    __slots__ = ("_steps", "count", "fingerprint", "finished", "waiting")
-
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
+        self.steps: deque[Step] = deque(maxlen=REMEMBERED)
         self.waiting: Step | str | None = None
         self.finished: Step | None = None
-        self._steps: deque[Step] = deque(maxlen=REMEMBERED)
 
     def open(self, fields: Fields) -> Step:
         """Enter the next exchange."""
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ _code(fields)) * _FACTOR + 1) & _MASK
         step = (self.count, fields, self.fingerprint)
-        self._steps.append(step)
+        self.steps.append(step)
         return step
 
-    def steps(self) -> list[Step]:
-        """The last :data:`REMEMBERED` exchanges, oldest first."""
-        return list(self._steps)
 
-
-def parting(histories: Mapping[int, Sequence[Step]]) -> str | None:
-    """The first exchange that ranks remember differently, in words; None if each only is further on.
-
-    Args:
-        histories: by rank, its last exchanges, oldest first.
-    """
-    opened: dict[int, dict[tuple[str, int], list[int]]] = {}  # by number, and by what was opened, the ranks
+def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
+    """The first exchange that ranks remember differently, from their ``steps``; None if none differs."""
+    # by number, and by what was opened, the ranks
+    opened: dict[int, dict[tuple[str, int], list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):
         for number, fields, fingerprint in steps:
-            opened.setdefault(number, {}).setdefault((described(fields), fingerprint), []).append(rank)
+            opened[number][described(fields), fingerprint].append(rank)
     for number, sides in sorted(opened.items()):
         if len({text for text, _ in sides}) > 1:
             said = (f"{ranks_in_words(ranks)} opened {text}" for (text, _), ranks in sides.items())
             return f"the ranks part at exchange {number}: {'; '.join(said)}"
         if len(sides) > 1:
-            return (
-                f"the ranks parted before exchange {number}, the oldest that all remember: check the order "
-                "more often"
-            )
+            known = f"exchange {number}, the oldest that all remember"
+            return f"the ranks parted before {known}: check the order more often"
     return None

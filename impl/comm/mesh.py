@@ -28,12 +28,9 @@ from impl.transport.group import Group, MeshError
 def default_group(backend: str, **options: Any) -> Iterator[None]:
     """Join the default process group; after the body it and all groups made from it have ended.
 
-    After an error they are left as they are: ending them would wait for whatever other ranks no longer send.
+    Arguments are those of ``torch.distributed.init_process_group``.
+    After an error groups are left as they are: ending them would wait for what other ranks no longer send.
     Such a process must not end by the interpreter's own way, but by ``os._exit()``, once it said why.
-
-    Args:
-        backend: as ``torch.distributed.init_process_group`` takes it.
-        options: of the same.
     """
     dist.init_process_group(backend, **options)
     yield
@@ -52,11 +49,7 @@ class Mesh:
 
     @classmethod
     def create(cls, topology: Topology, device: torch.device | None = None) -> Mesh:
-        """Wrap the default process group.
-
-        Args:
-            topology: where its ranks stand, in their order.
-            device: of their tensors; the CPU by default.
+        """Wrap the default process group, for tensors on ``device``, the CPU by default.
 
         Raises:
             MeshError: for what is no topology, or if the group's size is not ``topology.world``.
@@ -77,8 +70,7 @@ class Mesh:
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.
 
-        Torch wants every rank to take part in making every group, so all groups of the axis are
-        made here, in ascending order of their first rank.
+        Torch wants every rank to take part in making every group: all of the axis are made here, in order.
         """
         if axis not in self._groups:
             mine: dist.ProcessGroup | None = None

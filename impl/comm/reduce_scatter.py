@@ -4,9 +4,8 @@ A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is en
 summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.
 Beside it a ring, and the gather of the mean between groups that hold copies.
 
-A reduction under way is an object: it starts when it is made, :meth:`Average.post_next_hop` lets it go on by
-a message, and :meth:`Average.finish` gives the mean.  What is sent, and in which order, follows from the
-:class:`Reduction` alone.
+:func:`average` starts a reduction, :meth:`Average.post_next_hop` lets it go on by a message, and
+:meth:`Average.finish` gives the mean.  What is sent, and in which order, follows from the :class:`Reduction`.
 
 [Note: deferred last hop]
 After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
@@ -83,10 +82,7 @@ class Reduction:
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
 
-        Args:
-            key: with this rank as the source; the hop is filled in.
-            hop: which; the one after the last is that between groups.
-            start: first element of a chunk.
+        ``key`` has this rank as the source; the hop after the last is that between groups.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
         if key is None or not codec.stochastic:
@@ -99,8 +95,8 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
 
-        So they may where frames are the elements themselves, and the ranks of the hop either get whole rows
-        of it, or see each other's messages as a whole and pick their part.  Not with error feedback.
+        So they may, without error feedback, where frames are the elements themselves, and the ranks of the
+        hop either get whole rows of it, or see each other's messages as a whole and pick their part.
         """
         if not self.hops or len(self.chunks) > 1 or not self.in_order:
             return False
@@ -112,24 +108,11 @@ class Reduction:
         return self.wire.all_to_all(self.hops[0][0], self.rows[0][0], self.tag)
 
 
-class ReduceScatter:
-    """One reduction along the hops of ``how`` under way.
-
-    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
-    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
-    in this one order.  Once it is made, the first hop of all chunks is posted and ``gradient`` may be
-    overwritten.
-
-    Args:
-        how: along which hops, with which codecs.
-        gradient: (world * S,) of any floating-point type.
-        key: of stochastic codecs, with this rank as the source; the hop is filled in.
-        errors: of the gradient codecs, for error feedback.
-        opened: the first hop's exchange, in whose message the gradient lies already
-            (:meth:`Reduction.open_message`).
+class Average:
+    """The mean of a gradient over all ranks under way; made by :func:`average`.
 
     Attributes:
-        left: hops that are still to be posted.
+        mean: (S,) fp32 of this rank's shard, once it is there.
     """
 
     def __init__(
@@ -137,22 +120,113 @@ class ReduceScatter:
         how: Reduction,
         gradient: Tensor,
         *,
-        key: Key | None = None,
-        errors: Errors | None = None,
-        opened: Exchange | None = None,
+        key: Key | None,
+        errors: Errors | None,
+        opened: Exchange | None,
+        out: Tensor | None,
     ) -> None:
-        self._how, self._key, self._errors, self._opened = how, key, errors, opened
+        self._how, self._key, self._errors, self._opened, self._out = how, key, errors, opened, out
+        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
+        self._left = len(how.hops)  # to be posted
+        self.mean: Tensor | None = None
+        self._observer = how.wire.observer or how.watcher
+        if self._observer is not None:
+            self._observer.local(how.tag.unit, gradient)
+        if how.hops:
+            self._begin(gradient)
+        else:  # one rank
+            self.mean = gradient.to(torch.float32, copy=True) if out is None else out
+            if out is not None and gradient is not out:
+                out.copy_(gradient)
+
+    def _begin(self, gradient: Tensor) -> None:
+        """Post the first hop; from then on ``gradient`` may be overwritten."""
+        raise NotImplementedError
+
+    def _post_next(self) -> None:
+        """Wait for a message, and post what is made of it."""
+        raise NotImplementedError
+
+    def _reduced(self, out: Tensor | None) -> Tensor:
+        """(piece,) fp32 the mean, once all is posted, in ``out`` if it is given."""
+        raise NotImplementedError
+
+    def post_next_hop(self) -> None:
+        """Let the next message go; after the last hop inside a node take the mean.
+
+        See [Note: deferred last hop].
+        """
+        if self.mean is not None:
+            return
+        if self._left:
+            self._post_next()
+        elif self._gather is None and self._how.replicas:
+            self._send_to_replicas()
+        elif self._gather is not None and self._gather.left:
+            self._gather.post_next_hop()
+        elif not self._how.crosses:
+            self.finish()
+
+    def finish(self) -> Tensor:
+        """(S,) fp32 mean of this rank's shard."""
+        if self.mean is None:
+            while self._left:
+                self._post_next()
+            if self._how.replicas:
+                self.mean = self._receive_from_replicas(self._gather or self._send_to_replicas())
+            else:
+                self.mean = self._reduced(self._out)
+        return self.mean
+
+    def _send_to_replicas(self) -> FrameGather:
+        """Gather the groups' means (piece,) of their pieces."""
+        how, codec, hop, mean = self._how, self._how.replica_codec, len(self._how.hops), self._reduced(None)
+        axes = [axis for axis, _ in how.replicas]
+        gather = self._gather = FrameGather(how.wire, axes, codec.frame_bytes(how.piece))
+        message = gather.open(how.tag)
+        ops.encode(codec, mean, message, noise=how.noise(self._key, hop))
+        if self._observer is not None:
+            name = "+".join(axis.name for axis in axes)
+            self._observer.encoded(how.tag.unit, Hop(hop, name, codec), mean, message)
+        gather.post()
+        return gather
+
+    def _receive_from_replicas(self, gather: FrameGather) -> Tensor:
+        how, axes = self._how, [axis for axis, _ in self._how.replicas[::-1]]
+        numel = how.piece * math.prod(axis.size for axis in axes)
+        whole = torch.empty(numel, dtype=torch.float32, device=how.wire.mesh.device)
+        pieces = placed(whole, axes, how.piece, [stride for _, stride in how.replicas[::-1]])
+        ops.decode(how.replica_codec, gather.frames(), pieces)
+        gather.close()
+        return whole
+
+
+class _AllToAlls(Average):
+    """Along the hops of ``how``, by an all-to-all each.
+
+    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
+    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
+    in this one order.
+    """
+
+    def _begin(self, gradient: Tensor) -> None:
         self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
         self._turn = 0
-        self.left = len(how.hops)
-        for index in range(len(how.chunks)):
+        for index in range(len(self._how.chunks)):
             self._send_first(gradient, index)
-            self.post_next_hop()
+            self._post_next()
 
-    def finish(self, out: Tensor | None = None) -> Tensor:
-        """(S,) fp32 mean of this rank's shard, in ``out`` if it is given."""
-        while self.left:
-            self.post_next_hop()
+    def _post_next(self) -> None:
+        """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
+        hops, chunks = len(self._how.hops), len(self._how.chunks)
+        for hop in range(1, hops):
+            if 0 <= self._turn - hop < chunks:
+                self._forward(hop, self._turn - hop)
+        self._turn += 1
+        if self._turn >= chunks:  # the last chunk was posted on one more hop
+            self._left -= 1
+
+    def _reduced(self, out: Tensor | None) -> Tensor:
         how, device = self._how, self._how.wire.mesh.device
         codec = how.hops[-1][1]
         mean = torch.empty(how.piece, dtype=torch.float32, device=device) if out is None else out
@@ -161,26 +235,15 @@ class ReduceScatter:
             exchange.close()
         return mean.div_(math.prod(how.sizes))
 
-    def post_next_hop(self) -> None:
-        """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
-        hops, chunks = len(self._how.hops), len(self._how.chunks)
-        for hop in range(1, hops):
-            if 0 <= self._turn - hop < chunks:
-                self._forward(hop, self._turn - hop)
-        self._turn += 1
-        if self._turn >= chunks:  # the last chunk was posted on one more hop
-            self.left -= 1
-
     def _send_first(self, gradient: Tensor, index: int) -> None:
         """Encode a chunk of all shards, transposed, and send it along the first hop."""
         how, wire = self._how, self._how.wire
         (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
-        exchange = self._opened
+        exchange, observer = self._opened, self._observer
         carried = None if self._errors is None else self._errors.carried(0, start, end)
-        values = None  # for an observer
-        if exchange is None or wire.observer or how.watcher:
+        if exchange is None or observer is not None:
             slices = gradient.as_strided(*how.by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
-            values = _observed(how, slices, carried)
+            values = None if observer is None else _with_errors(slices, carried)
         if exchange is None:
             source = None
             if how.stays and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
@@ -189,18 +252,18 @@ class ReduceScatter:
             if source is None or exchange.send.data_ptr() != source.data_ptr():
                 send = exchange.send.view(*how.sizes, frame)
                 ops.encode(codec, slices, send, noise=how.noise(self._key, 0, start), carried=carried)
-        if values is not None:
+        if observer is not None and values is not None:
             frames = None if self._opened is not None else exchange.send.view(*how.sizes, frame)
-            _tell(how, Hop(0, axis.name, codec), values, frames)
+            observer.encoded(how.tag.unit, Hop(0, axis.name, codec), values, frames)
         exchange.post()
         self._under_way.append(exchange)
 
     def _forward(self, hop: int, index: int) -> None:
         """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
-        how, wire, received = self._how, self._how.wire, self._under_way[index]
+        how, received, observer = self._how, self._under_way[index], self._observer
         (_, before), (axis, codec) = how.hops[hop - 1 : hop + 1]
         (start, end), rest = how.chunks[index], how.sizes[hop:]
-        exchange = wire.all_to_all(axis, how.rows[hop][index], how.tag)
+        exchange = how.wire.all_to_all(axis, how.rows[hop][index], how.tag)
         send = exchange.send.view(*rest, how.frames[hop][index])
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
@@ -209,17 +272,17 @@ class ReduceScatter:
             frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
         carried = None if self._errors is None else self._errors.carried(hop, start, end)
         values = None
-        if wire.observer or how.watcher:
+        if observer is not None:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, held, sums=how.sums)
-            values = _observed(how, held, carried)
+            values = _with_errors(held, carried)
         noise = how.noise(self._key, hop, start)
         ops.decode_sum_encode(
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=how.sums
         )
         received.close()
-        if values is not None:
-            _tell(how, Hop(hop, axis.name, codec), values, send)
+        if observer is not None and values is not None:
+            observer.encoded(how.tag.unit, Hop(hop, axis.name, codec), values, send)
         exchange.post()
         self._under_way[index] = exchange
 
@@ -235,157 +298,76 @@ class ReduceScatter:
         return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
 
 
-class RingReduce:
-    """The same mean by one ring over all ranks under way: ``world - 1`` steps, partial sums on the wire.
+class _Ring(Average):
+    """Round one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
 
     Blind to nodes: what a library does without knowing the topology.  A partial sum is encoded again
     at every step, so errors add up ``world - 1`` times (paper section 3.3).
-
-    Args:
-        how: one hop over the world.
-        gradient: (world * S,) of any floating-point type, which may be overwritten once this is made.
-        key: as of :class:`ReduceScatter`.
-
-    Attributes:
-        left: steps that are still to be posted.
     """
 
-    def __init__(self, how: Reduction, gradient: Tensor, *, key: Key | None = None) -> None:
-        ((axis, self._codec),) = how.hops
-        self._how, self._key, self._axis = how, key, axis
-        self._me = axis.digit(how.wire.mesh.rank)
+    def _begin(self, gradient: Tensor) -> None:
+        ((axis, self._codec),) = self._how.hops
+        self._axis, self._me = axis, axis.digit(self._how.wire.mesh.rank)
         self._slices = gradient.view(axis.size, -1).to(torch.float32, copy=True)  # (rank, S)
         self._partial = self._slices[(self._me - 1) % axis.size].clone()
-        self._exchange: Exchange | None = None
-        self._step, self.left = 0, axis.size - 1
+        self._step, self._left = 0, axis.size - 1
         self._post()
 
-    def post_next_hop(self) -> None:
+    def _post_next(self) -> None:
         """Add what a step brought to this rank's part, and send the sum on."""
         self._receive()
         self._post()
 
-    def finish(self, out: Tensor | None = None) -> Tensor:
-        """(S,) fp32 mean of this rank's shard, in ``out`` if it is given."""
-        while self.left:
-            self.post_next_hop()
+    def _reduced(self, out: Tensor | None) -> Tensor:
         self._receive()
         return torch.div(self._partial, self._axis.size, out=self._partial if out is None else out)
 
     def _post(self) -> None:
-        how, codec, size, piece = self._how, self._codec, self._axis.size, self._how.piece
+        how, codec, size = self._how, self._codec, self._axis.size
         exchange = self._exchange = how.wire.shift(self._axis, how.frames[0][0], how.tag)
         noise = None
         if codec.stochastic and self._key is not None:
-            first = (self._me - 1 - self._step) % size * apart(piece)
+            first = (self._me - 1 - self._step) % size * apart(how.piece)
             noise = replace(self._key, hop=self._step).noise(first)
         ops.encode(codec, self._partial, exchange.send, noise=noise)
-        _tell(how, Hop(self._step, self._axis.name, codec), self._partial, exchange.send)
+        if self._observer is not None:
+            hop = Hop(self._step, self._axis.name, codec)
+            self._observer.encoded(how.tag.unit, hop, self._partial, exchange.send)
         exchange.post()
-        self.left -= 1
+        self._left -= 1
 
     def _receive(self) -> None:
-        assert self._exchange is not None  # noqa: S101  # it was posted
         ops.decode(self._codec, self._exchange.wait()[0], self._partial)
         self._exchange.close()
         self._partial += self._slices[(self._me - 2 - self._step) % self._axis.size]
         self._step += 1
 
 
-class Average:
-    """The mean of a gradient over all ranks under way: reduced, and gathered between groups that hold copies.
+def average(
+    how: Reduction,
+    gradient: Tensor,
+    *,
+    key: Key | None = None,
+    errors: Errors | None = None,
+    opened: Exchange | None = None,
+    out: Tensor | None = None,
+) -> Average:
+    """Start the mean of all ranks' gradients, gathered between groups that hold copies.
 
     Args:
         how: along which hops it is reduced and gathered, with which codecs.
-        gradient: (world * S,) of this rank, which may be overwritten once this is made, unless
-            :attr:`Reduction.stays` says otherwise.
-        key, errors, opened: as of :class:`ReduceScatter`.
+        gradient: (world * S,) of any floating-point type, of this rank, which may be overwritten once this
+            returns, unless :attr:`Reduction.stays` says otherwise.
+        key: of stochastic codecs, with this rank as the source; the hop is filled in.
+        errors: of the gradient codecs, for error feedback.
+        opened: the first hop's exchange, in whose message the gradient lies already
+            (:meth:`Reduction.open_message`).
         out: (piece,) fp32 where the mean is written; a fresh tensor by default.
-
-    Attributes:
-        mean: (S,) fp32 of this rank's shard, once it is there.
     """
-
-    def __init__(
-        self,
-        how: Reduction,
-        gradient: Tensor,
-        *,
-        key: Key | None = None,
-        errors: Errors | None = None,
-        opened: Exchange | None = None,
-        out: Tensor | None = None,
-    ) -> None:
-        self._how, self._key, self._out = how, key, out
-        self._hops: ReduceScatter | RingReduce | None = None
-        self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
-        self.mean: Tensor | None = None
-        if (observer := how.wire.observer or how.watcher) is not None:
-            observer.local(how.tag.unit, gradient)
-        if not how.hops:  # one rank
-            self.mean = gradient.to(torch.float32, copy=True) if out is None else out
-            if out is not None and gradient is not out:
-                out.copy_(gradient)
-        elif how.ring:
-            self._hops = RingReduce(how, gradient, key=key)
-        else:
-            self._hops = ReduceScatter(how, gradient, key=key, errors=errors, opened=opened)
-
-    def post_next_hop(self) -> None:
-        """Let the next message go; after the last hop inside a node take the mean.
-
-        See [Note: deferred last hop].
-        """
-        if self.mean is not None or self._hops is None:
-            return
-        under_way = self._gather or self._hops
-        if under_way.left:
-            under_way.post_next_hop()
-        elif self._gather is None and self._how.replicas:
-            self._send_to_replicas(self._hops.finish())
-        elif not self._how.crosses:
-            self.finish()
-
-    def finish(self) -> Tensor:
-        """(S,) fp32 mean of this rank's shard."""
-        if self.mean is None:
-            assert self._hops is not None  # noqa: S101  # there are several ranks
-            if not self._how.replicas:
-                self.mean = self._hops.finish(self._out)
-            else:
-                gather = self._gather or self._send_to_replicas(self._hops.finish())
-                self.mean = self._receive_from_replicas(gather)
-        return self.mean
-
-    def _send_to_replicas(self, mean: Tensor) -> FrameGather:
-        """Gather the groups' means (piece,) of their pieces."""
-        how, codec, hop = self._how, self._how.replica_codec, len(self._how.hops)
-        axes = [axis for axis, _ in how.replicas]
-        gather = self._gather = FrameGather(how.wire, axes, codec.frame_bytes(how.piece))
-        message = gather.open(how.tag)
-        ops.encode(codec, mean, message, noise=how.noise(self._key, hop))
-        _tell(how, Hop(hop, "+".join(axis.name for axis in axes), codec), mean, message)
-        gather.post()
-        return gather
-
-    def _receive_from_replicas(self, gather: FrameGather) -> Tensor:
-        how, axes = self._how, [axis for axis, _ in self._how.replicas[::-1]]
-        numel = how.piece * math.prod(axis.size for axis in axes)
-        whole = torch.empty(numel, dtype=torch.float32, device=how.wire.mesh.device)
-        pieces = placed(whole, axes, how.piece, [stride for _, stride in how.replicas[::-1]])
-        ops.decode(how.replica_codec, gather.frames(), pieces)
-        gather.close()
-        return whole
+    kind = _Ring if how.ring else _AllToAlls
+    return kind(how, gradient, key=key, errors=errors, opened=opened, out=out)
 
 
-def _observed(how: Reduction, x: Tensor, carried: Carried | None) -> Tensor | None:
-    """What is encoded of ``x``, for an observer: with the errors that feedback adds; None without one."""
-    if not (how.wire.observer or how.watcher):
-        return None
+def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:
+    """What is encoded of ``x``: with the errors that feedback adds."""
     return x if carried is None else x.float() + carried.error.float()
-
-
-def _tell(how: Reduction, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-    """Tell the observer, if there is one, what became which frames."""
-    if (observer := how.wire.observer or how.watcher) is not None:
-        observer.encoded(how.tag.unit, hop, values, frames)

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import psutil
 import torch
@@ -42,7 +42,6 @@ class Stalls:
     """How long a device's current stream waited for messages: between two events around each wait.
 
     The first is reached when all work before the wait is done, the second when the message is there too.
-    Events are read when the device has passed them, and used again.
 
     Attributes:
         paused: whether the current stream is one whose waits hold back no computation.
@@ -52,7 +51,6 @@ class Stalls:
         self.paused = False
         self._seconds = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._free: list[torch.cuda.Event] = []
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -60,24 +58,19 @@ class Stalls:
         if self.paused:
             yield
             return
-        begin = self._recorded()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
         yield
-        self._pending.append((begin, self._recorded()))
+        end.record()
+        self._pending.append((begin, end))
+        self.seconds()  # nobody may ever ask: events do not pile up
 
     def seconds(self) -> float:
         """Of the waits that the device has behind it."""
         while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             begin, end = self._pending.popleft()
             self._seconds += begin.elapsed_time(end) / 1e3
-            self._free += [begin, end]
         return self._seconds
-
-    def _recorded(self) -> torch.cuda.Event:
-        if not self._free:
-            self.seconds()  # nobody may ever ask: events that the device has passed are used again here
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 class Watchdog:
@@ -92,25 +85,21 @@ class Watchdog:
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
-        self.collective_log = CollectiveLog()
-        self._waited = 0.0  # by the host
+        self.collective_log = log = CollectiveLog()
         self.stalls = Stalls() if streams else None
         self.timeline: Timeline | None = None
-        self._mesh = mesh
-        # None without a store: thread ranks have none.
-        self._desync_reporter: DesyncReporter | None = None
-        if (store := mesh.store()) is not None:
-            world = mesh.topology.world
-            self._desync_reporter = DesyncReporter(store, mesh.rank, world, self.collective_log)
+        self._rank, self._waited = mesh.rank, 0.0  # by the host
+        store = mesh.store()  # thread ranks have none
+        self._reporter = None if store is None else DesyncReporter(store, mesh.rank, mesh.topology.world, log)
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent in :meth:`waiting`: by the host or, as far as the device has come, by its stream."""
+        """Time spent in :meth:`wait`: by the host or, as far as the device has come, by its stream."""
         return self._waited if self.stalls is None else self.stalls.seconds()
 
     def exited(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of ``ranks`` that no longer run, as far as is known."""
-        return () if self._desync_reporter is None else self._desync_reporter.exited(ranks)
+        return () if self._reporter is None else self._reporter.exited(ranks)
 
     def wait(self, for_what: Step | str, receive: Callable[[], T], *, across: bool = False) -> T:
         """What ``receive`` returns, which waits in an exchange, across nodes or inside one, or otherwise.
@@ -138,79 +127,69 @@ class Watchdog:
 
     def error(self, what: str, why: object, waiting: Step | None = None) -> WireError:
         """The error of a rank that cannot go on: what, why, in which exchange, and where all ranks stand."""
-        self.collective_log.waiting = waiting or self.collective_log.waiting
+        log = self.collective_log
+        log.waiting = waiting or log.waiting
         # gloo puts its source line before, and advice after its first sentence.
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(why).split("\n", 1)[0])
-        first, log = f"rank {self._mesh.rank} {what}: {reason}", self.collective_log
-        if self._desync_reporter is None:
-            last = f"exchange {log.count} was the last that it opened"
-            return WireError(f"{first}; {last}; the other ranks have no store to be asked by")
+        first = f"rank {self._rank} {what}: {reason}"
+        if self._reporter is None:
+            return WireError(f"{first}; the other ranks have no store to be asked by")
+        gave_up = f"waiting for {told(log.waiting)}" if log.waiting else f"after {log.count} exchanges"
         try:
-            self._desync_reporter.write(
-                f"gave up waiting for {told(log.waiting)}"
-                if log.waiting
-                else f"gave up after {log.count} exchanges"
-            )
-            return WireError(f"{first}\n{self._desync_reporter.report()}")
+            self._reporter.write(f"gave up {gave_up}")
+            return WireError(f"{first}\n{self._reporter.report()}")
         except RuntimeError as lost:
             why_lost = str(lost).split("\n", 1)[0]
             return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({why_lost})")
 
     def close(self) -> None:
         """Tell ranks that may wait in vain that this one has closed its wire."""
-        if self._desync_reporter is not None:
+        if self._reporter is not None:
             with contextlib.suppress(RuntimeError):  # the store's: its host has exited, and nobody will ask
-                self._desync_reporter.write(f"closed its wire after {self.collective_log.count} exchanges")
+                self._reporter.write(f"closed its wire after {self.collective_log.count} exchanges")
 
 
 class DesyncReporter:
-    """Writes where this rank stands, and collects where the others do.
+    """Writes where this rank stands, and collects where the others do, in a ``store`` that all share.
 
     Wires are told apart by their number on each rank, so all ranks must make theirs in one order.
-
-    Args:
-        store: shared by all ranks.
+    Methods raise RuntimeError where the store cannot be reached.
     """
 
     def __init__(self, store: Store, rank: int, world: int, collective_log: CollectiveLog) -> None:
         self._store, self._rank, self._world, self._log = store, rank, world, collective_log
         self._mark = f"zeropp/{store.add(f'zeropp/wires/{rank}', 1)}"
         self._who: dict[int, tuple[str, int]] = {}  # machine and process of each rank, as far as known
-        store.set(f"{self._mark}/who/{rank}", json.dumps((_machine(), psutil.Process().pid)))
+        self._set("who", (_machine(), psutil.Process().pid))
+
+    def _set(self, what: str, value: object) -> None:
+        self._store.set(f"{self._mark}/{what}/{self._rank}", json.dumps(value))
+
+    def _get(self, what: str, rank: int) -> Any:
+        """What ``rank`` wrote; None if nothing."""
+        key = f"{self._mark}/{what}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def exited(self, ranks: Iterable[int]) -> list[int]:
         """Those of ``ranks`` that ran on this machine and no longer do, as far as the store says."""
-        found = []
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # the store's
-                if rank not in self._who and self._store.check([f"{self._mark}/who/{rank}"]):
-                    machine, process = json.loads(self._store.get(f"{self._mark}/who/{rank}"))
-                    self._who[rank] = machine, process
-            machine, process = self._who.get(rank, ("", 0))
-            if machine == _machine() and not _runs(process):
-                found.append(rank)
-        return found
+                if rank not in self._who and (who := self._get("who", rank)) is not None:
+                    self._who[rank] = who
+        here = {rank: self._who[rank][1] for rank in ranks if self._who.get(rank, ("",))[0] == _machine()}
+        return [rank for rank, process in here.items() if not _runs(process)]
 
     def write(self, does: str) -> None:
-        """Tell the others what this rank does, and which exchanges it opened.
-
-        Raises:
-            RuntimeError: where the store cannot be reached.
-        """
-        log, steps = self._log, self._log.steps()
+        """Tell the others what this rank does, and which exchanges it opened."""
+        log, steps = self._log, list(self._log.steps)
         says = [does, *(f"    opened {told(step)}" for step in steps[-_SHOWN:])]
-        if log.finished is not None:
-            says.append(f"    finished last: {told(log.finished)}")
-        standing = says, steps, self.exited(range(self._world))
-        self._store.set(f"{self._mark}/stands/{self._rank}", json.dumps(standing))
+        says += [f"    finished last: {told(log.finished)}"] if log.finished is not None else []
+        self._set("stands", ("\n".join(says), steps, self.exited(range(self._world))))
 
     def report(self) -> str:
         """Where the ranks stand, and where their orders part, as lines of text.
 
         Takes up to 5 s; ends at once when all have written or exited.
-
-        Raises:
-            RuntimeError: where the store cannot be reached.
         """
         says: dict[int, str] = {}
         histories: dict[int, Sequence[Step]] = {}
@@ -219,25 +198,21 @@ class DesyncReporter:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
-                if self._store.check([f"{self._mark}/stands/{rank}"]):
-                    lines, histories[rank], theirs = json.loads(
-                        self._store.get(f"{self._mark}/stands/{rank}")
-                    )
-                    says[rank] = "\n".join(lines)
+                if (standing := self._get("stands", rank)) is not None:
+                    says[rank], histories[rank], theirs = standing
                     gone.update(theirs)
             missing -= says.keys()
             gone.update(self.exited(missing))
             missing -= gone
             time.sleep(0.02)
-        silent = (
-            f"waits for no exchange that failed within {_PATIENCE_SECONDS:.0f} s: it computes, or is lost"
-        )
+        patience = f"within {_PATIENCE_SECONDS:.0f} s"
+        silent = f"waits for no exchange that failed {patience}: it computes, or is lost"
         alike: dict[str, list[int]] = {}  # ranks by what is said of them
         for rank in range(self._world):
             alike.setdefault(says.get(rank, "has exited" if rank in gone else silent), []).append(rank)
+        lines = [f"{ranks_in_words(ranks)}: {said}" for said, ranks in alike.items()]
         parted = parting(histories)
-        lines = [] if parted is None else [parted]
-        return "\n".join([*lines, *(f"{ranks_in_words(ranks)}: {said}" for said, ranks in alike.items())])
+        return "\n".join(lines if parted is None else [parted, *lines])
 
 
 def _runs(process: int) -> bool:

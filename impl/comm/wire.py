@@ -1,24 +1,22 @@
 """Sends messages along the axes of a mesh and books every byte in a ledger; nothing else sends any.
 
-Two primitives on contiguous byte messages, an all-gather and an all-to-all along one axis of the
-topology, each an :class:`~impl.comm.exchanges.Exchange` in three steps: write to ``send``, ``post()``,
-``wait()``.  Between the last two the caller computes.
+An all-gather and an all-to-all of bytes along one axis of the topology, each an
+:class:`~impl.comm.exchanges.Exchange` in three steps: write to ``send``, ``post()``, ``wait()``.
 
-Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm``
-lets the ranks of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend
-between nodes; ``staged`` has gloo carry messages of tensors on a GPU through host memory
-(:mod:`impl.transport.staging`), so that ranks may share one.  A group of one rank sends nothing, whatever the
-transport.
+Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm`` lets the ranks
+of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
+``staged`` has gloo carry messages of tensors on a GPU through host memory (:mod:`impl.transport.staging`), so
+that ranks may share one.
 
-No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says
-where every rank stands (:mod:`impl.comm.watchdog`), and :meth:`Wire.check_order` finds ranks that part
-before they wait for each other.
+No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says where
+every rank stands (:mod:`impl.comm.watchdog`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -40,7 +38,6 @@ from impl.transport.side_stream import Arrival, SideStream
 from impl.transport.staging import Staging
 
 TIMEOUT_SECONDS: Final = 120.0
-_IMPOSSIBLE: Final = 1 << 40  # exchanges that a rank opened: what came was not a count
 Transport = Literal["backend", "shm", "staged"]
 
 
@@ -55,28 +52,21 @@ class Hop(NamedTuple):
 class Observer:
     """Is told of the reductions of one rank; it must not change what it is given, nor keep it uncopied.
 
-    Errors are measured so: a training step has none, unless it measures for a budget
-    (:mod:`impl.engine.bit_renewal`).  With one the same messages are sent, to the same bits.
+    A training step has none, unless it measures for a budget (:mod:`impl.engine.bit_renewal`).  With one the
+    same messages are sent, to the same bits.
     """
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """A reduction of ``unit`` begins: (world * S,) this rank's gradient, without carried errors."""
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
-        """A hop's message is about to be sent.
+        """A hop's message is about to be sent: (..., S) ``values``, error feedback included, as ``frames``.
 
-        Args:
-            unit: what is reduced.
-            hop: which one.
-            values: (..., S) what was encoded, error feedback included.
-            frames: (..., F) uint8 of them; None if the elements are sent as they are.
+        These are (..., F) uint8; None if the elements are sent as they are.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n`` of the unit.
-
-        n is the unit's elements over the ranks, and each of its elements is told on one rank.
-        """
+        """A reduction ended: (n,) fp32 mean of elements ``start`` to ``start + n``, told on one rank each."""
 
 
 class Wire:
@@ -120,21 +110,15 @@ class Wire:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time spent waiting for messages: by this rank or, on a GPU that does not stage them, its stream.
-
-        A stream's is whole once the device was synchronised.
-        """
+        """Time spent waiting for messages: by this rank, or its stream once the device was synchronised."""
         return self._watchdog.exposed_seconds
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream) -> Iterator[Arrival]:
         """Enqueue what the body posts, waits for and decodes on ``stream``: it holds no computation back.
 
-        On a GPU a wait for a message blocks no host: so all hops of a gather or a reduction, and what is
-        done between them, are enqueued once the first is posted.
-
-        Yields:
-            The end of it, for :meth:`join`.
+        On a GPU a wait for a message blocks no host, so all hops are enqueued once the first is posted.
+        Yields the end of it, for :meth:`join`.
         """
         assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
         self._watchdog.stalls.paused = True
@@ -186,44 +170,27 @@ class Wire:
         ring: bool = False,
         into: Tensor | None = None,
     ) -> Exchange:
-        """Every rank of the axis receives every rank's message of ``nbytes``.
+        """Every rank of the axis receives every rank's message of ``nbytes``, booked as ``tag`` says.
 
-        Args:
-            axis: along which.
-            nbytes: size of this rank's message; the same on all ranks.
-            tag: for the ledger.
-            ring: book a ring's messages (the library's algorithm over the whole world).
-            into: (ranks * nbytes,) uint8 where the messages may arrive, if the transport can do that:
-                then it is what :meth:`Exchange.wait` returns.
+        A ``ring`` books the messages of the library's algorithm over the whole world.  ``into`` (ranks *
+        nbytes,) uint8 is where they may arrive, if the transport can do that.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, place=into)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
 
-        Args:
-            axis: along which.
-            nbytes: of a row.
-            tag: for the ledger.
-            source: (ranks * nbytes,) uint8, this rank's message where it lies, if the transport can send
-                from there: then it is the exchange's ``send``, and must stay until it was received.
+        ``source`` (ranks * nbytes,) uint8 is this rank's message where it lies, if the transport can send
+        from there: then it is the exchange's ``send``, and must stay until it was received.
         """
         return self._exchange("all_to_all", axis, nbytes, tag, place=source)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Every rank sends ``nbytes`` to the next rank of the axis, cyclically.
-
-        ``send`` is (nbytes,), and what is received is (1, nbytes).  One step of a ring.
-        """
+        """Every rank sends ``nbytes`` to the next rank of the axis: one step of a ring."""
         return self._exchange("shift", axis, nbytes, tag)
 
     def all_gather_small(self, mine: Tensor, purpose: Purpose = "control") -> Tensor:
-        """(ranks, n) the (n,) values of every rank, by rank; all ranks must call it, and it is waited for.
-
-        Args:
-            mine: (n,) of any type, as many on every rank.
-            purpose: for the ledger, in phase ``step``.
-        """
+        """(ranks, n) the (n,) values of every rank, of any type, by rank; all ranks must call it."""
         exchange = self.all_gather(self.mesh.topology.world_axis, mine.nbytes, Tag("step", purpose))
         exchange.send.copy_(mine.contiguous().view(torch.uint8))
         exchange.post()
@@ -234,17 +201,20 @@ class Wire:
     def check_order(self) -> None:
         """Make sure that all ranks opened the same exchanges in the same order; all must call it.
 
-        One all-gather of :data:`impl.plan.traffic.ORDER_BYTES` a rank, which is booked like every message.
-
         Raises:
-            WireError: if they did not, naming the first exchange that differs and where every rank
-                stands.
+            WireError: if not, naming the first exchange that differs and where every rank stands.
         """
         log = self._watchdog.collective_log
         mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank
-        if any(other != told[0] for other in told):
-            raise self._watchdog.error(DIFFER, _counted(told))
+        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank, (count, mark) in enumerate(told):
+            alike[count, mark].append(rank)
+        if len(alike) > 1:
+            opened = [
+                f"{ranks_in_words(ranks)} opened {n} ({mark:016x})" for (n, mark), ranks in alike.items()
+            ]
+            raise self._watchdog.error(DIFFER, ", ".join(opened))
 
     def describe(self) -> dict[str, str]:
         """All that carried messages along each axis, for the record; norms and flags apart."""
@@ -264,7 +234,7 @@ class Wire:
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Whether nobody but the caller holds memory that messages along ``axis`` arrived in, once received.
+        """Whether memory that messages along ``axis`` arrived in is then the caller's alone.
 
         gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
         """
@@ -292,18 +262,15 @@ class Wire:
             row = self.ledger.booked[booked]
             row[0] += sent
             row[1] += messages
-        if self._staging is not None:
-            host = exchanges.Distributed(
-                self._watchdog, step, route, self._staging, place=None, pacer=self._pacer
-            )
-            return exchanges.Staged(host, route, self._staging, self._buffers, place=place)
+        dog, pacer = self._watchdog, self._pacer
+        if (staging := self._staging) is not None:
+            host = exchanges.Distributed(dog, step, route, staging, place=None, pacer=pacer)
+            return exchanges.Staged(host, route, staging, self._buffers, place=place)
         if route.shared:
             if axis not in self._arenas or self._arenas[axis].row_bytes < route.row:
                 self.reserve(axis, route.row)
-            return exchanges.InMemory(self._watchdog, step, route, self._arenas[axis])
-        return exchanges.Distributed(
-            self._watchdog, step, route, self._buffers, place=place, pacer=self._pacer
-        )
+            return exchanges.InMemory(dog, step, route, self._arenas[axis])
+        return exchanges.Distributed(dog, step, route, self._buffers, place=place, pacer=pacer)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Work out, and note, how such messages travel."""
@@ -337,15 +304,3 @@ class Wire:
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
     """Whether not the host waits for messages, but a stream of the GPU that they are on."""
     return mesh.device.type == "cuda" and transport != "staged"
-
-
-def _counted(told: Sequence[Sequence[int]]) -> str:
-    """Which ranks opened how many exchanges, and their fingerprint, from [count, fingerprint] by rank."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, opened in enumerate(told):
-        alike.setdefault(tuple(opened), []).append(rank)
-    return ", ".join(
-        f"{ranks_in_words(ranks)} "
-        + (f"opened {count} ({mark:016x})" if count < _IMPOSSIBLE else "sent another message")
-        for (count, mark), ranks in alike.items()
-    )

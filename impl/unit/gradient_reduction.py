@@ -9,8 +9,8 @@ are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes 
    without reducing add there, in fp32.
 2. *The last of the unit's gradients starts the reduction*, in the turn that the :class:`ReductionQueue` has
    for it, which is the same on all ranks.
-3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.ReduceScatter` encodes the slices in the
-   order (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its own,
+3. *Hop 1 stays inside the node*: :func:`impl.comm.reduce_scatter.average` encodes the slices in the order
+   (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its own,
    (node, F) = (2, F) uint8.
 4. *The sum is encoded again*, decoded, added in fp32 and encoded by one kernel, when the first gradient of
    the next unit arrives: by then hop 1 has.
@@ -33,11 +33,11 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from impl.codecs.codec import Codec, FloatCodec, OwnCodec, Raw
+from impl.codecs.codec import Blocked, Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
-from impl.comm.reduce_scatter import Average, Reduction
+from impl.comm.reduce_scatter import Average, Reduction, average
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
@@ -47,33 +47,19 @@ from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
 
-_INTERRUPTED: Final = (
-    "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; call "
-    "drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
-)
+
+class Progress(enum.Enum):
+    """Of a unit's reduction, in one backward pass."""
+
+    IDLE = enum.auto()  # no gradient of this pass has arrived, and none is expected yet
+    COLLECTING = enum.auto()  # some are missing
+    READY = enum.auto()  # none is missing; it waits for its turn
+    REDUCING = enum.auto()  # hops are under way
+    REDUCED = enum.auto()  # the mean is in this rank's shard
+    FAILED = enum.auto()  # it was interrupted while hops were under way: its gradients are lost
 
 
-class Phase(enum.Enum):
-    """Of a unit's reduction, in one backward pass.
-
-    Attributes:
-        IDLE: no gradient of this pass has arrived, and none is expected yet.
-        COLLECTING: some are missing.
-        READY: none is missing; it waits for its turn.
-        REDUCING: hops are under way.
-        REDUCED: the mean is in this rank's shard.
-        FAILED: it was interrupted while hops were under way: its gradients are lost.
-    """
-
-    IDLE = enum.auto()
-    COLLECTING = enum.auto()
-    READY = enum.auto()
-    REDUCING = enum.auto()
-    REDUCED = enum.auto()
-    FAILED = enum.auto()
-
-
-_STARTED: Final = (Phase.REDUCING, Phase.REDUCED, Phase.FAILED)
+_STARTED: Final = (Progress.REDUCING, Progress.REDUCED, Progress.FAILED)
 
 
 class GradientReduction:
@@ -82,11 +68,9 @@ class GradientReduction:
     What this rank has collected and not sent lies in a buffer of the reserve or, once a message was opened
     for it, in that message; of one rank, whose mean it is, where the mean lies.
 
-    Args:
-        queue: of the model's reductions, which starts this one in its turn.
-
     Attributes:
         how: along which hops it is reduced, with which codecs.
+        queue: of the model's reductions, which starts this one in its turn.
         elements: of the gradient, padding included.
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
     """
@@ -103,7 +87,7 @@ class GradientReduction:
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
-        self.phase, self.queue, self.missing = Phase.IDLE, queue, set[int]()
+        self.phase, self.queue, self.missing = Progress.IDLE, queue, set[int]()
         self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
         self._reserved = False  # whether that is of the reserve
         self._opened: Exchange | None = None  # the message in which they lie
@@ -150,16 +134,12 @@ class GradientReduction:
 
     def begin_collecting(self) -> None:
         """A backward pass will bring gradients: all are missing."""
-        if self.phase is Phase.IDLE:
-            self.phase = Phase.COLLECTING
+        if self.phase is Progress.IDLE:
+            self.phase = Progress.COLLECTING
             self.missing = set(range(len(self._members)))
 
     def collect(self, number: int) -> bool:
-        """Take the gradient that has just arrived at member ``number``; True when none is missing.
-
-        Raises:
-            ZeroError: if the unit was reduced in this pass already.
-        """
+        """Take the gradient that has just arrived at member ``number``; True when none is missing."""
         missing = self.missing
         if not missing:  # of a unit without a module's event
             self._refuse_started()
@@ -170,7 +150,7 @@ class GradientReduction:
         self._add(number, self._members[number].parameter)
         missing.discard(number)
         if not missing:
-            self.phase = Phase.READY
+            self.phase = Progress.READY
         return not missing
 
     def collect_outside(self, number: int) -> None:
@@ -178,9 +158,6 @@ class GradientReduction:
 
         An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
         yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
-
-        Raises:
-            ZeroError: if the unit was reduced in this pass already.
         """
         self._refuse_started()
         self.begin_collecting()
@@ -260,7 +237,7 @@ class GradientReduction:
     def end_pass(self) -> None:
         """The backward pass is over; what it collected without reducing it stays."""
         self.missing.clear()
-        self.phase = Phase.IDLE
+        self.phase = Progress.IDLE
 
     # Reducing
 
@@ -273,8 +250,8 @@ class GradientReduction:
     def start(self) -> None:
         """Hand the gradient over, whatever of it has arrived, and post its first hop."""
         self.missing.clear()
-        self.phase = Phase.FAILED  # unless it gets through this
-        average = self._average = Average(
+        self.phase = Progress.FAILED  # unless it gets through this
+        under_way = self._average = average(
             self.how,
             self._whole(),
             key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
@@ -285,46 +262,43 @@ class GradientReduction:
         self._forget()
         stream, self._arrival = self._wire.reductions, None
         observed = self._wire.observer or self.how.watcher
-        if stream is not None and average.mean is None and not observed:
+        if stream is not None and under_way.mean is None and not observed:
             with self._wire.beside(stream) as self._arrival:
-                self._take_mean(average.finish())
-        self.phase = Phase.REDUCING
-        if average.mean is not None and self._arrival is None:
-            self.finish()
+                self._take_mean(under_way.finish())
+        self.phase = Progress.REDUCING
+        if under_way.mean is not None and self._arrival is None:
+            self.go_on(finish=True)
 
-    def post_next_hop(self) -> None:
-        """Post the next hop's message; after the last hop inside a node, take the mean.
+    def go_on(self, *, finish: bool) -> None:
+        """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
 
-        After a last hop that crosses nodes nothing is left to post, and the wait for the slowest link is left
-        to :meth:`finish` ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
-
-        Raises:
-            ZeroError: if it was interrupted.
-        """
-        if self.phase is Phase.FAILED:
-            raise ZeroError(_INTERRUPTED)
-        if self._average is not None and self._arrival is None:
-            self.phase = Phase.FAILED  # unless it gets through this
-            self._average.post_next_hop()
-            self.phase = Phase.REDUCING
-            if self._average.mean is not None:
-                self.finish()
-
-    def finish(self) -> None:
-        """Wait until the mean is in this rank's shard.
+        After a last hop inside a node the mean is taken; after one that crosses nodes that is left until it
+        is to finish ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
 
         Raises:
             ZeroError: if it was interrupted.
         """
-        if self.phase is Phase.FAILED:
-            raise ZeroError(_INTERRUPTED)
-        if self._average is not None:
-            self.phase = Phase.FAILED  # unless it gets through this
-            if self._arrival is None:
-                self._take_mean(self._average.finish())
+        if self.phase is Progress.FAILED:
+            raise ZeroError(
+                "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
+                "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
+            )
+        under_way, arrival = self._average, self._arrival
+        if under_way is None or (arrival is not None and not finish):
+            return
+        self.phase = Progress.FAILED  # unless it gets through this
+        if arrival is not None:
+            self._wire.join(arrival)  # until then the average holds its memory
+        else:
+            if finish:
+                under_way.finish()
             else:
-                self._wire.join(self._arrival)  # until then the average holds its memory
-            self._average, self.phase = None, Phase.REDUCED
+                under_way.post_next_hop()
+            if under_way.mean is None:
+                self.phase = Progress.REDUCING
+                return
+            self._take_mean(under_way.mean)
+        self._average, self.phase = None, Progress.REDUCED
 
     def _take_mean(self, mean: Tensor) -> None:
         """Let this rank's shard take ``mean`` (S,)."""
@@ -332,23 +306,22 @@ class GradientReduction:
             mean[start:end] = 0
         if self._wire.observer is not None:
             rank = self._wire.mesh.rank
-            first, end = self._geometry.received_piece(rank)
-            low, _ = self._geometry.bounds(rank)
+            (first, end), (low, _) = self._geometry.received_piece(rank), self._geometry.bounds(rank)
             self._wire.observer.averaged(self._geometry.name, first, mean[first - low : end - low])
         self._master_shard.take(mean)
 
     def drop(self) -> None:
         """Forget what was collected and not reduced, and the errors that codecs carry."""
-        if self._opened is not None and self.phase is not Phase.FAILED:  # the other ranks count on it
+        if self._opened is not None and self.phase is not Progress.FAILED:  # the other ranks count on it
             self._opened.post()
             self._opened.wait()
             self._opened.close()
         self._forget()
         self.missing.clear()
-        if self.phase is Phase.FAILED:
+        if self.phase is Progress.FAILED:
             self._average = None
         elif self.phase not in _STARTED:
-            self.phase = Phase.IDLE
+            self.phase = Progress.IDLE
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:
@@ -370,19 +343,11 @@ class GradientReduction:
 
 def _keeps_zeros(codec: Codec) -> bool:
     """Whether a zero decodes to zero whatever else is in its block; of a user's own nobody knows."""
-    if isinstance(codec, OwnCodec):
-        return False
-    if isinstance(codec, Raw | FloatCodec):
-        return not codec.hadamard
-    return not (codec.asymmetric or codec.hadamard)
+    return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))
 
 
 class ReductionQueue:
-    """The reductions of one backward pass after the other.
-
-    Args:
-        bucket: elements that may be under way at once; an earlier reduction is finished before the one that
-            would exceed it begins.
+    """The reductions of one backward pass after the other, at most ``bucket`` elements under way at once.
 
     Attributes:
         order: of the units that are trained, equal on all ranks: from the next pass on it is kept.
@@ -401,7 +366,7 @@ class ReductionQueue:
 
     def start_ready(self) -> None:
         """Start what has all its gradients, as far as everything before it in the order has been started."""
-        while self._position < len(self.order) and self.order[self._position].phase is Phase.READY:
+        while self._position < len(self.order) and self.order[self._position].phase is Progress.READY:
             self._start()
 
     def finish(self, *, start: bool) -> None:
@@ -409,29 +374,29 @@ class ReductionQueue:
         while start and self._position < len(self.order):
             self._start()
         for reduction in self._under_way:
-            reduction.finish()
+            reduction.go_on(finish=True)
         self._under_way.clear()
         self._position, self._behind = 0, False
 
     def post_next_hops(self) -> None:
-        """Let every reduction under way post its next message, so that no link idles.
+        """Let every reduction under way post its next message, once for each that was started.
 
-        Once for each reduction that was started: when the first gradient after it arrives, or else when the
-        next one starts.  So ranks post in one order, whichever units bring them gradients.
+        That is when the first gradient after it arrives, or else when the next one starts.  So no link idles,
+        and ranks post in one order, whichever units bring them gradients.
         """
         if self._behind:
             self._behind = False
             for reduction in self._under_way:
-                reduction.post_next_hop()
+                reduction.go_on(finish=False)
 
     def drop_failed(self) -> None:
         """Forget those that were interrupted: their gradients are lost."""
-        self._under_way = [one for one in self._under_way if one.phase is not Phase.FAILED]
+        self._under_way = [one for one in self._under_way if one.phase is not Progress.FAILED]
 
     @property
     def elements_under_way(self) -> int:
         """Of the gradients whose reduction has begun and not ended."""
-        return sum(one.elements for one in self._under_way if one.phase is Phase.REDUCING)
+        return sum(one.elements for one in self._under_way if one.phase is Progress.REDUCING)
 
     def _start(self) -> None:
         """Start the next, after the others have gone on by a message, within the limit on those under way."""
@@ -440,8 +405,8 @@ class ReductionQueue:
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:
                 break
-            earlier.finish()
-        self._under_way = [one for one in self._under_way if one.phase is not Phase.REDUCED]
+            earlier.go_on(finish=True)
+        self._under_way = [one for one in self._under_way if one.phase is not Progress.REDUCED]
         self._under_way.append(reduction)
         self._position, self._behind = self._position + 1, True
         reduction.start()

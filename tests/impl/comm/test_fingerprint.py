@@ -70,7 +70,7 @@ def test_two_exchanges_that_change_places_change_the_fingerprint(
 def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: list[list[Fields]]) -> None:
     """Ranks part at the first number at which two of them opened something else; one may be behind."""
     orders = [common + rest for rest in rests]
-    found = parting({rank: _collective_log(order).steps() for rank, order in enumerate(orders)})
+    found = parting({rank: _collective_log(order).steps for rank, order in enumerate(orders)})
     longest = max(len(order) for order in orders)
     expected = next((n for n in range(longest) if len({o[n] for o in orders if n < len(o)}) > 1), None)
     if expected is None:
@@ -90,8 +90,8 @@ def test_a_parting_that_is_no_longer_remembered_is_said_to_be_earlier(differs_at
     same: Fields = ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False)
     other: Fields = ("all_to_all", "world", 4, 1, 16, "forward", "weights", "u", False)
     total = REMEMBERED + 10
-    histories = {0: _collective_log([same] * total).steps()}
-    histories[1] = _collective_log([other if n == differs_at else same for n in range(total)]).steps()
+    histories = {0: _collective_log([same] * total).steps}
+    histories[1] = _collective_log([other if n == differs_at else same for n in range(total)]).steps
     found = parting(histories)
     earlier = "the ranks parted before exchange 11, the oldest that all remember: "
     assert found.startswith(earlier if differs_at < 10 else f"the ranks part at exchange {differs_at + 1}: ")

@@ -16,7 +16,7 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Average, Reduction
+from impl.comm.reduce_scatter import Reduction, average
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import chunked
@@ -44,7 +44,7 @@ def reduced(
         ring=policy.reduce == "ring",
     )
     key = Clock(7).gradients("u", mesh.rank)
-    return Average(how, gradient, key=key, errors=errors).finish()
+    return average(how, gradient, key=key, errors=errors).finish()
 
 
 SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
@@ -170,10 +170,10 @@ def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, b
         piece=8 * 64,
         chunks=chunked(8 * 64, chunks, 64),
     )
-    average = Average(how, gradient)
+    under_way = average(how, gradient)
     assert len(opened) == before
     gradient.fill_(math.nan)
-    assert torch.equal(average.finish(), expected)
+    assert torch.equal(under_way.finish(), expected)
     assert opened == ["local", *["local", "node"] * (chunks - 1), "node"]
 
 

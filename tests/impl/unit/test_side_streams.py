@@ -86,7 +86,7 @@ def test_hops_are_posted_when_a_gather_starts(monkeypatch: pytest.MonkeyPatch) -
     post = Distributed.post
 
     def noted(self: Any) -> None:
-        log.setdefault(str(self._watchdog._mesh.rank), []).append(" ".join(map(str, self._route.operation)))
+        log.setdefault(str(self._watchdog._rank), []).append(" ".join(map(str, self._route.operation)))
         post(self)
 
     monkeypatch.setattr(Distributed, "post", noted)
