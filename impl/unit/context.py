@@ -1,9 +1,8 @@
 """What the units of one engine share: wire, policy, counters, memory and host memory, and the pass under way.
 
-On CUDA host memory is pinned, and copies run on two streams of their own, one each way, beside the
-computation; who needs what they bring waits for an :class:`Arrival`.  Where the device is the CPU there is
-no second memory: the same copies run at once, so that what they would move is counted and tested
-(:data:`ACCOUNTING`).
+On CUDA host memory is pinned, and copies run on two streams of their own, one each way; who needs what they
+bring waits for an :class:`Arrival`.  Where the device is the CPU there is no second memory: the same copies
+run at once, so that what they would move is counted and tested (:data:`ACCOUNTING`).
 """
 
 from __future__ import annotations
@@ -112,13 +111,9 @@ class HostMemory:
         return ACCOUNTING if self._up is None else PINNED
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
-        """(numel,) of any content, on the host in memory that copies need not stop for, or on the device.
-
-        Pinning needs CUDA, so this is the one place that allocates what is copied.  A buffer outlives a pass
-        in inference mode.
-        """
+        """(numel,) of any content, on the host in memory that copies need not stop for, or on the device."""
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
@@ -133,8 +128,7 @@ class HostMemory:
     def stage(self, numel: int) -> Tensor:
         """(numel,) fp32 on the device for what :meth:`download` takes next: the rows of staging, in turn.
 
-        What is enqueued from here on waits for the row's last copy, so that means on their way to the host
-        never hold more than these rows.
+        What is enqueued from here on waits for the row's last copy.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:

@@ -2,16 +2,13 @@
 
 [Note: flat buffer]
 A gathered unit is one tensor (P,), P its padded elements, in the type that is computed in.  Each parameter
-is a leaf of its own whose ``data`` is a view of it, at the slot that
-:class:`~impl.plan.shard_layout.UnitGeometry` gives. Parameters are given that view through ``data``: so each
-counts its own versions, and filling the buffer again for backward is no in-place change of what autograd
-saved.  The memory comes from a pool, and frames are decoded to it.  While the unit is sharded there is no
-such tensor, and modules hold placeholders; touching one asks the engine and never crashes.
+is a leaf of its own whose ``data`` is a view of it: so each counts its own versions, and filling the buffer
+again for backward is no in-place change of what autograd saved.  The memory comes from a pool.  While the
+unit is sharded there is no such tensor, and modules hold placeholders.
 
 Autograd may still hold views when the unit is resharded: of weights that were used outside a forward pass,
 or in a block that is computed again.  Such memory is not given away, for it would show another unit's
-weights: it is kept until nobody looks at it.  Who looks is told by the count of handles that torch keeps of
-the storage.
+weights.  Who looks is told by the count of handles that torch keeps of the storage.
 """
 
 from __future__ import annotations
@@ -45,21 +42,14 @@ class Holder(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A view of a unit's flat buffer: type, shape, strides and offset in elements.
-
-    ``conj`` and ``neg`` are torch's bits of views whose values are computed when they are read.
-    """
+    """A view of a unit's flat buffer; ``conj`` and ``neg`` are torch's bits of views computed when read."""
 
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # in elements, as the strides
     conj: bool = False
     neg: bool = False
-
-    def in_flat(self, flat: Tensor) -> Tensor:
-        """The view of ``flat`` (padded,)."""
-        return flat.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(slots=True, eq=False)
@@ -82,10 +72,7 @@ class Member:
 class FlatBuffer:
     """One unit's flat buffer on one rank; the only place that gives parameters their memory.
 
-    Args:
-        geometry, context: of the unit, with its own policy.
-        originals: the model's parameters in slot order; they lose their values.
-        holders: for each of them, the modules that hold it.
+    ``originals``, the model's parameters, lose their values; ``holders`` are the modules that hold each.
 
     Attributes:
         members: of the unit, in slot order.
@@ -122,7 +109,6 @@ class FlatBuffer:
         shape, slot = original.shape, self._geometry.slots[number]
         trainable, name = self._geometry.trainable, slot.spec.name
         no_values = nowhere.expand(shape)
-        # Of ``data``, so that each counts its own versions: views of one tensor share a counter.
         parameter = nn.Parameter(no_values.data, requires_grad=trainable)
         placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
         parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
@@ -132,8 +118,6 @@ class FlatBuffer:
         place = Place(nowhere.dtype, shape, strides, slot.offset)
         member = Member(parameter, placeholder, holders, place, no_values)
         member.put(placeholder)
-        # A reference that a module keeps outside its parameters would train nothing: its first use is an
-        # error.
         release(original, Taken(name))
         return member
 
@@ -171,12 +155,7 @@ class FlatBuffer:
 
     # What is seen of it
 
-    def show(self, *, gathered: bool) -> None:
-        """Let modules hold the parameters, or their placeholders."""
-        for member in self.members:
-            member.put(member.parameter if gathered else member.placeholder)
-
-    def unhide(self) -> None:
+    def expose(self) -> None:
         """Let modules hold the parameters, with their values: what is written from here on is noticed."""
         self._marks = marks = []
         for member in self.members:
@@ -184,17 +163,18 @@ class FlatBuffer:
             parameter.__class__ = nn.Parameter
             marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
             for module, name in member.holders:
-                module._parameters[name] = parameter  # noqa: SLF001
+                module._parameters[name] = parameter  # noqa: SLF001  # setattr would re-register
 
-    def hide(self) -> None:
-        """Let modules hold placeholders; whoever took a parameter during a pass asks for its values."""
+    def conceal(self, *, released: bool) -> None:
+        """Let modules hold placeholders; once ``released``, who took a parameter asks for its values, too."""
         for member in self.members:
-            member.parameter.__class__ = Placeholder
+            if released:
+                member.parameter.__class__ = Placeholder
             for module, name in member.holders:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
-        """Names of the parameters that were written in place since :meth:`unhide`, or lie elsewhere now.
+        """Names of the parameters that were written in place since :meth:`expose`, or lie elsewhere now.
 
         Not those written through a tensor that shares no version counter with them, as ``.data``.
         """
@@ -205,10 +185,10 @@ class FlatBuffer:
                 names.append(self._geometry.slots[number].spec.name)
         return names
 
-    def show_member(self, number: int) -> None:
+    def lay_member(self, number: int) -> None:
         """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""
         member = self.members[number]
-        member.parameter.data = member.no_values if self._flat is None else member.place.in_flat(self._flat)
+        member.parameter.data = member.no_values if self._flat is None else self.view(member.place)
         if self._marks:  # it may have been written
             self._marks[number] = member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
@@ -220,7 +200,8 @@ class FlatBuffer:
     def view(self, place: Place) -> Tensor:
         """The view of the gathered weights at ``place``."""
         assert self._flat is not None  # noqa: S101  # it is gathered
-        view = place.in_flat(self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype))
+        flat = self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype)
+        view = flat.as_strided(place.shape, place.stride, place.offset)
         view = view.conj() if place.conj else view
         return torch._neg_view(view) if place.neg else view  # noqa: SLF001  # there is no public one
 
@@ -240,7 +221,7 @@ class InUnit:
 
 
 class Taken:
-    """Keeper of what a model held before it was sharded: a use of it trains nothing, so it is refused."""
+    """Keeper of what a model held before it was sharded: a use of it would train nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -254,12 +235,7 @@ class Taken:
 
 
 def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
-    """Refuse gradient hooks of a parameter; call it under ``DisableTorchFunctionSubclass``.
-
-    Args:
-        name: of the parameter.
-        parameter: plain, or a placeholder.
-        own: whether one of its hooks is the engine's.
+    """Refuse gradient hooks of a parameter, beside the engine's ``own``; where torch's functions are off.
 
     Raises:
         ZeroError: naming the parameter and a hook.

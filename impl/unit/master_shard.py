@@ -1,8 +1,7 @@
 """A rank's master shard of a unit: (S,) fp32 weights, with the mean gradient that steps them.
 
-The fp32 masters are the truth; qwZ's encoding of them is ``write_frame``.  Frozen weights may be held as
-codes instead, and an offloaded shard lies in host memory with its gradient, from where its encoded frame
-comes to the device.
+Frozen weights may be held as codes instead, and an offloaded shard lies in host memory with its gradient,
+from where its encoded frame comes to the device.
 """
 
 from __future__ import annotations
@@ -48,13 +47,10 @@ Version = tuple[int, int]  # of weights: changes that were told of, and what tor
 
 
 class MasterShard:
-    """One rank's shard of one unit; the policy of ``context`` is this unit's own.
-
-    Args:
-        placement: what of it lies in host memory.
-        shard: (S,) fp32 this rank's slice of the values.
+    """One rank's ``shard`` (S,) fp32 of one unit; the policy of ``context`` is the unit's own.
 
     Attributes:
+        placement: what of it lies in host memory.
         held: what this rank keeps of its shard: (S,) fp32 masters, or their frame (F,) uint8.
         codes: that frame, of weights that are held as codes; None of others.
         crosses: whether a gather brings bytes from the host.
@@ -126,8 +122,6 @@ class MasterShard:
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes with a frame of equal layout and codec.
 
-        Encoding again what a frame decodes to may give another one.
-
         Raises:
             ZeroError: if they are not held as codes, or the frame is of another size.
         """
@@ -170,11 +164,7 @@ class MasterShard:
         ops.encode(self._codec, planes, message.view(2, -1))
 
     def _kept_frame(self) -> Tensor:
-        """(F,) uint8 on the host: the frame of an offloaded master, encoded there when it is another.
-
-        Whenever a master on the device would be encoded with the same noise to the same bits, the frame
-        stays; so offloading changes no bit.
-        """
+        """(F,) uint8 on the host: the frame of an offloaded master, encoded again when that or noise is new."""
         ages = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if ages else 0)
         if self._encoded is None:
@@ -187,9 +177,7 @@ class MasterShard:
         return self._encoded
 
     def write_difference(self, codec: Codec, copy: Tensor, frame: Tensor, *, nothing: bool) -> None:
-        """Write to a message how far the master is from its copy (S,) of another type, in ``codec``; or that
-        it differs by ``nothing``.
-        """
+        """Write to a message how far the master is from its copy (S,), in ``codec``; or by ``nothing``."""
         difference = torch.zeros_like(self.master) if nothing else self.master - copy
         ops.encode(codec, difference, frame, noise=self._noise(codec))
 

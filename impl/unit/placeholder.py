@@ -1,8 +1,7 @@
 """Placeholder: a parameter with a shape, a type and a device, whose values are sharded.
 
-It stands where torch expects a parameter, and takes part in nothing: each use that needs values asks its
-keeper, who brings them or says clearly why there are none.  Values that are there are plain parameters, so
-that computing pays nothing for this.
+It stands where torch expects a parameter: each use that needs values asks its keeper, who brings them or says
+why there are none.  Values that are there are plain parameters, so that computing pays nothing for this.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ class Keeper(Protocol):
     name: str
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """What to compute with in its place.
-
-        Args:
-            parameter: that is used.
-            together: all released ones of this operation, whose values must be there at once.
-        """
+        """What to compute with in its place, beside all released ones of the operation, ``together``."""
 
 
 # Keyed by identity; a keeper holds its parameters weakly, or it would live for ever.
@@ -109,10 +103,7 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Hide the values of ``parameter``, whose memory stays: from here on ``keeper`` is asked for them.
-
-    They are shown, and hidden again, by the class of ``parameter``.
-    """
+    """Hide the values of ``parameter``, by its class: from here on ``keeper`` is asked for them."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 

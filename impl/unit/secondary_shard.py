@@ -2,12 +2,11 @@
 
 [Note: lifetime of the secondary]
 The frames (node, F) that the hops between nodes brought are this rank's copy of weights of one version, kept
-as they came or decoded and cast to 16 bits.
+as they came or decoded and cast to 16 bits (paper section 3.2).
 They are CURRENT until the weights change: an optimizer step, a load, a write under GatheredParameters, or a
 master written by hand, which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and
-never used as weights again, only overwritten by the next forward all-gather.  All of that is decided here:
-DeepSpeed, where many places must remember to refresh an attribute, trained on stale copies in eight
-reported ways (paper section 3.2 for hpZ).
+never used as weights again.  All of that is decided here: DeepSpeed, where many places must remember to
+refresh an attribute, trained on stale copies in eight reported ways.
 
 [Note: differences]
 Stale copies are equal on all ranks that hold them, so what the next all-gather sends may be how far the
@@ -39,11 +38,9 @@ Change = Literal["stepped", "loaded", "unchanged"]
 
 
 class SecondaryShard:
-    """One unit's secondary shard on one rank; an ``offloaded`` one lies on the host.
+    """One unit's secondary shard on one rank, which spares the hops along ``axes``, between nodes.
 
-    Args:
-        geometry, context: of the unit, with its own policy.
-        axes: hops between nodes, which it spares.
+    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.
 
     Attributes:
         copies: of shards of S elements that it holds.
@@ -162,10 +159,9 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version, *, whole: bool = False) -> dict[str, Tensor]:
-        """This rank's own shard of the copy, to be loaded again; nothing where no difference is sent.
+        """This rank's own shard of the copy, or all if ``whole``; nothing where no difference is sent.
 
         ``begun`` has a second number: whether the copy is of the master's values, whose ``version`` is given.
-        With ``whole`` it is all copies, if they are here, which then need not be gathered.
         """
         if self._differences is None or self.begun is None:
             return {}
@@ -173,11 +169,7 @@ class SecondaryShard:
         return {"copy": copy.clone(), "begun": torch.tensor([self.begun, self.settled(version)])}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse what :meth:`state` does not give of this rank's own shard.
-
-        Raises:
-            ZeroError: naming what differs.
-        """
+        """Refuse, with a ZeroError, what :meth:`state` does not give of this rank's own shard."""
         if not state:
             return
         held = None if self._differences is None or state.keys() != {"copy", "begun"} else self.own()

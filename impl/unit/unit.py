@@ -1,10 +1,10 @@
 """A unit: one block of the model, of whose weights and gradients each rank owns a shard.
 
-A step meets it in four events, which are its methods: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`,
-:meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.  What they do to memory and messages is told in
-files of their own, in the order in which a step meets them: :mod:`~impl.unit.master_shard`,
-:mod:`~impl.unit.weight_gather`, :mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer` and
-:mod:`~impl.unit.gradient_reduction`.  Outside of passes :class:`WholeValues` shows and writes its values.
+A step meets it in four events: :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`,
+:meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.  What they do to memory and messages is told in the
+order in which a step meets it in :mod:`~impl.unit.master_shard`, :mod:`~impl.unit.weight_gather`,
+:mod:`~impl.unit.secondary_shard`, :mod:`~impl.unit.flat_buffer` and :mod:`~impl.unit.gradient_reduction`.
+Outside of passes :class:`WholeValues` shows and writes its values.
 """
 
 from __future__ import annotations
@@ -34,19 +34,12 @@ from impl.unit.weight_gather import WeightGather
 
 
 class State(enum.Enum):
-    """Of a unit's weights on this rank.
+    """Of a unit's weights on this rank."""
 
-    Attributes:
-        SHARDED: this rank has its shard; modules hold placeholders.
-        GATHERING: an all-gather is under way.
-        UNSHARDED: gathered, and modules hold the parameters.
-        HIDDEN: gathered, and modules hold placeholders: between passes below stage 3.
-    """
-
-    SHARDED = enum.auto()
-    GATHERING = enum.auto()
-    UNSHARDED = enum.auto()
-    HIDDEN = enum.auto()
+    SHARDED = enum.auto()  # this rank has its shard; modules hold placeholders
+    GATHERING = enum.auto()  # an all-gather is under way
+    UNSHARDED = enum.auto()  # gathered, and modules hold the parameters
+    HIDDEN = enum.auto()  # gathered, and modules hold placeholders: between passes below stage 3
 
 
 class Unit:
@@ -55,7 +48,7 @@ class Unit:
     Args:
         originals: the model's parameters in slot order, with their values.
         holders: for each of them, the modules that hold it.
-        placement: what of it lies in host memory.
+        placement: what of the unit lies in host memory.
         siblings: all units of the model in their order, this one the next; filled as they are made.
         queue: of the model's reductions.
         cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
@@ -114,12 +107,8 @@ class Unit:
     def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
         """Reshard the weights once the unit's module has run, unless they are to be used again.
 
-        Args:
-            outputs: addresses of the memory that the module's outputs lie in.
-            stays: whether a backward pass follows for which the schedule may keep weights.
-
-        Returns:
-            Names of the parameters that were written, which is an error.
+        ``outputs`` are addresses of the memory that the module's outputs lie in; weights may stay if
+        ``stays``.  Returns names of the parameters that were written, which is an error.
         """
         passes = self._passes
         if self.gathered and self.flat.bounds[0] in outputs:
@@ -211,20 +200,18 @@ class Unit:
                 self.weight_gather.finish()
             finally:
                 self._passes.gathering.discard(self.index)
-            self.flat.unhide()
+            self.flat.expose()
             self._passes.weights_at[self.flat.bounds[0]] = self.index
             self.state = State.UNSHARDED
         elif self.state is State.HIDDEN:
-            self.flat.show(gathered=True)
+            self.flat.expose()
             self.state = State.UNSHARDED
 
     def reshard(self) -> Sequence[str]:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
 
-        Below stage 3 the weights stay until they change, unseen by modules.
-
-        Returns:
-            Names of the parameters that were written, or given other values, since they were gathered.
+        Below stage 3 the weights stay until they change, unseen by modules.  Returns names of the parameters
+        that were written, or given other values, since they were gathered.
         """
         if self.state is State.GATHERING:
             self.wait()
@@ -258,7 +245,7 @@ class Unit:
     def hide(self) -> None:
         """Let modules hold placeholders from here on."""
         if self.state is State.UNSHARDED:
-            self.flat.show(gathered=False)
+            self.flat.conceal(released=False)
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
@@ -284,7 +271,7 @@ class Unit:
 
     def _end_use(self) -> None:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
-        self.flat.hide()
+        self.flat.conceal(released=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
@@ -304,8 +291,7 @@ class Unit:
         """Take the gradient that arrived at the placeholder of member ``number``.
 
         Raises:
-            ZeroError: while the parameter is seen whole: no optimizer would see the gradient; or if the unit
-                was reduced in this pass already.
+            ZeroError: while the parameter is seen whole, or if the unit was reduced in this pass already.
         """
         member = self.members[number]
         if number in self.flat.whole:
@@ -380,7 +366,7 @@ class WholeValues:
     # Reading
 
     def masters(self) -> list[Tensor]:
-        """All parameters in fp32, gathered from the masters: one tensor per slot; all ranks must call it."""
+        """All parameters in fp32, one tensor per slot; all ranks must call it."""
         master = self._master_shard.master
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
@@ -389,12 +375,7 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """(shape of the parameter) fp32, gathered from the parts that ranks hold of it; all must call it.
-
-        Args:
-            number: of the member.
-            part: (elements here,) fp32, this rank's, as :meth:`part` bounds it.
-        """
+        """(shape) fp32 member ``number``, of which each rank gives its part; all must call it."""
         here = part.to(self._wire.mesh.device)
         return assembled(self._geometry, number, here, self._axes, wire=self._wire, tag=self._tag)
 
@@ -405,11 +386,7 @@ class WholeValues:
     # Showing
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """From here on whoever holds member ``number`` sees ``values`` (shape), which it may write.
-
-        Returns:
-            What modules hold.
-        """
+        """Let who holds member ``number`` see ``values`` (shape), and write; returns what modules hold."""
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
         unit.hide()
@@ -425,7 +402,7 @@ class WholeValues:
         unit, member = self._unit, self._unit.members[number]
         member.put(member.placeholder)  # in place of what may have replaced it
         unit.meter.add("gathered", -unit.flat.whole.pop(number).nbytes)
-        unit.flat.show_member(number)
+        unit.flat.lay_member(number)
         torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:

@@ -49,10 +49,7 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """The all-gathers of one unit on one rank; the policy of ``context`` is this unit's own.
-
-    Args:
-        flat: where the weights are put.
+    """The all-gathers of one unit on one rank to ``flat``; the policy of ``context`` is this unit's own.
 
     Attributes:
         secondary: hpZ's copy.
