@@ -4,245 +4,189 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Iterator
+from typing import Any, Final
 
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
-from harness.suites.trial import RECIPE, Generate, LearningRates, Reinforcement, Trial
+from harness.suites.trial import RECIPE, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
-
-def check_recipe(trial: Trial) -> None:
-    """Refuse, by a ValueError, a DeepSpeed configuration that says other than the trial, or is not used."""
-    if words := next(_beside_recipe(trial), None):
-        raise ValueError(words)
+_WITHOUT: Final = {  # fields of which a workload has no use
+    "train": ("generate", "rlhf"),
+    "generate": (
+        "rlhf", "validate_every", "measure_quantisation", "clip", "activation_checkpointing",
+        "optimizer.schedule", "accumulation", "control",
+    ),
+    "rlhf": ("validate_every", "measure_quantisation", "control", "accumulation"),
+}  # fmt: skip
 
 
 def check(trial: Trial) -> None:
     """Refuse fields that are fine alone and impossible together, by a ValueError that names them."""
-    if words := next(_contradictions(trial), None):
-        raise ValueError(words)
-
-
-def _contradictions(trial: Trial) -> Iterator[str]:
-    cluster, tokens = trial.cluster, trial.tokens_per_rank
-    try:
-        trial.schedule()
-    except ValueError as error:
-        yield str(error)
-    if tokens % trial.sequence:
-        yield f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}"
-    yield from _beside_recipe(trial)
-    if cluster.link == "none" and cluster.rate is not None:
-        yield (
-            f"cluster.rate = {cluster.rate:g} Mbit/s: with cluster.link = 'none' nothing shapes the "
-            "link; expected 'unshaped', or another link"
-        )
-    if cluster.link == "shaped" and cluster.rate is None:
-        yield "cluster.link = 'shaped': expected a cluster.rate to hold it to, or cluster.link = 'real'"
-    if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
-        yield (
-            f"cluster.hcas = {json.dumps(cluster.hcas)}: expected cluster.transport = 'nccl' and "
-            f"cluster.link = 'real' with it, not {cluster.transport!r} and {cluster.link!r}"
-        )
-    if cluster.link in ("none", "real", "shaped") and cluster.latency is not None:
-        yield (
-            f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = "
-            f"{cluster.link!r}; expected another link, or no latency"
-        )
-    if cluster.slow < 1 and (
-        cluster.nodes < 3 or cluster.rate is None or cluster.link not in ("auto", "namespaces")
-    ):
-        yield (
-            f"cluster.slow = {cluster.slow:g} of the rate for the last of {cluster.nodes} nodes: expected a "
-            "cluster.rate, 3 nodes or more (of two, both are as slow as one), and cluster.link = 'namespaces'"
-        )
-    shapeable = cluster.rate is not None and cluster.link in ("auto", "namespaces")
-    if cluster.inner_rate is not None and not (
-        shapeable and cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
-    ):
-        yield (
-            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 "
-            "ranks a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
-        )
-    yield from _beyond_workload(trial)
-    yield from _beside_control(trial)
-    on_gpus = ("nccl", "staged")
-    if cluster.transport in on_gpus and cluster.device != "cuda":
-        yield f"cluster.transport = {cluster.transport!r}: expected cluster.device = 'cuda' with it"
-    if cluster.device == "cuda" and cluster.transport not in on_gpus and trial.host is None:
-        yield (
-            "cluster.device = 'cuda': expected cluster.transport = 'nccl' or 'staged', not "
-            f"{cluster.transport!r}"
-        )
-    if cluster.transport == "staged":  # only our wire stages what it sends
-        if trial.strategy in PEERS and trial.strategy != "single":
-            sends = f"strategy {trial.strategy!r} sends past our wire"
-            yield f"cluster.transport = 'staged': {sends}; expected 'nccl'"
-        if trial.measure_quantisation:
-            yield "cluster.transport = 'staged': errors of what is sent are not measured there"
-    counted = cluster.link not in ("none", "paced")  # a backend of the user's may say more than the wire
-    wrong = ["cluster.link = 'none' or 'paced', not {0.link!r}"] * counted
-    wrong += ["cluster.device = 'cpu', not {0.device!r}"] * (cluster.device != "cpu")
-    if "." in cluster.transport and wrong:
-        yield f"cluster.transport = {cluster.transport!r}: expected {' and '.join(wrong).format(cluster)}"
-    if len(set(cluster.hosts)) < len(cluster.hosts):
-        yield f"cluster.hosts = {list(cluster.hosts)}: a host stands there twice"
+    if trial.tokens_per_rank % trial.sequence:
+        tokens = trial.tokens_per_rank
+        raise ValueError(f"tokens_per_rank = {tokens}: expected a multiple of sequence = {trial.sequence}")
+    trial.schedule()  # which refuses a warm-up that is too long
+    for rules in (_configured, _cluster, _workload, _control):
+        if words := next(rules(trial), None):
+            raise ValueError(words)
     policy = trial.resolved_policy()
     if policy is not None:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
-            yield (
+            raise ValueError(
                 f"activation_checkpointing = true: blocks run again in backward, for which policy.planes = "
                 f"{policy.planes} has another plane than forward's; expected 1"
             )
-    if trial.host is not None and cluster.device != "cpu":
+
+
+def _cluster(trial: Trial) -> Iterator[str]:
+    """Links that nothing shapes, or not so, and transports that carry no such messages."""
+    cluster, asked = trial.cluster, f"cluster.transport = {trial.cluster.transport!r}"
+    shapes, rate = cluster.link in ("auto", "namespaces"), cluster.rate
+    if cluster.link == "none" and rate is not None:
+        yield f"cluster.rate = {rate:g} Mbit/s: expected another cluster.link than 'none', which shapes none"
+    if cluster.link == "shaped" and rate is None:
+        yield "cluster.link = 'shaped': expected a cluster.rate to hold it to, or cluster.link = 'real'"
+    if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
         yield (
-            f"cluster.device = {cluster.device!r}: strategy {trial.strategy!r} carries messages inside "
-            f"{trial.host} on the CPU; expected 'cpu'"
+            f"cluster.hcas = {json.dumps(cluster.hcas)}: expected cluster.transport = 'nccl' and "
+            f"cluster.link = 'real' with it, not {cluster.transport!r} and {cluster.link!r}"
         )
-
-
-def _beside_control(trial: Trial) -> Iterator[str]:
-    """A control spoils the copy of hpZ, or the order of two hops, in our own engine, or halves a batch."""
-    policy, topology = trial.resolved_policy(), trial.topology()
-    if trial.control is None:
-        return
-    if trial.control == "half_batch":
-        if trial.tokens_per_rank < 2 * trial.sequence:
-            tokens = trial.tokens_per_rank
-            yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; expected two"
-        return
-    if trial.control == "unordered":
-        axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
-        if (
-            trial.host is not None
-            or len(axes) < 2
-            or math.prod(axis.size for axis, _ in axes) < topology.world
-        ):
-            yield (
-                f"control = 'unordered': strategy {trial.strategy!r} on {topology} reduces gradients in "
-                f"{len(axes)} hops; expected two, over all ranks"
-            )
-    elif policy is None or trial.host is not None or not policy.secondary_ranks(topology):
+    if cluster.latency is not None and cluster.link in ("none", "real", "shaped"):
         yield (
-            f"control = {trial.control!r}: strategy {trial.strategy!r} keeps no secondary shard; expected "
-            "one with hpZ"
+            f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = {cluster.link!r}; "
+            "expected another link, or no latency"
         )
-    elif policy.sends_copy:
+    if cluster.slow < 1 and not (shapes and rate is not None and cluster.nodes > 2):
         yield (
-            f"control = {trial.control!r}: forward passes of strategy {trial.strategy!r} send the copy, that "
-            "has to be new; expected one codec of weights, and no differences"
+            f"cluster.slow = {cluster.slow:g} of the rate for the last of {cluster.nodes} nodes: expected a "
+            "cluster.rate, 3 nodes or more (of two, both are as slow as one), and cluster.link = 'namespaces'"
         )
-    if trial.workload != "train":
-        yield f"control = {trial.control!r}: expected workload = 'train'"
+    joined = cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
+    if cluster.inner_rate is not None and not (shapes and rate is not None and joined):
+        yield (
+            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 "
+            "ranks a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
+        )
+    on_gpus = cluster.transport in ("nccl", "staged")
+    if on_gpus and cluster.device != "cuda":
+        yield f"{asked}: expected cluster.device = 'cuda' with it"
+    if cluster.device == "cuda" and trial.host is not None:
+        yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU; expected 'cpu'"
+    if cluster.device == "cuda" and not on_gpus:
+        yield (
+            "cluster.device = 'cuda': expected cluster.transport = 'nccl' or 'staged', not "
+            f"{cluster.transport!r}"
+        )
+    if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
+        yield f"{asked}: strategy {trial.strategy!r} sends past our wire; expected 'nccl'"
+    if cluster.transport == "staged" and trial.measure_quantisation:
+        yield f"{asked}: errors of what is sent are not measured there"
+    # A backend of the user's may say more than the wire.
+    if "." in cluster.transport and (cluster.link not in ("none", "paced") or cluster.device != "cpu"):
+        yield (
+            f"{asked}: expected cluster.link = 'none' or 'paced', not {cluster.link!r}, and cluster.device = "
+            f"'cpu', not {cluster.device!r}"
+        )
+    if len(set(cluster.hosts)) < len(cluster.hosts):
+        yield f"cluster.hosts = {list(cluster.hosts)}: a host stands there twice"
 
 
-def _beyond_workload(trial: Trial) -> Iterator[str]:
+def _workload(trial: Trial) -> Iterator[str]:
     """What only another workload can do."""
-    generate = trial.generate
-    if trial.workload != "rlhf" and trial.rlhf != Reinforcement():
-        yield "rlhf.group, rlhf.kl: expected workload = 'rlhf' with them"
+    generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
+    for path in _WITHOUT[trial.workload]:
+        field = operator.attrgetter(path)
+        if field(trial) != field(usual):
+            yield f"{path} = {field(trial)}: {workload} has no use for it; expected it left out"
     if trial.workload == "train":
-        if generate != Generate():
-            yield "generate.prompt, generate.tokens: expected workload = 'generate' or 'rlhf' with them"
         return
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
         able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
-        yield f"workload = {trial.workload!r}: model {trial.model.name!r} cannot; expected one of {able}"
-    if generate.prompt + generate.tokens > trial.sequence:
-        yield (
-            f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}: together at "
-            f"most sequence = {trial.sequence}"
-        )
-    if trial.workload == "rlhf":
-        yield from _beyond_reinforcement(trial)
+        yield f"{workload}: model {trial.model.name!r} cannot; expected one of {able}"
+    length, told = (
+        generate.prompt + generate.tokens,
+        f"generate.prompt = {generate.prompt} and generate.tokens",
+    )
+    if length > trial.sequence:
+        yield f"{told} = {generate.tokens}: together at most sequence = {trial.sequence}"
+    if trial.workload == "generate":
         return
-    if trial.validate_every is not None or trial.measure_quantisation or trial.clip is not None:
+    if length < trial.sequence:
         yield (
-            "workload = 'generate' trains nothing: expected no validate_every, no clip and no "
-            "measure_quantisation"
+            f"{told} = {generate.tokens}: with {workload} expected together sequence = {trial.sequence}, "
+            "which is trained on"
         )
-    if trial.activation_checkpointing or trial.optimizer.schedule != LearningRates():
-        yield (
-            "workload = 'generate' trains nothing: expected neither activation_checkpointing nor "
-            "optimizer.schedule"
-        )
-    if trial.accumulation > 1:
-        yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'generate'"
-
-
-def _beyond_reinforcement(trial: Trial) -> Iterator[str]:
-    """What cannot be said of a step that generates, scores and trains."""
-    policy, sequences = trial.resolved_policy(), trial.tokens_per_rank // trial.sequence
-    if policy is None or trial.host is not None:
-        yield (
-            f"workload = 'rlhf': strategy {trial.strategy!r} has no engine of ours for its frozen models; "
-            "expected a policy"
-        )
+    if (policy := trial.resolved_policy()) is None or trial.host is not None:
+        yield f"{workload}: strategy {trial.strategy!r} has no engine of ours for frozen models"
     elif policy.offload != Offload():
-        yield "policy.offload_optimizer, policy.offload_weights: expected none with workload = 'rlhf'"
-    if trial.generate.prompt + trial.generate.tokens < trial.sequence:
-        yield (
-            f"generate.prompt = {trial.generate.prompt} and generate.tokens = {trial.generate.tokens}: with "
-            f"workload = 'rlhf' expected together sequence = {trial.sequence}, which is trained on"
-        )
-    if sequences % trial.rlhf.group:
+        yield f"policy.offload_optimizer, policy.offload_weights: expected none with {workload}"
+    if (sequences := trial.tokens_per_rank // trial.sequence) % trial.rlhf.group:
         yield (
             f"tokens_per_rank = {trial.tokens_per_rank} of sequence = {trial.sequence} are {sequences} "
             f"sequences: expected a multiple of rlhf.group = {trial.rlhf.group}"
         )
-    if trial.validate_every is not None or trial.measure_quantisation or trial.control is not None:
-        yield "workload = 'rlhf': expected no validate_every, no measure_quantisation and no control"
-    if trial.accumulation > 1:
-        yield f"accumulation = {trial.accumulation}: expected 1 with workload = 'rlhf'"
 
 
-def _beside_recipe(trial: Trial) -> Iterator[str]:
-    if family_of(trial.strategy) == DEEPSPEED:
-        yield from _beside_deepspeed(trial)
-        return
-    if trial.strategy != RECIPE:
-        if trial.deepspeed_config is not None:
+def _control(trial: Trial) -> Iterator[str]:
+    """A control spoils the copy of hpZ, or the order of two hops, in our own engine, or halves a batch."""
+    policy, topology = trial.resolved_policy(), trial.topology()
+    ours = None if trial.host is not None else policy
+    whose = f"control = {trial.control!r}: strategy {trial.strategy!r}"
+    if trial.control == "half_batch" and trial.tokens_per_rank < 2 * trial.sequence:
+        tokens = trial.tokens_per_rank
+        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; expected two"
+    if trial.control == "unordered":
+        axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
+        reached = math.prod(axis.size for axis, _ in axes)
+        if ours is None or len(axes) < 2 or reached < topology.world:
             yield (
-                f"deepspeed_config with strategy = {trial.strategy!r}: expected strategy = {RECIPE!r} or "
-                f"{DEEPSPEED!r}"
+                f"{whose} on {topology} reduces gradients in {len(axes)} hops; expected two, over all ranks"
             )
-        return
-    found = trial.recipe()
-    sequences = trial.tokens_per_rank // trial.sequence
-    for name, says, theirs in (
-        ("clip", "gradient_clipping of deepspeed_config says", found.clip),
-        ("accumulation", "the batches of deepspeed_config make", found.accumulation),
-    ):
-        if (ours := getattr(trial, name)) != theirs:
-            yield f"{name} = {ours}, but {says} {theirs}: expected the same"
-    if found.micro_batch not in (None, sequences):
-        yield (
-            f"tokens_per_rank = {trial.tokens_per_rank} of sequence = {trial.sequence} are {sequences} "
-            f"sequences, but deepspeed_config says {found.micro_batch} of a rank: expected the same"
-        )
+    if trial.control in ("stale_secondary", "late_secondary"):
+        if ours is None or not ours.secondary_ranks(topology):
+            yield f"{whose} keeps no secondary shard; expected one with hpZ"
+        elif ours.sends_copy:
+            yield (
+                f"{whose} sends the copy in forward passes, and it has to be new; expected one codec of "
+                "weights, and no differences"
+            )
+
+
+def _configured(trial: Trial) -> Iterator[str]:
+    """A configuration of DeepSpeed's that says other than the trial, or is not used."""
+    if family_of(trial.strategy) == DEEPSPEED:
+        yield from _for_deepspeed(trial)
+    elif trial.strategy == RECIPE:
+        yield from _for_recipe(trial)
+    elif trial.deepspeed_config is not None:
+        expected = f"{RECIPE!r} or {DEEPSPEED!r}"
+        yield f"deepspeed_config with strategy = {trial.strategy!r}: expected strategy = {expected}"
+
+
+def _for_recipe(trial: Trial) -> Iterator[str]:
+    found, sequences = trial.recipe(), trial.tokens_per_rank // trial.sequence
+    yield from _unequal("clip", trial.clip, "gradient_clipping", found.clip)
+    yield from _unequal("accumulation", trial.accumulation, "accumulation", found.accumulation)
+    if found.micro_batch is not None:
+        yield from _unequal("sequences of a rank", sequences, "micro-batch", found.micro_batch)
     rate = trial.optimizer.arguments.get("lr")
-    if found.peak is not None and rate is not None and found.peak != rate:
-        yield (
-            f"optimizer.arguments.lr = {rate}, but warmup_max_lr of deepspeed_config says "
-            f"{found.peak:g}: expected the same"
-        )
+    if found.peak is not None and rate is not None:
+        yield from _unequal("optimizer.arguments.lr", rate, "warmup_max_lr", found.peak)
     if found.schedule is not None and trial.optimizer.schedule != LearningRates():
         yield "optimizer.schedule beside a scheduler of deepspeed_config: expected one of them"
     if any(finding.key.startswith("optimizer.") for finding in found.findings):
-        yield (
-            "deepspeed_config has an optimizer: a trial's is said by optimizer.name and "
-            "optimizer.arguments; leave it out"
-        )
+        yield "deepspeed_config has 'optimizer': optimizer.name and optimizer.arguments say it; leave it out"
 
 
-def _beside_deepspeed(trial: Trial) -> Iterator[str]:
-    """What a configuration for DeepSpeed itself may not say, since the trial says it."""
+def _for_deepspeed(trial: Trial) -> Iterator[str]:
     table, sequences = trial.peer_configuration(), trial.tokens_per_rank // trial.sequence
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} trains; expected workload = 'train'"
@@ -251,24 +195,24 @@ def _beside_deepspeed(trial: Trial) -> Iterator[str]:
         ("scheduler", "optimizer.schedule"),
     ):
         if key in table:
-            yield f"deepspeed_config has {key!r}: a trial's is said by {field}; leave it out"
+            yield f"deepspeed_config has {key!r}: {field} say it; leave it out"
     for kind in ("fp16", "bf16"):
-        asked = table[kind].get("enabled", "auto") if isinstance(table.get(kind), dict) else "auto"
-        ours = trial.peer.compute == kind
-        if asked not in ("auto", None, ours):
-            yield (
-                f"deepspeed_config says {kind}.enabled = {json.dumps(asked)}, and peer.compute = "
-                f"{trial.peer.compute!r} makes it {json.dumps(ours)}: expected the same"
-            )
-    world = trial.topology().world
-    for key, value, says in (
-        ("gradient_clipping", trial.clip or 0.0, f"clip = {trial.clip}"),
-        ("gradient_accumulation_steps", trial.accumulation, f"accumulation = {trial.accumulation}"),
-        ("train_micro_batch_size_per_gpu", sequences, f"{sequences} sequences of a rank"),
-        ("train_batch_size", sequences * trial.accumulation * world, f"{world} ranks' sequences"),
+        asked = table[kind].get("enabled") if isinstance(table.get(kind), dict) else None
+        if asked not in ("auto", None, trial.peer.compute == kind):
+            said = f"{kind}.enabled = {json.dumps(asked)} of deepspeed_config"
+            yield f"peer.compute = {trial.peer.compute!r}, but {said}: expected the same"
+    batch = sequences * trial.accumulation * trial.topology().world
+    for name, ours, key in (
+        ("clip", trial.clip or 0.0, "gradient_clipping"),
+        ("accumulation", trial.accumulation, "gradient_accumulation_steps"),
+        ("sequences of a rank", sequences, "train_micro_batch_size_per_gpu"),
+        ("sequences of all ranks", batch, "train_batch_size"),
     ):
-        if table.get(key, value) not in (value, None, "auto"):
-            yield (
-                f"deepspeed_config says {key} = {table[key]}, and {says} of the trial makes it {value}: "
-                "expected the same"
-            )
+        if table.get(key) not in (None, "auto"):
+            yield from _unequal(name, ours, key, table[key])
+
+
+def _unequal(name: str, ours: Any, key: str, theirs: Any) -> Iterator[str]:
+    if ours != theirs:
+        said = f"{key} = {json.dumps(theirs)} of deepspeed_config"
+        yield f"{name} = {json.dumps(ours)}, but {said}: expected the same"

@@ -1,19 +1,14 @@
-"""The suite key that says what :mod:`harness.runs.sweep` does when a trial has failed, by kind of failure.
-
-It goes on, tries it again, or stops.  No torch.
-"""
+"""What a sweep does when a trial has failed, by kind: it goes on, tries again, or stops.  No torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused", "timeout", "wrong"]
-_MOST: Final = 10
-_WORDS: Final = re.compile(r"skip|stop|retry ([1-9]\d?)(, then stop)?")
+_WORDS: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
 
 
 class Answer(BaseModel, extra="forbid", frozen=True):
@@ -24,29 +19,12 @@ class Answer(BaseModel, extra="forbid", frozen=True):
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``.
-
-        Raises:
-            ValueError: for any other; one line.
-        """
+        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
         found = _WORDS.fullmatch(value) if isinstance(value, str) else None
-        if found is None or int(found[1] or 0) > _MOST:
-            raise ValueError(f'expected "skip", "stop", "retry 2" (at most {_MOST}), or "retry 2, then stop"')
+        if found is None:
+            raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
         return cls(retries=int(found[1] or 0), stop=value == "stop" or found[2] is not None)
 
 
 SKIP: Final = Answer()
-
-
-def answers(value: Any) -> dict[str, Answer]:
-    """Read the table ``on_failure``: answers by kind of failure.
-
-    Raises:
-        ValueError: for another kind, or another answer; one line.
-    """
-    if not isinstance(value, Mapping):
-        raise ValueError("expected a table")  # noqa: TRY004 - which pydantic turns into its own
-    for kind in value:
-        if kind not in get_args(Kind):
-            raise ValueError(f"{kind}: expected one of {', '.join(get_args(Kind))}")
-    return {kind: Answer.of(answer) for kind, answer in value.items()}
+Answers = dict[Kind, Annotated[Answer, BeforeValidator(Answer.of)]]

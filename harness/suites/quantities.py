@@ -8,62 +8,39 @@ from typing import Final
 
 from pydantic import BeforeValidator, ValidationInfo
 
-_QUANTITY: Final = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(\S+)\s*$")
-_MBIT: Final = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
-_MILLISECONDS: Final = {"us": 1e-3, "ms": 1.0}
-_BYTES: Final = {"MiB": 2.0**20, "GiB": 2.0**30}
-_RATES: Final = (1e-3, 1e6)  # 1 kbit/s to 1 Tbit/s: nothing outside is a link between nodes
-_LONGEST_LATENCY: Final = 1000.0  # ms
-MOST_COUNTED: Final = 2**63  # of anything
-CANONICAL: Final = {"canonical": True}  # validation context: rates are plain Mbit/s
+_QUANTITY: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(\S+)\s*")
+CANONICAL: Final = {"canonical": True}  # validation context: quantities are plain numbers
 
 
 def parse_rate(value: object) -> float | None:
     """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None; a ValueError for a rate that no link has."""
     if value is None or value == "unshaped":
         return None
-    mbit = _quantity(value, _MBIT)
-    if not mbit:
-        raise ValueError("expected a number above 0 with a unit, kbit/s, Mbit/s or Gbit/s, or 'unshaped'")
-    if not _RATES[0] <= mbit <= _RATES[1]:
-        raise ValueError("expected a rate from 1 kbit/s to 1000 Gbit/s, or 'unshaped'")
-    return mbit
+    words = "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000 Gbit/s"
+    return _parsed(value, {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}, 1e-3, 1e6, words)
 
 
 def parse_latency(value: object) -> float | None:
-    """``"2 ms"`` or ``"50 us"`` to milliseconds, at most a second's.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, or a latency above a second.
-    """
+    """``"2 ms"`` or ``"50 us"`` to milliseconds; a ValueError above a second."""
     if value is None:
         return None
-    found = _quantity(value, _MILLISECONDS)
-    if not 0 < found <= _LONGEST_LATENCY:
-        raise ValueError("expected a number above 0 with a unit, us or ms, and at most 1000 ms")
-    return found
+    return _parsed(value, {"us": 1e-3, "ms": 1.0}, 0.0, 1e3, "us or ms, and at most 1000 ms")
 
 
 def parse_size(value: object) -> int | None:
-    """``"48 MiB"`` to bytes.
-
-    Raises:
-        ValueError: for a number without a unit, an unknown unit, or more than can be counted.
-    """
+    """``"48 MiB"`` to bytes; a ValueError for more than can be counted."""
     if value is None:
         return None
-    size = _quantity(value, _BYTES)
-    if not size:
-        raise ValueError("expected a number above 0 with a unit, MiB or GiB")
-    if size >= MOST_COUNTED:
-        raise ValueError("expected less than 2^63 bytes")
-    return round(size)
+    return round(_parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63"))
 
 
-def _quantity(value: object, units: Mapping[str, float]) -> float:
-    """A number with one of these units; 0 for anything else."""
-    match = _QUANTITY.match(value) if isinstance(value, str) else None
-    return float(match[1]) * units[match[2]] if match and match[2] in units else 0.0
+def _parsed(value: object, units: Mapping[str, float], least: float, most: float, words: str) -> float:
+    """A number with one of these units, above 0 and between these ends."""
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    found = float(match[1]) * units.get(match[2], 0.0) if match else 0.0
+    if not (found > 0 and least <= found <= most):
+        raise ValueError(f"expected a number above 0 with a unit, {words}")
+    return found
 
 
 def written(parse_text: Callable[[object], object]) -> BeforeValidator:

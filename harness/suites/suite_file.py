@@ -6,9 +6,7 @@ cells over ``[defaults]``; then come ``[[exclude]]`` and, in order, ``[[override
 A codec, error feedback or hpZ group that [defaults] or [matrix] sets for all strategies applies only to those
 that quantise there or keep a secondary shard: ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
 names the strategy overrules this, and so does a suite of a single policy.  Cells that resolve to the
-same run are run once.
-
-Raises :class:`SuiteError` for everything that is known to be wrong without building the model.  No torch.
+same run are run once.  No torch.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ import math
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, NoReturn, get_origin
+from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.errors import suggestion
 from harness.suites import folder
-from harness.suites.allowed import allowed
-from harness.suites.contradictions import check, check_recipe
-from harness.suites.on_failure import Answer, answers
+from harness.suites.contradictions import check
+from harness.suites.on_failure import Answers
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
 from harness.suites.repeat_order import BASELINE, Repeats, compared, roles
@@ -68,7 +66,7 @@ class _File(BaseModel):
     question: str = Field(min_length=1)
     time: str = "not stated"
     repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
-    on_failure: Annotated[dict[str, Answer], BeforeValidator(answers)] = {}
+    on_failure: Answers = {}
     baseline: dict[str, Any] = {}
     contrast: dict[str, Any] = {}
     answer: Said = ""
@@ -80,28 +78,28 @@ class _File(BaseModel):
     override: list[_Override] = []
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
+class _Setting(NamedTuple):
     """A value, and the table of the suite file that sets it (for error messages)."""
 
     value: Any
     table: str
 
 
-_Settings = dict[str, _Setting]  # by dotted path
-_LeftOut = list[tuple[str, _Setting, str, str]]  # path, setting, why, strategy
+_Cell = dict[str, _Setting]  # by dotted path
 
 
 def load(path: Path) -> Suite:
     """Read a suite file and expand it.
 
     Raises:
-        SuiteError: for the first error in it.
+        SuiteError: for what is known to be wrong without building the model, the first of it.
     """
-    text, tables = _parse(path)
-    folder.find_from(path.parent)
-    expansion = _Expansion(path, tables)
-    return replace(expansion.suite(), file=path.name, text=text, configurations=expansion.configurations)
+    try:
+        text, tables = _parse(path)
+        folder.find_from(path.parent)
+        return replace(_expanded(_validated(tables), path.parent), file=path.name, text=text)
+    except SuiteError as error:
+        raise SuiteError(f"{path}: {error}") from None
 
 
 def name_of(path: Path) -> str:
@@ -110,13 +108,19 @@ def name_of(path: Path) -> str:
     Raises:
         SuiteError: if it cannot be read, or has no name that a folder can have.
     """
-    name = _parse(path)[1].get("name")
-    if not isinstance(name, str) or len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
-        raise SuiteError(
-            f"{path}: name = {_text(name)}: expected at most {LONGEST_NAME} letters, digits, '_', '-' and "
-            "'.', which is not the first"
-        )
-    return name
+    try:
+        return _validated(_parse(path)[1]).name
+    except SuiteError as error:
+        raise SuiteError(f"{path}: {error}") from None
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted path, value) of every value that is not a table."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -135,317 +139,221 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     """A file's text, and its tables."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        return text, tomllib.loads(text)
+        tables = tomllib.loads(text)
     except OSError as error:
-        raise SuiteError(f"{path}: cannot read: {error.strerror or error}") from None
+        raise SuiteError(f"cannot read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise SuiteError(
-            f"{path}: not a text file: byte {error.start} is not UTF-8; expected a suite in TOML"
-        ) from None
+        raise SuiteError(f"not a text file: byte {error.start} is not UTF-8; expected TOML") from None
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
-        raise SuiteError(f"{path}: not TOML: {error}") from None
+        raise SuiteError(f"not TOML: {error}") from None
+    _check_values(tables)
+    return text, tables
 
 
-class _Expansion:
-    """Expands the tables of one file into trials; holds the file's name for error messages."""
+def _check_values(value: Any, where: str = "") -> None:
+    """Refuse characters that a terminal would act on, and integers that are not TOML's."""
+    if isinstance(value, str) and (found := _CONTROL.search(value)):
+        raise SuiteError(f"{_text(value)}: has the control character {found[0]!r}; expected text")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SuiteError(f"{where} = {_text(value)}: expected a number below 2^63")
+    for key, part in value.items() if isinstance(value, dict) else ():
+        _check_values(key)
+        _check_values(part, f"{where}.{key}" if where else key)
+    for part in value if isinstance(value, list) else ():
+        _check_values(part, where)
 
-    def __init__(self, path: Path, tables: dict[str, Any]) -> None:
-        self.path = path
-        self.configurations: dict[str, str] = {}
-        self._check_text(tables)
-        self.file = self._validated(tables)
-        self.fields = dict(_fields(Trial))
-        self.defaults = self._settings(self._flat(self.file.defaults), "[defaults]")
-        self.axes = self._axes()
 
-    def suite(self) -> Suite:
-        """Expand, exclude, override, validate, align and order."""
-        total = math.prod(len(axis) for axis in self.axes) * self.file.repeats.most
-        if total > MOST_TRIALS:
-            self._refuse(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
-        products = itertools.product(*self.axes)
-        cells = [functools.reduce(operator.or_, points, self.defaults) for points in products]
-        cells = self._override(self._exclude(cells))
-        if not cells:
-            self._refuse("[[exclude]] leaves no trial")
-        trials = self._checked(cells, check_recipe)
-        left_out: _LeftOut = []
-        for settings, trial in zip(cells, trials, strict=True):
-            self._note_peer(settings, trial, left_out)
-        asked = [self._told(settings) for settings in cells]
-        if len({trial.strategy for trial in trials} - set(PEERS)) > 1:
-            cells = [self._fitting(cell, trial, left_out) for cell, trial in zip(cells, trials, strict=True)]
-        trials = _aligned(self.path, self._checked(cells, check))
-        unique = _different(trials)
-        self._check_baselines(unique)
-        once = {id(trial) for trial in unique}
-        return Suite(
-            self.file.name,
-            self.file.question,
-            self.file.time,
-            tuple(unique),
-            self.file.repeats,
-            tuple(cell for trial, cell in zip(trials, asked, strict=True) if id(trial) not in once),
-            tuple(_left_out_in_words(left_out)),
-            self._roles(cells, trials),
-            self.file.on_failure,
-            answer=self.file.answer,
-            margin=self.file.margin,
-        )
+def _validated(tables: dict[str, Any]) -> _File:
+    try:
+        return _File.model_validate(tables, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, known = ".".join(str(part) for part in first["loc"]), _File.model_fields
+        if first["type"] == "missing":
+            raise SuiteError(f"key {where!r} is missing") from None
+        if first["type"] == "extra_forbidden":
+            near = suggestion(where, known)
+            raise SuiteError(f"unknown key {where!r}: expected one of {', '.join(known)}{near}") from None
+        raise SuiteError(f"{where} = {_text(first['input'])}: {_expected([first])}") from None
 
-    def _roles(self, cells: list[_Settings], trials: list[Trial]) -> dict[str, str]:
-        """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
-        if not self.file.baseline:
-            if self.file.contrast:
-                self._refuse(f"contrast = {_text(self.file.contrast)}: expected a baseline beside it")
-            return {}
-        base = self._matcher(self.file.baseline, "baseline", cells)
-        against = [not hit for hit in base]
-        if self.file.contrast:
-            against = self._matcher(self.file.contrast, "contrast", cells)
-        try:
-            return roles(trials, base, against)
-        except ValueError as error:
-            self._refuse(f"baseline = {_text(self.file.baseline)}: {error}")
 
-    def _check_baselines(self, trials: Sequence[Trial]) -> None:
-        """Refuse to repeat until ratios are known where there is nothing that they would be over."""
-        if self.file.repeats.within is None:
-            return
-        for cell in compared(trials, "repeat", "seed"):
-            if all(trial.strategy != BASELINE for trial in cell):
-                there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
-                self._refuse(
-                    f"repeats: {self.file.repeats}: of ratios over {BASELINE}, which does not stand beside "
-                    f"{there}; expected it there, or a number of repeats"
-                )
+def _expanded(file: _File, home: Path) -> Suite:
+    """Expand, exclude, override, validate, align and order."""
+    configurations = _read_configurations(file, home)
+    axes = _axes(file)
+    total = math.prod(len(axis) for axis in axes) * file.repeats.most
+    if total > MOST_TRIALS:
+        raise SuiteError(f"{total} trials; at most {MOST_TRIALS} are allowed in one suite")
+    defaults = _settings(file.defaults, "[defaults]")
+    cells = [functools.reduce(operator.or_, points, defaults) for points in itertools.product(*axes)]
+    for number, match in enumerate(file.exclude, 1):
+        hits = _hits(match, f"[[exclude]] #{number}", cells)
+        cells = [cell for cell, hit in zip(cells, hits, strict=True) if not hit]
+    for number, override in enumerate(file.override, 1):
+        hits = _hits(override.match, f"[[override]] #{number} match", cells)
+        settings = _settings(override.set, f"[[override]] #{number} set")
+        cells = [cell | settings if hit else cell for cell, hit in zip(cells, hits, strict=True)]
+    if not cells:
+        raise SuiteError("[[exclude]] leaves no trial")
+    paths = dict.fromkeys(path for axis in axes for point in axis for path in point)
+    told = [", ".join(f"{p} = {_text(cell[p].value)}" for p in paths if p in cell) for cell in cells]
+    cells, left_out = _fitting(cells, file)
+    trials = [_trial(cell) for cell in cells]
+    _check_together(cells, trials, told)
+    trials = _aligned(trials)
+    unique = _different(trials)
+    _check_baselines(file.repeats, unique)
+    once = {id(trial) for trial in unique}
+    return Suite(
+        file.name,
+        file.question,
+        file.time,
+        tuple(unique),
+        file.repeats,
+        tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
+        tuple(left_out),
+        _roles(file, cells, trials),
+        dict[str, Any](file.on_failure),
+        configurations=configurations,
+        answer=file.answer,
+        margin=file.margin,
+    )
 
-    def _refuse(self, complaint: str) -> NoReturn:
-        raise SuiteError(f"{self.path}: {complaint}")
 
-    def _check_text(self, value: Any) -> None:
-        """Refuse characters that a terminal would act on: all names and values are printed somewhere."""
-        if isinstance(value, str):
-            if found := _CONTROL.search(value):
-                self._refuse(f"{_text(value)}: has the control character {found[0]!r}; expected text")
-        elif isinstance(value, dict | list):
-            for part in itertools.chain(value, value.values() if isinstance(value, dict) else ()):
-                self._check_text(part)
+def _read_configurations(file: _File, home: Path) -> dict[str, str]:
+    """Make DeepSpeed configurations, paths from ``home`` or tables, their text; returns the files', by path.
 
-    def _validated(self, tables: dict[str, Any]) -> _File:
-        for key in tables:
-            if key not in _File.model_fields:
-                known = ", ".join(_File.model_fields)
-                self._refuse(
-                    f"unknown key {key!r}: expected one of {known}{suggestion(key, _File.model_fields)}"
-                )
-        try:
-            return _File.model_validate(tables, strict=True)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            if first["type"] == "missing":
-                self._refuse(f"key {where!r} is missing")
-            self._refuse(f"{where} = {_text(first['input'])}: {allowed([first])}")
+    An argument of one's own model may have the key's name.
+    """
+    found: dict[str, str] = {}
 
-    def _flat(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        """A table's values by dotted path; DeepSpeed configurations, paths or tables, are their text.
-
-        Paths are from the suite's folder.  An argument of one's own model may have the key's name.
-        """
-        found = dict(flatten({name: value for name, value in table.items() if name != _CONFIGURATION}))
-        if _CONFIGURATION in table:
-            found[_CONFIGURATION] = self._configurations(table[_CONFIGURATION])
-        return found
-
-    def _configurations(self, value: Any) -> Any:
-        """Text of one configuration, or of each of a list."""
+    def text_of(value: Any) -> Any:
         if isinstance(value, list):
-            return [self._configurations(one) for one in value]
+            return [text_of(one) for one in value]
         if isinstance(value, dict):
             return json.dumps(value, default=str)
-        if not isinstance(value, str):
-            return value
-        try:
-            found = json.dumps(load_configuration(self.path.parent / value))
-        except DeepSpeedError as error:
-            self._refuse(f"{_CONFIGURATION}: {error}")  # which names the file
-        self.configurations[value] = found
-        return found
+        if isinstance(value, str):
+            try:
+                found[value] = json.dumps(load_configuration(home / value))
+            except DeepSpeedError as error:  # which names the file
+                raise SuiteError(f"{_CONFIGURATION}: {error}") from None
+            return found[value]
+        return value
 
-    def _axes(self) -> list[list[_Settings]]:
-        """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
-        axes: list[list[_Settings]] = []
-        taken: list[str] = []
-        for path, values in self._flat(self.file.matrix).items():
-            axes.append(self._points(path, values, "[matrix]", taken))
-            self._check_different(values, f"[matrix] {path}")
-        for number, table in enumerate(self.file.zip, 1):
-            name = f"[[zip]] #{number}"
-            flat = self._flat(table)
-            columns = {path: self._points(path, values, name, taken) for path, values in flat.items()}
-            if len({len(points) for points in columns.values()}) > 1:
-                counts = ", ".join(f"{path} has {len(points)}" for path, points in columns.items())
-                self._refuse(f"{name}: {counts} values; expected equal numbers")
-            self._check_different(list(zip(*flat.values(), strict=True)), name)
-            axes.append([functools.reduce(operator.or_, row) for row in zip(*columns.values(), strict=True)])
-        return axes
-
-    def _check_different(self, points: list[Any], axis: str) -> None:
-        seen: set[str] = set()
-        for point in points:
-            text = json.dumps(point, default=str)
-            if text in seen:
-                self._refuse(f"{axis}: {_text(point)} stands twice; expected different values")
-            seen.add(text)
-
-    def _points(self, path: str, values: Any, table: str, taken: list[str]) -> list[_Settings]:
-        """The points of one axis, one per value."""
-        self._kind(path, table)
-        if not isinstance(values, list) or not values:
-            self._refuse(f"{table} {path} = {_text(values)}: expected a list of at least one value")
-        for other in taken:
-            if path == other or path.startswith(other + ".") or other.startswith(path + "."):
-                self._refuse(f"{table} {path}: {other!r} is an axis already; expected each field once")
-        taken.append(path)
-        return [self._settings({path: value}, table) for value in values]
-
-    def _settings(self, table: dict[str, Any], name: str) -> _Settings:
-        """A table's values by dotted path, every path checked."""
-        settings = {}
-        for path, value in flatten(table):
-            if self._kind(path, name) != "leaf":
-                inside = ", ".join(p for p in self.fields if p.startswith(path + ".")) or "its arguments"
-                self._refuse(f"{name} {path} = {_text(value)}: expected a table ({inside})")
-            settings[path] = _Setting(value, name)
-        return settings
-
-    def _kind(self, path: str, table: str) -> str:
-        """The kind of the field at a path; refuses a path that names none."""
-        kind = self.fields.get(path)
-        if kind is None and self.fields.get(path.rpartition(".")[0]) == "open":
-            kind = "leaf"
-        if path == "repeat":
-            self._refuse(f"{table} repeat: set by the key `repeats` at the top of the file")
-        if kind is None:
-            last_names = [known.rpartition(".")[2] for known in self.fields]
-            near = suggestion(path, self.fields) or suggestion(path, last_names)
-            if not near:
-                near = f"; expected one of {', '.join(p for p, k in self.fields.items() if k != 'table')}"
-            self._refuse(f"{table} {path}: no such field of a trial{near}")
-        return kind
-
-    def _trial(self, settings: _Settings) -> Trial:
-        """Validate one cell into a trial, without coercing TOML's types."""
-        nested: dict[str, Any] = {}
-        for path, setting in settings.items():
-            *tables, leaf = path.split(".")
-            place = nested
-            for part in tables:
-                place = place.setdefault(part, {})
-            place[leaf] = setting.value
-        try:
-            return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
-        except ValidationError as error:
-            errors = error.errors()
-            path = _path_of(errors[0], settings)
-            same = [e for e in errors if _path_of(e, settings) == path]
-            setting = settings[path]
-            self._refuse(f"{setting.table} {path} = {_text(setting.value)}: {allowed(same)}")
-
-    def _fitting(self, settings: _Settings, trial: Trial, left_out: _LeftOut) -> _Settings:
-        """The cell without fields that would turn its strategy into another, unless set for that strategy."""
-        if trial.strategy in PEERS:
-            return settings
-        named = {f"[[zip]] #{n}" for n, table in enumerate(self.file.zip, 1) if "strategy" in table}
-        named |= {
-            f"[[override]] #{n} set" for n, one in enumerate(self.file.override, 1) if "strategy" in one.match
-        }
-        foreign = [path for path in _foreign(trial) if path in settings and settings[path].table not in named]
-        for path in foreign:
-            _, _, name = path.partition("policy.")
-            able = trial.host is None or carries(trial.host, name)
-            why = "it would make another strategy of" if able else "it cannot be carried out in"
-            left_out.append((path, settings[path], why, trial.strategy))
-        return {path: setting for path, setting in settings.items() if path not in foreign}
-
-    @staticmethod
-    def _note_peer(settings: _Settings, trial: Trial, left_out: _LeftOut) -> None:
-        """Note the axes of policies on which a peer stands: it has none."""
-        for path, setting in settings.items():
-            if trial.strategy in PEERS and path.startswith("policy.") and setting.table == "[matrix]":
-                left_out.append((path, setting, "there is no policy in", trial.strategy))
-
-    def _told(self, settings: _Settings) -> str:
-        """A cell by what the axes say of it."""
-        varying = dict.fromkeys(path for axis in self.axes for point in axis for path in point)
-        return ", ".join(f"{path} = {_text(settings[path].value)}" for path in varying if path in settings)
-
-    def _checked(self, cells: list[_Settings], check: Callable[[Trial], None]) -> list[Trial]:
-        """The cells' trials; refuses fields that contradict each other.
-
-        The message names the table of the field that it begins with and, unless all cells are refused alike,
-        the cell.
-        """
-        trials = [self._trial(settings) for settings in cells]
-        for settings, trial in zip(cells, trials, strict=True):
-            if (words := _complaint(check, trial)) is not None:
-                table = next((f"{s.table} " for p, s in settings.items() if words.startswith(f"{p} = ")), "")
-                cell = self._told(settings)
-                alike = all(_complaint(check, other) == words for other in trials)
-                self._refuse(f"{table}{words}" if alike or not cell else f"with {cell}: {words}")
-        return trials
-
-    def _exclude(self, cells: list[_Settings]) -> list[_Settings]:
-        for number, match in enumerate(self.file.exclude, 1):
-            matches = self._matcher(match, f"[[exclude]] #{number}", cells)
-            cells = [cell for cell, hit in zip(cells, matches, strict=True) if not hit]
-        return cells
-
-    def _override(self, cells: list[_Settings]) -> list[_Settings]:
-        for number, override in enumerate(self.file.override, 1):
-            name = f"[[override]] #{number}"
-            matches = self._matcher(override.match, f"{name} match", cells)
-            settings = self._settings(self._flat(override.set), f"{name} set")
-            cells = [cell | settings if hit else cell for cell, hit in zip(cells, matches, strict=True)]
-        return cells
-
-    def _matcher(self, match: dict[str, Any], name: str, cells: list[_Settings]) -> list[bool]:
-        """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-        wanted = {
-            path: [
-                _at(self._trial(self._settings({path: choice}, name)), path)
-                for choice in (value if isinstance(value, list) else [value])
-            ]
-            for path, value in self._flat(match).items()
-        }
-        trials = [self._trial(cell) for cell in cells]
-        hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
-        if not any(hits):
-            self._refuse(f"{name} = {_text(match)}: matches no trial of this suite")
-        return hits
+    overrides = (table for one in file.override for table in (one.match, one.set))
+    asked = (file.baseline, file.contrast)
+    for table in (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, *asked):
+        if _CONFIGURATION in table:
+            table[_CONFIGURATION] = text_of(table.pop(_CONFIGURATION))
+    return found
 
 
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of every value that is not a table."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _axes(file: _File) -> list[list[_Cell]]:
+    """The axes: each a list of points, a point being its fields' values; a zip is one axis."""
+    tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
+    tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
+    axes: list[list[_Cell]] = []
+    taken: list[str] = []
+    for columns, table in tables:
+        for path, values in columns.items():
+            if not isinstance(values, list) or not values:
+                raise SuiteError(f"{table} {path} = {_text(values)}: expected a list of at least one value")
+            for other in taken:
+                if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
+                    raise SuiteError(
+                        f"{table} {path}: {other!r} is an axis already; expected each field once"
+                    )
+            taken.append(path)
+        if len({len(values) for values in columns.values()}) > 1:
+            counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
+            raise SuiteError(f"{table}: {counts} values; expected equal numbers")
+        rows = zip(*columns.values(), strict=True)
+        axes.append([_settings(dict(zip(columns, row, strict=True)), table) for row in rows])
+    return axes
 
 
-def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted path, kind) of every field that a suite may set: leaf, table, or open (free keys)."""
-    for name, known in model.model_fields.items():
-        path, annotation = f"{prefix}{name}", known.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield path, "table"
-            yield from _fields(annotation, f"{path}.")
-        elif get_origin(annotation) is dict:
-            yield path, "open"
-        elif path != "repeat":
-            yield path, "leaf"
+def _settings(table: dict[str, Any], name: str) -> _Cell:
+    """A table's values by dotted path."""
+    found = {path: _Setting(value, name) for path, value in flatten(table)}
+    if "repeat" in found:
+        raise SuiteError(f"{name} repeat: set by the key `repeats` at the top of the file")
+    return found
+
+
+def _trial(cell: _Cell) -> Trial:
+    """Validate one cell into a trial, without coercing TOML's types."""
+    nested: dict[str, Any] = {}
+    for path, (value, table) in cell.items():
+        *tables, leaf = path.split(".")
+        place = nested
+        for part in tables:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise SuiteError(f"{table} {path}: {part!r} is set to a value; expected a table")
+        place[leaf] = value
+    try:
+        return Trial.model_validate_json(json.dumps(following_model(nested), default=str), strict=True)
+    except ValidationError as error:
+        errors = error.errors()
+        path = _path_of(errors[0], cell)
+        value, table = cell[path]
+        if errors[0]["type"] == "extra_forbidden":
+            known = _fields(Trial)
+            near = suggestion(path, known) or suggestion(path, [one.rpartition(".")[2] for one in known])
+            near = near or f"; expected one of {', '.join(known)}"
+            raise SuiteError(f"{table} {path}: no such field of a trial{near}") from None
+        same = [one for one in errors if _path_of(one, cell) == path]
+        raise SuiteError(f"{table} {path} = {_text(value)}: {_expected(same)}") from None
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted paths of the fields that a suite may set."""
+    found: list[str] = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += _fields(field.annotation, f"{prefix}{name}.")
+        elif name != "repeat":
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _path_of(error: ErrorDetails, cell: _Cell) -> str:
+    """The path that the suite set nearest to where an error is."""
+    parts = [str(part) for part in error["loc"]]
+    for length in range(len(parts), 0, -1):
+        where = ".".join(parts[:length])
+        if found := [path for path in cell if f"{path}.".startswith(f"{where}.")]:
+            return found[0]
+    return next(iter(cell))
+
+
+def _expected(errors: Sequence[ErrorDetails]) -> str:
+    """What a field accepts, from pydantic's errors about one value."""
+    words = []
+    for error in errors:
+        said = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        said = "expected a list of two" if error["type"] == "missing" else said
+        near = ""
+        if error["type"] == "literal_error":  # expected is as in 'a', 'b' or 'c'
+            near = suggestion(str(error["input"]), error["ctx"]["expected"].split("'")[1::2])
+        words.append(f"{said[0].lower()}{said[1:]}{near}")
+    return " or ".join(dict.fromkeys(words))
+
+
+def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
+    """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
+    wanted = {
+        path: [
+            _at(_trial(_settings({path: choice}, name)), path)
+            for choice in (value if isinstance(value, list) else [value])
+        ]
+        for path, value in flatten(match)
+    }
+    trials = [_trial(cell) for cell in cells]
+    hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
+    if not any(hits):
+        raise SuiteError(f"{name} = {_text(match)}: matches no trial of this suite")
+    return hits
 
 
 def _at(trial: Trial, path: str) -> Any:
@@ -453,55 +361,55 @@ def _at(trial: Trial, path: str) -> Any:
     return look_up(trial.model_dump(mode="json"), path)
 
 
-def _path_of(error: ErrorDetails, settings: _Settings) -> str:
-    """The longest prefix of an error's location that the suite set."""
-    parts = [str(part) for part in error["loc"]]
-    paths = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((path for path in paths if path in settings), next(iter(settings)))
+def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
+    """The cells without fields that would turn their strategies into others, unless set for those; and what
+    is left out of which, in words.
+    """
+    named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
+    named |= {f"[[override]] #{n} set" for n, one in enumerate(file.override, 1) if "strategy" in one.match}
+    trials = [_trial(cell) for cell in cells]
+    several = len({trial.strategy for trial in trials} - set(PEERS)) > 1
+    left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
+    fitting = []
+    for cell, trial in zip(cells, trials, strict=True):
+        why: dict[str, str] = {}
+        if trial.strategy in PEERS:  # whose trials lose their policies, and are told of axes alone
+            axes = [path for path, (_, table) in cell.items() if table == "[matrix]"]
+            why = {path: "there is no policy in" for path in axes if path.startswith("policy.")}
+        elif several:
+            foreign = [path for path in _foreign(trial) if path in cell and cell[path].table not in named]
+            for path in foreign:
+                able = trial.host is None or carries(trial.host, path.removeprefix("policy."))
+                why[path] = "it would make another strategy of" if able else "it cannot be carried out in"
+        for path, reason in why.items():
+            left_out[path, cell[path].table, reason].append((_text(cell[path].value), trial.strategy))
+        fitting.append({path: setting for path, setting in cell.items() if path not in why})
+    lines = []
+    for (path, table, reason), told in left_out.items():
+        values, names = (", ".join(dict.fromkeys(column)) for column in zip(*told, strict=True))
+        lines.append(f"{path} ({values} of {table}) is left out of {names}: {reason} {names}")
+    return fitting, lines
 
 
-def _text(value: Any) -> str:
-    """A value as it stands in a suite, shortened to one readable line."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _complaint(check: Callable[[Trial], None], trial: Trial) -> str | None:
-    """What a check says against a trial; None for nothing."""
-    try:
-        check(trial)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _left_out_in_words(left_out: _LeftOut) -> Iterator[str]:
-    """One line for each field and table."""
-    for path, table in dict.fromkeys((path, setting.table) for path, setting, *_ in left_out):
-        same = [one for one in left_out if (one[0], one[1].table) == (path, table)]
-        values = ", ".join(dict.fromkeys(_text(setting.value) for _, setting, *_ in same))
-        whose: dict[str, dict[str, None]] = {}
-        for *_, why, strategy in same:
-            whose.setdefault(why, {})[strategy] = None
-        names = ", ".join(dict.fromkeys(itertools.chain.from_iterable(whose.values())))
-        reasons = "; ".join(f"{why} {', '.join(named)}" for why, named in whose.items())
-        yield f"{path} ({values} of {table}) is left out of {names}: {reasons}"
-
-
-def _foreign(trial: Trial) -> Iterator[str]:
+def _foreign(trial: Trial) -> list[str]:
     """Paths of policy changes that would turn the trial's preset into another technique."""
-    base, changes = trial.base_policy(), trial.policy
+    try:
+        base = trial.base_policy()
+    except ValueError:  # of a configuration that is missing, which is refused later
+        base = None
     if base is None:
-        return
+        return []
+    changes, found = trial.policy, list[str]()
     if trial.host is not None:
-        yield from (f"policy.{name}" for name in trial.changes if not carries(trial.host, name))
-    for path, ours, asked in (
-        ("policy.weights", (base.weights,), changes.weights),
-        ("policy.gradients", base.gradients, changes.gradients),
+        found = [name for name in trial.changes if not carries(trial.host, name)]
+    for name, ours, asked in (
+        ("weights", (base.weights,), changes.weights),
+        ("gradients", base.gradients, changes.gradients),
     ):
         given = [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
         if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
-            yield path
+            found.append(name)
+    raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
     for name, foreign in (
         ("secondary", changes.secondary and not base.secondary),
         ("secondary_format", changes.secondary_format and not base.secondary),
@@ -510,21 +418,64 @@ def _foreign(trial: Trial) -> Iterator[str]:
         ("stage", changes.stage not in (None, base.stage)),
         ("group", changes.group and not base.group),
         ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
-        ("sums", changes.sums == "fp16" and _raw(base.gradients)),
-        ("blocks", changes.blocks == "shape" and _raw((base.weights, *base.gradients))),
-        ("planes", changes.planes == 2 and _raw((base.weights,))),
-        ("feedback", changes.feedback not in (None, "none") and _raw(base.gradients)),
-        ("budget", changes.budget not in (None, "none") and _raw([base.weights, *base.gradients])),
+        ("sums", changes.sums == "fp16" and raw_gradients),
+        ("blocks", changes.blocks == "shape" and raw_weights and raw_gradients),
+        ("planes", changes.planes == 2 and raw_weights),
+        ("feedback", changes.feedback not in (None, "none") and raw_gradients),
+        ("budget", changes.budget not in (None, "none") and raw_weights and raw_gradients),
         ("gather", base.gather == "flat" and changes.gather not in (None, base.gather)),
         ("reduce", base.reduce == "ring" and changes.reduce not in (None, base.reduce)),
         ("chunks", base.reduce == "ring" and (changes.chunks or 1) > 1),
     ):
         if foreign:
-            yield f"policy.{name}"
+            found.append(name)
+    return [f"policy.{name}" for name in found]
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:
     return all(isinstance(codec, Raw) for codec in codecs)
+
+
+def _check_together(cells: list[_Cell], trials: list[Trial], told: list[str]) -> None:
+    """Refuse fields that contradict each other.
+
+    The message names the table of the field that it begins with and, unless all cells are refused alike, the
+    cell.
+    """
+    complaints = [_complaint(trial) for trial in trials]
+    for cell, words, whose in zip(cells, complaints, told, strict=True):
+        if words:
+            table = next((f"{s.table} " for path, s in cell.items() if words.startswith(f"{path} = ")), "")
+            alike = set(complaints) == {words} or not whose
+            raise SuiteError(f"{table}{words}" if alike else f"with {whose}: {words}")
+
+
+def _complaint(trial: Trial) -> str:
+    """What is said against a trial; empty for nothing."""
+    try:
+        check(trial)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _aligned(trials: list[Trial]) -> list[Trial]:
+    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
+
+    A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
+    """
+    try:
+        grain = math.lcm(1, *(policy.grain for one in trials if (policy := one.resolved_policy())))
+    except CodecError as error:  # of a user's own, of which nothing was asked before
+        raise SuiteError(str(error)) from None
+    return [
+        trial.model_copy(
+            update={"policy": PolicyChanges()}
+            if trial.strategy in PEERS
+            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
+        )
+        for trial in trials
+    ]
 
 
 def _different(trials: Sequence[Trial]) -> list[Trial]:
@@ -543,36 +494,47 @@ def _run_key(trial: Trial) -> str:
     if policy is not None:
         topology = trial.topology()
         group = policy.group_ranks(topology)
-        alike = replace(
-            policy,
-            secondary=policy.secondary_ranks(topology),
-            secondary_format="frames"
-            if policy.kept in (policy.weights, policy.inside)
-            else policy.secondary_format,
-            group=group if policy.stage > 0 and group < topology.world else 0,
-            reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
+        frames = policy.kept in (policy.weights, policy.inside)
+        data["policy"] = repr(
+            replace(
+                policy,
+                secondary=policy.secondary_ranks(topology),
+                secondary_format="frames" if frames else policy.secondary_format,
+                group=group if policy.stage > 0 and group < topology.world else 0,
+                reduce_every="micro_batch" if policy.reduces_each_micro_batch else "step",
+            )
         )
-        data["policy"] = repr(alike)
         data["strategy"] = trial.host
         data.pop(_CONFIGURATION, None)
     return json.dumps(data, sort_keys=True)
 
 
-def _aligned(path: Path, trials: list[Trial]) -> list[Trial]:
-    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
+def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
+    """Refuse to repeat until ratios are known where there is nothing that they would be over."""
+    for cell in compared(trials, "repeat", "seed") if repeats.within is not None else ():
+        if all(trial.strategy != BASELINE for trial in cell):
+            there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
+            raise SuiteError(
+                f"repeats: {repeats}: of ratios over {BASELINE}, which does not stand beside {there}; "
+                "expected it there, or a number of repeats"
+            )
 
-    A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
-    """
-    policies = [policy for trial in trials if (policy := trial.resolved_policy())]
+
+def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, str]:
+    """The roles of trials, by id: those of ``baseline`` and, by default all others, of ``contrast``."""
+    if not file.baseline:
+        if file.contrast:
+            raise SuiteError(f"contrast = {_text(file.contrast)}: expected a baseline beside it")
+        return {}
+    base = _hits(file.baseline, "baseline", cells)
+    against = _hits(file.contrast, "contrast", cells) if file.contrast else [not hit for hit in base]
     try:
-        grain = math.lcm(1, *(policy.grain for policy in policies))
-    except CodecError as error:  # of a user's own, of which nothing was asked before
-        raise SuiteError(f"{path}: {error}") from None
-    return [
-        trial.model_copy(
-            update={"policy": PolicyChanges()}
-            if trial.strategy in PEERS
-            else {"policy": trial.policy.model_copy(update={"align": grain}), "peer": PeerSettings()}
-        )
-        for trial in trials
-    ]
+        return roles(trials, base, against)
+    except ValueError as error:
+        raise SuiteError(f"baseline = {_text(file.baseline)}: {error}") from None
+
+
+def _text(value: Any) -> str:
+    """A value as it stands in a suite, shortened to one readable line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,7 +19,7 @@ from harness.errors import suggestion
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import ViTShape
 from harness.suites.peers import PEERS, Compute, configuration
-from harness.suites.quantities import CANONICAL, MOST_COUNTED, parse_latency, parse_rate, parse_size, written
+from harness.suites.quantities import CANONICAL, parse_latency, parse_rate, parse_size, written
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.recipe import Recipe, recipe
@@ -44,10 +44,6 @@ _LARGEST_LR: Final = 1e3
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 
 
-def _number(value: object) -> list[float]:
-    return [value] if isinstance(value, int | float) else []
-
-
 _FIRST: Final = frozenset((  # fields that the first trials had; later ones are left out where unused
     "strategy", "policy", "cluster", "model", "corpus", "sequence", "tokens_per_rank", "accumulation",
     "optimizer", "clip", "steps", "warmup", "validate_every", "validation_batches", "seed", "repeat",
@@ -59,16 +55,6 @@ _FIRST: Final = frozenset((  # fields that the first trials had; later ones are 
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _countable(cls, value: Any) -> Any:
-        """Whole numbers beyond 64 bits, of which a float's field makes a float, are a slip of the pen."""
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        numbers = [part for part in parts if isinstance(part, int)]
-        if any(abs(number) >= MOST_COUNTED for number in [*numbers, *_number(value)]):
-            raise ValueError("expected a number below 2^63")
-        return value
 
     def used(self) -> dict[str, Any]:
         """The fields as JSON-ready data, but those that came to the schema later and have their default."""

@@ -31,7 +31,7 @@ from harness.runs import locks
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import LOCK, SCRATCH, alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
-from harness.suites.on_failure import answers
+from harness.suites.on_failure import Answer
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
@@ -324,7 +324,7 @@ def test_what_follows_a_failure_is_the_suites_to_say(
     left.write_text("xx", encoding="utf-8")
     model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
     trials = [trial("single", model=model), trial("single")]
-    outcome, shown = sweep(trials, tmp_path / "r", Suite("test", on_failure=answers({"killed": answer})))
+    outcome, shown = sweep(trials, tmp_path / "r", Suite("test", on_failure={"killed": Answer.of(answer)}))
     assert outcome == SweepOutcome(ok=ok, failed=2 - ok - (answer == "stop"), skipped=0)
     record = read(tmp_path / "r" / f"{trials[0].id}.json")
     assert [one.kind for one in record.earlier] == kinds
@@ -417,7 +417,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Link, "check", check)
     one = trial("zero3", kind="paced", rate="200 Mbit/s")
-    outcome, _ = sweep([one], tmp_path, Suite("test", on_failure=answers({"link": "retry 2"})))
+    outcome, _ = sweep([one], tmp_path, Suite("test", on_failure={"link": Answer.of("retry 2")}))
     assert outcome == SweepOutcome(ok=1, failed=0, skipped=0)
     assert len(calibrated) == 2
     assert [failure.message for failure in read(tmp_path / f"{one.id}.json").earlier] == [
@@ -458,7 +458,7 @@ def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path) -> None:
 import json
 from pathlib import Path
 from rich.console import Console
-from harness.suites.on_failure import answers
+from harness.suites.on_failure import Answer
 from harness.suites.trial import Trial
 from harness.runs.sweep import run_sweep
 from harness.runs.further_repeats import Batch
