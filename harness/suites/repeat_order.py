@@ -28,34 +28,22 @@ class Repeats:
     """How often each trial is repeated in one sweep."""
 
     least: int = 1  # times that all are
-    # half the width that the interval of each ratio may have, as a share of the ratio; None if nothing is
-    # repeated until then
-    within: float | None = None
+    within: float | None = None  # half the width of each ratio's interval that is enough, as a share of it
     most: int = 1  # times that any is; the first repeat of sweep s has number ``s * most``
 
     @classmethod
     def of(cls, value: Any) -> Repeats:
-        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``.
-
-        Raises:
-            ValueError: for any other; one line.
+        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a
+        ValueError.
         """
-        if isinstance(value, int) and not isinstance(value, bool):
-            if value < 1:
-                raise ValueError("expected at least 1")
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
         found = _UNTIL.fullmatch(value) if isinstance(value, str) else None
-        if found is None:
+        share, most = (float(found[1]) / 100, int(found[2] or MOST)) if found else (0.0, 0)
+        if not 0 < share < 1 or most < LEAST + BEYOND:
             raise ValueError(
-                'expected a whole number, "until 2 %" (of the ratio, on each side), or "until 2 %, '
-                'at most 30"'
-            )
-        share, most = float(found[1]) / 100, int(found[2] or MOST)
-        if not 0 < share < 1:
-            raise ValueError("expected more than 0 % and less than 100 %")
-        if most < LEAST + BEYOND:
-            raise ValueError(
-                f"expected at most {LEAST + BEYOND} or a larger number: fewer repeats are never enough"
+                'expected a whole number, at least 1, "until 2 %" (of the ratio, on each side), or "until '
+                f'2 %, at most 30", and there at least {LEAST + BEYOND}'
             )
         return cls(LEAST, share, most)
 
@@ -77,23 +65,6 @@ def setting_of(trial: Trial, *also: str) -> str:
     """A key that is equal for trials that differ in who ran and, if said, in ``also``."""
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONTENDER, *also)}
     return json.dumps(data, sort_keys=True)
-
-
-def roles(trials: Sequence[Trial], base: Sequence[bool], against: Sequence[bool]) -> dict[str, str]:
-    """``baseline`` or ``contrast`` by id, of trials that are one or the other; not both, one base a cell.
-
-    Raises:
-        ValueError: if a trial is both, none is the contrast, or a cell has several baselines.
-    """
-    if both := sum(one and other for one, other in zip(base, against, strict=True)):
-        raise ValueError(f"{both} trials are baseline and contrast; expected two groups")
-    if not any(against):
-        raise ValueError("every trial is the baseline; expected two groups")
-    bases = {trial.id: trial for trial, hit in zip(trials, base, strict=True) if hit}
-    if len({setting_of(one) for one in bases.values()}) < len(bases):
-        raise ValueError("matches several contenders of one cell; expected one")
-    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
-    return others | dict.fromkeys(bases, "baseline")
 
 
 def contender_of(trial: Trial) -> str:

@@ -33,7 +33,7 @@ from harness.suites.contradictions import check
 from harness.suites.on_failure import Answers
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
-from harness.suites.repeat_order import BASELINE, Repeats, compared, roles
+from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
 from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
 from impl.adapters.traffic import carries
@@ -528,10 +528,16 @@ def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, st
         return {}
     base = _hits(file.baseline, "baseline", cells)
     against = _hits(file.contrast, "contrast", cells) if file.contrast else [not hit for hit in base]
-    try:
-        return roles(trials, base, against)
-    except ValueError as error:
-        raise SuiteError(f"baseline = {_text(file.baseline)}: {error}") from None
+    bases = {trial.id: setting_of(trial) for trial, hit in zip(trials, base, strict=True) if hit}
+    told = f"baseline = {_text(file.baseline)}"
+    if both := sum(map(operator.and_, base, against)):
+        raise SuiteError(f"{told}: {both} trials are baseline and contrast; expected two groups")
+    if not any(against):
+        raise SuiteError(f"{told}: every trial is the baseline; expected two groups")
+    if len(set(bases.values())) < len(bases):
+        raise SuiteError(f"{told}: matches several contenders of one cell; expected one")
+    others = {trial.id: "contrast" for trial, hit in zip(trials, against, strict=True) if hit}
+    return others | dict.fromkeys(bases, "baseline")
 
 
 def _text(value: Any) -> str:

@@ -28,7 +28,6 @@ from impl.plan.policy import (
     MOST_CHUNKS,
     PRESETS,
     MemoryLimits,
-    Offload,
     Policy,
     parse_budget,
     parse_feedback,
@@ -39,7 +38,6 @@ from impl.plan.topology import Topology
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
-MOST_MICRO_BATCHES: Final = 1_000_000
 _LARGEST_LR: Final = 1e3
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 
@@ -85,10 +83,10 @@ class Model(_Frozen):
         return value
 
 
-OWN_BACKEND: Final = r"^[A-Za-z_]\w*(\.\w+)+$"  # a module
-_HOST: Final = r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$"  # no option of ssh begins so
-
-
+_OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # a module
+_Host = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$")
+]  # no option of ssh
 _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
@@ -96,8 +94,7 @@ class Cluster(_Frozen):
     """Where ranks stand and what joins their nodes; ``docs/guide/suites.md`` says what each key does.
 
     ``rate`` and ``inner_rate`` are Mbit/s per node and direction, ``latency`` milliseconds one way; None is
-    unshaped, or adds nothing.  A module as ``transport`` gives torch a backend for CPU tensors: its
-    ``register()`` makes the backend of its ``NAME`` known, to which sends and receives are given in groups.
+    unshaped, or adds nothing.
     """
 
     nodes: int = Field(2, ge=1, le=4096)
@@ -111,9 +108,9 @@ class Cluster(_Frozen):
         Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[_Hca, ...], Field(min_length=1)] | None
     ) = None
     device: Literal["cpu", "cuda"] = "cpu"
-    transport: Literal["shm", "gloo", "nccl", "staged"] | Annotated[str, Field(pattern=OWN_BACKEND)] = "shm"
+    transport: Literal["shm", "gloo", "nccl", "staged"] | _OwnBackend = "shm"
     launcher: Literal["local", "torchrun", "hosts", "slurm"] = "local"
-    hosts: tuple[Annotated[str, Field(pattern=_HOST)], ...] = ()
+    hosts: tuple[_Host, ...] = ()
     slurm: dict[Annotated[str, Field(pattern=r"^[a-z_]+$")], int | str | bool] = {}
 
 
@@ -127,10 +124,7 @@ class LearningRates(_Frozen):
 
 
 class Optimizer(_Frozen):
-    """Any elementwise optimizer: the name of a class of ``torch.optim``, or ``module:class``.
-
-    The default rate is one at which a small GPT does not overshoot without a warm-up.
-    """
+    """Any elementwise optimizer: the name of a class of ``torch.optim``, or ``module:class``."""
 
     name: str = "AdamW"
     arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
@@ -149,8 +143,6 @@ def _parse_or_none(text: str) -> Codec | None:
     return None if text == "none" else parse(text)
 
 
-_Text = str | tuple[str, str] | None
-_SHARES: Final = tuple(field.name for field in dataclasses.fields(Offload))
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
     "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
     "feedback": parse_feedback, "loss_scale": parse_loss_scale, "budget": parse_budget,
@@ -195,7 +187,7 @@ class PolicyChanges(_Frozen):
 
     @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
     @classmethod
-    def _means_something(cls, value: _Text, info: ValidationInfo) -> _Text:
+    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
         for text in (value,) if isinstance(value, str) else value or ():
             _TEXT_FORMS[str(info.field_name)](text)
         return value
@@ -211,7 +203,11 @@ class PolicyChanges(_Frozen):
         changes = {name: value for name, value in self if value is not None}
         limits = {field.name for field in dataclasses.fields(MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
-        shares = {name: changes.pop(f"offload_{name}", getattr(base.offload, name)) for name in _SHARES}
+        offload = {
+            name: changes.pop(f"offload_{name}")
+            for name in ("optimizer", "weights")
+            if f"offload_{name}" in changes
+        }
         if isinstance(self.gradients, str):
             changes["gradients"] = (self.gradients,) * 2
         if isinstance(self.weights, tuple):  # of hops inside an hpZ group, and of those before them
@@ -221,7 +217,7 @@ class PolicyChanges(_Frozen):
             read, text = _TEXT_FORMS[name], changes[name]
             changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
         return replace(
-            base, memory=replace(base.memory, **memory), offload=replace(base.offload, **shares), **changes
+            base, memory=replace(base.memory, **memory), offload=replace(base.offload, **offload), **changes
         )
 
 
@@ -229,10 +225,7 @@ _AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are t
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """A trial's fields as a suite says them, and what follows from a model that reads images.
-
-    Such a preset has the images, and as many patches as fit them, where nothing else is said.
-    """
+    """A trial's fields as a suite says them; a preset that reads images has them, and 64 patches of them."""
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)
@@ -240,9 +233,7 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """What workload ``generate``, and the actor of ``rlhf``, decodes for each of a rank's sequences: tokens
-    after bytes of the corpus.
-    """
+    """What is decoded for each of a rank's sequences: tokens after bytes of the corpus."""
 
     prompt: int = Field(32, ge=1)
     tokens: int = Field(32, ge=2)
@@ -264,10 +255,8 @@ class PeerSettings(_Frozen):
 class Trial(_Frozen):
     """Everything that defines a run; its id is a hash of its canonical JSON.
 
-    ``docs/guide/suites.md`` says what each key does.  A generated step is one generation on weights that have
-    just changed, as between two updates of a policy that learns from what it generates.  ``control`` is a
-    positive control, which a test of losses must call inferior; no policy offers them.  ``memory_limit`` is
-    bytes that the engine of a rank may hold, without activations and buffers of the wire.
+    ``docs/guide/suites.md`` says what each key does.  ``control`` is a positive control, which a test of
+    losses must call inferior; ``memory_limit`` is bytes.
     """
 
     workload: Literal["train", "generate", "rlhf"] = "train"
@@ -284,7 +273,7 @@ class Trial(_Frozen):
     activation_checkpointing: bool = False
     sequence: int = Field(128, ge=1)
     tokens_per_rank: int = Field(512, ge=1)
-    accumulation: int = Field(1, ge=1, le=MOST_MICRO_BATCHES)
+    accumulation: int = Field(1, ge=1, le=1_000_000)
     optimizer: Optimizer = Optimizer()
     clip: float | None = Field(None, gt=0)
     steps: int = Field(8, ge=1)
@@ -330,11 +319,7 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """The trial of which ``data`` is the canonical form, as a record holds it.
-
-        Raises:
-            pydantic.ValidationError: if it is not one.
-        """
+        """The trial of which ``data`` is the canonical form; a ValidationError if it is not one."""
         return cls.model_validate(data, context=CANONICAL)
 
     @property
@@ -383,20 +368,9 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say.
-
-        Raises:
-            ValueError: if it is no table.
-        """
-        table = None
-        if self.deepspeed_config is not None:
-            try:
-                table = json.loads(self.deepspeed_config)
-            except ValueError as error:
-                raise ValueError(f"deepspeed_config: not JSON: {error}") from None
-        if table is None or isinstance(table, dict):
-            return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
-        raise ValueError(f"deepspeed_config: expected a table, not {type(table).__name__}")
+        """The configuration of a peer of DeepSpeed's, without what the trial's own fields say."""
+        table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
+        return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
     @property
     def changes(self) -> dict[str, Any]:

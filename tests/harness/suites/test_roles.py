@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from harness.suites.repeat_order import roles
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load
-from harness.suites.trial import Trial
 
 HEAD = """
 name = "asked"
@@ -69,17 +65,3 @@ def test_what_names_no_two_groups_is_refused(keys: str, words: str, tmp_path: Pa
     """In one line with the key."""
     with pytest.raises(SuiteError, match=words):
         suite(tmp_path, keys)
-
-
-@given(st.lists(st.sampled_from(["base", "against", "neither"]), min_size=1, max_size=8))
-def test_roles_are_of_those_named(asked: list[str]) -> None:
-    """Each trial has the role it was given, or there is one reason why not."""
-    trials = [Trial(strategy="zeropp", tokens_per_rank=128 * (number + 1)) for number in range(len(asked))]
-    base, against = ([word == name for word in asked] for name in ("base", "against"))
-    if not any(against):
-        with pytest.raises(ValueError, match="every trial is the baseline"):
-            roles(trials, base, against)
-        return
-    found = roles(trials, base, against)
-    told = {"base": "baseline", "against": "contrast", "neither": None}
-    assert [found.get(trial.id) for trial in trials] == [told[word] for word in asked]
