@@ -35,12 +35,6 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let -m needs select all tests that need something beyond pip."""
-    needs.mark(items)
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Skip tests that need what is not here; let ranks start with what test modules import, and let no
     collection of garbage walk through it: a tenth of all time.
@@ -51,11 +45,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     needs.skip_where_missing(session.items)
     if "tests.support.ranks" in sys.modules and (ranks := sys.modules.get(_RANK_PROCESSES)) is not None:
         ranks.__dict__["PRELOAD"] += ("pytest", "hypothesis.strategies", "tests.support.ranks")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which components were missing."""
-    needs.summarise(terminalreporter)
 
 
 @pytest.fixture(scope="session")

@@ -77,27 +77,9 @@ PURPOSES: Final = {  # functions whose own lines reach global memory
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Multiprocessor:
-    """What one multiprocessor holds.
-
-    CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-    """
-
-    warps: int  # at most
-    blocks: int  # thread blocks at most
-    shared: int  # bytes of shared memory, with the largest carve-out
-    reserved: int = 1_024  # bytes of it that each thread block has beside its own
-    granule: int = 128  # bytes that a thread block's shared memory is rounded up to
-    registers: int = 65_536
-
-
-MULTIPROCESSORS: Final = {  # by architecture
-    75: Multiprocessor(32, 16, 64 << 10, 0, 256),
-    80: Multiprocessor(64, 32, 164 << 10),
-    90: Multiprocessor(64, 32, 228 << 10),
-    100: Multiprocessor(64, 32, 228 << 10),
-}
+# What a multiprocessor of sm_90 holds (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability"): warps, thread blocks, registers, bytes of shared memory with the largest carve-out.
+WARPS, THREAD_BLOCKS, REGISTERS, SHARED = 64, 32, 65_536, 228 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +144,7 @@ class Cubin:
 
     @functools.cached_property
     def accesses(self) -> tuple[Access, ...]:
-        """The instructions that reach global memory, in order of their addresses.
-
-        Raises:
-            RuntimeError: if one comes from a function that is not listed.
-            FileNotFoundError: without ``nvdisasm``.
-        """
+        """The instructions that reach global memory, in order; RuntimeError if a function is not listed."""
         return tuple(_accesses(_sections(self.image)[self.lowered], self.sources))
 
     @functools.cached_property
@@ -185,42 +162,31 @@ class Cubin:
         return counted[0] - sum(counted[1:], Counter()), sum(counted[1:], Counter())
 
     def limits(self, threads: int) -> dict[str, int]:
-        """Thread blocks of ``threads`` that a multiprocessor holds, by what limits them.
+        """Thread blocks of ``threads`` that a multiprocessor of sm_90 holds, by what limits them.
 
         The formula is that of ``cuda_occupancy.h`` of the CUDA toolkit, for thread blocks of whole warps.
         """
-        holds, warps = MULTIPROCESSORS[self.architecture], threads // WARP
-        part = (
-            holds.registers // 4 // _up(self.registers * WARP, 256)
-        )  # warps of a quarter, which has its own
-        shared = _up(self.shared + holds.reserved, holds.granule)
+        warps = threads // WARP
+        quarter = (
+            REGISTERS // 4 // _up(self.registers * WARP, 256)
+        )  # warps of it, which has its own registers
         return {
-            "registers": part * 4 // _up(warps, 4),
-            "shared memory": holds.shared // shared if shared else holds.blocks,
-            "warps": holds.warps // warps,
-            "blocks": holds.blocks,
+            "registers": quarter * 4 // _up(warps, 4),
+            "shared memory": SHARED
+            // _up(self.shared + 1024, 128),  # a thread block has 1 KiB beside its own
+            "warps": WARPS // warps,
+            "blocks": THREAD_BLOCKS,
         }
 
     def occupancy(self, threads: int) -> float:
         """Warps that a multiprocessor holds at a time, of those that it could."""
-        return min(self.limits(threads).values()) * threads / WARP / MULTIPROCESSORS[self.architecture].warps
+        return min(self.limits(threads).values()) * threads / WARP / WARPS
 
 
 def compiled(
     file: str, kernels: Sequence[str], architecture: int, sources: Path = SOURCES, *, main: bool = False
 ) -> dict[str, Cubin]:
-    """Kernels of one file, compiled together.
-
-    Args:
-        file: in ``sources``.
-        kernels: as C++ writes them, ``decode<Fp32, 8>``.
-        architecture: 90 is ``sm_90``.
-        sources: the folder, also of headers.
-        main: the main path alone.
-
-    Raises:
-        RuntimeError: if a source does not compile.
-    """
+    """Kernels of one file of ``sources``, as C++ writes them, compiled together, or their main paths."""
     options = ["--ptxas-options=-v", "--generate-line-info", *(["-DMAIN_PATH"] if main else [])]
     made = compile_kernels(file, kernels, architecture, sources, options=options)
     found = {}

@@ -55,13 +55,11 @@ class Told:
     detail: str  # element type, root and operation
 
     def packed(self) -> Tensor:
-        """(256,) uint8."""
         text = json.dumps([self.position, self.kind, self.sent, self.received, self.detail]).encode()
         return torch.frombuffer(bytearray(text.ljust(TOLD_BYTES)), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, message: Tensor) -> Told:
-        """What :meth:`packed` gave."""
         return cls(*json.loads(bytes(message.tolist())))
 
     def __str__(self) -> str:
@@ -106,26 +104,18 @@ class Call(dist.Work):
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Take the error of a call before it on the stream."""
         self._error = error
         self._over.set()
 
     @property
     def error(self) -> BaseException | None:
-        """Why it failed, once it is over."""
         return self._error
 
     def is_completed(self) -> bool:
-        """Whether the stream has passed it."""
         return self._over.is_set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # the group's holds
-        """Wait for the stream to pass it, and give out what it brought.
-
-        Raises:
-            NcclRuleError: as the module says.
-            RuntimeError: of gloo.
-        """
+        """Wait for the stream to pass it, and give out what it brought, or raise what went wrong."""
         self._over.wait()
         if self._error is not None:
             raise self._error

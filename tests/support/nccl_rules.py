@@ -5,8 +5,8 @@ communicator with one stream: calls only enqueue, a thread carries them out in o
 lies in the caller's tensors once ``wait()`` returned, poison until then.  Before a call's data the ranks of
 it tell each other what they call, so that a difference is named.  :data:`RULES` says which rule stands where.
 
-Stricter than NCCL in two places: single sends and receives wait in the order in which they were posted also
-if they go to different ranks, and tensors that one call writes may be in no other call that is under way.
+Stricter than NCCL in two places: sends and receives stand in group calls alone, and tensors that one call
+writes may be in no other call that is under way.
 Not shown: the host runs ahead of a CUDA stream, but not of this one once it waits; speed.
 """
 
@@ -47,11 +47,7 @@ _Group: Any = dist.ProcessGroup  # torch's stubs name overloads that a group nee
 class Communicator(_Group):  # type: ignore[misc]
     """A group with NCCL's rules (the module's text); made by ``torch.distributed`` once registered.
 
-    Args:
-        store: at which the group's ranks meet.
-        rank: this rank's place in the group.
-        size: of the group.
-        timeout: after which a call that others do not join is an error.
+    A call that others do not join within ``timeout`` is an error.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -77,7 +73,6 @@ class Communicator(_Group):  # type: ignore[misc]
     # What torch asks of a group.
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
-        """Of the backend."""
         return NAME
 
     @property
@@ -86,24 +81,17 @@ class Communicator(_Group):  # type: ignore[misc]
         return c10d._world.pg_names[self]  # torch tells groups in Python their name nowhere
 
     def get_group_store(self) -> Any:
-        """At which its ranks met."""
         return self._store
 
     def size(self) -> int:
-        """Ranks of the group."""
         return self._size
 
     def rank(self) -> int:
-        """This rank's place among them."""
         return self._me
-
-    def __repr__(self) -> str:
-        return f"<{NAME} communicator, rank {self._me} of {self._size}>"
 
     # Collectives; names as torch calls them.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """Reduce in place."""
         (tensor,) = tensors
         operation = _operation(opts)
         _reducible(tensor, operation)
@@ -111,7 +99,6 @@ class Communicator(_Group):  # type: ignore[misc]
         return self._collective("all_reduce", [tensor], [tensor], work, detail=operation)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """From one rank to all."""
         (tensor,) = tensors
         root = opts.rootRank
 
@@ -138,7 +125,6 @@ class Communicator(_Group):  # type: ignore[misc]
         return self._collective("all_gather", [given], [output], carry)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Into a tensor for each rank."""
         (rows,), (given,) = outputs, inputs
         sizes = {row.numel() for row in rows}
         if sizes != {given.numel()}:
@@ -186,20 +172,13 @@ class Communicator(_Group):  # type: ignore[misc]
 
     # Point to point.
 
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work | None:
-        """To a rank of the group."""
-        return self._message("send", tensors[0], to, tag)
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
+        self._message("send", tensors[0], to, tag)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work | None:
-        """From a rank of the group."""
-        return self._message("receive", tensors[0], source, tag)
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
+        self._message("receive", tensors[0], source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        """NCCL has none.
-
-        Raises:
-            NcclRuleError: always.
-        """
         raise NcclRuleError("backend", "a receive from any rank")
 
     @contextlib.contextmanager
@@ -213,7 +192,7 @@ class Communicator(_Group):  # type: ignore[misc]
         finally:
             self._grouped = None
         if messages:
-            works.append(self._messages("batch_isend_irecv", messages))
+            works.append(self._messages(messages))
 
     # As torch 2.11 calls them.
     _allgather_base = all_gather_single
@@ -285,18 +264,17 @@ class Communicator(_Group):  # type: ignore[misc]
         ends = itertools.accumulate(counts)
         return [((end - count) * row, count * row) for end, count in zip(ends, counts, strict=True)]
 
-    def _message(self, kind: str, tensor: Tensor, peer: int, tag: int) -> dist.Work | None:
+    def _message(self, kind: str, tensor: Tensor, peer: int, tag: int) -> None:
         if tag:
             raise NcclRuleError("tags", f"{kind} with tag {tag}")
         self._movable(kind, [tensor])
         if peer == self._me:
             raise NcclRuleError("backend", f"{kind} of rank {peer} to itself")
         if self._grouped is None:
-            return self._messages(kind, [(kind, peer, tensor)])
+            raise NcclRuleError("grouping", f"{kind} with rank {peer} outside of a group call")
         self._grouped.append((kind, peer, tensor))
-        return None
 
-    def _messages(self, name: str, messages: Sequence[tuple[str, int, Tensor]]) -> dist.Work:
+    def _messages(self, messages: Sequence[tuple[str, int, Tensor]]) -> dist.Work:
         """One call of messages, as (send or receive, rank of the group, tensor)."""
 
         def carry(read: list[Tensor], brought: list[Tensor]) -> None:
@@ -316,7 +294,7 @@ class Communicator(_Group):  # type: ignore[misc]
         ]
         sources = [tensor for kind, _, tensor in messages if kind == "send"]
         into = [tensor for kind, _, tensor in messages if kind == "receive"]
-        return self._enqueue(Call(name, {}, sources, into, carry, self._ended, told))
+        return self._enqueue(Call("batch_isend_irecv", {}, sources, into, carry, self._ended, told))
 
     def _enqueue(self, call: Call) -> dist.Work:
         self._ranks()
@@ -367,35 +345,31 @@ class Communicator(_Group):  # type: ignore[misc]
         work.wait(self._limit)
 
     def _agree(self, call: Call) -> None:
-        """Tell the other ranks of a call what it is, and compare; on the stream.
-
-        Raises:
-            NcclRuleError: if one calls something else, or nothing within the time limit.
+        """On the stream: tell the other ranks of a call what it is, and compare; raise where they call
+        something else, or nothing within the time limit.
         """
-        ranks, told = self._ranks(), call.messages or list(call.peers.items())
-        grouped = call.kind == "batch_isend_irecv"
-        if not call.messages or (self._first and grouped):
-            # All ranks of the group take part in its first call, which makes the communicator.
-            kind = "the group's first call" if call.messages else call.kind
-            rule = "creation" if self._first else "order"
-            limit = f"which did not call it within {self._limit}, or ended"
-            everyone = told if not call.messages else [
+        ranks = self._ranks()
+        if (
+            self._first or not call.messages
+        ):  # all ranks take part in the first call: it makes the communicator
+            told = list(call.peers.items()) or [
                 (index, Told(self._position(rank), "creation", 0, 0, ""))
                 for index, rank in enumerate(ranks)
                 if index != self._me
-            ]  # fmt: skip
-            self._compare(everyone, rule, lambda _, peer: f"{kind} waited for rank {ranks[peer]}, {limit}")
-        if call.messages:
-            mine, behind = ranks[self._me], f"{self._calls.qsize()} calls wait behind it on its stream"
-            self._compare(
-                told,
-                "order" if grouped else "grouping",
-                lambda one, peer: (
-                    f"a {one.kind} between rank {mine} and rank {ranks[peer]} was not matched "
-                    f"within {self._limit}; {behind}"
-                ),
-            )
-        self._first = self._first and call.kind in ("send", "receive")  # these make communicators of two
+            ]
+            kind = "the group's first call" if call.messages else call.kind
+            limit = f"which did not call it within {self._limit}, or ended"
+            rule = "creation" if self._first else "order"
+            self._compare(told, rule, lambda _, peer: f"{kind} waited for rank {ranks[peer]}, {limit}")
+        self._first = False
+        self._compare(
+            call.messages,
+            "order",
+            lambda one, peer: (
+                f"a {one.kind} between rank {ranks[self._me]} and rank {ranks[peer]} was not matched "
+                f"within {self._limit}"
+            ),
+        )
 
     def _compare(
         self, told: Iterable[tuple[int, Told]], rule: str, missing: Callable[[Told, int], str]
@@ -435,11 +409,7 @@ def _naming(rule: str, why: str) -> Iterator[None]:
 
 
 def _operation(opts: Any) -> str:
-    """Name of a reduction.
-
-    Raises:
-        NcclRuleError: if NCCL has none of that name.
-    """
+    """Name of a reduction, which NCCL must have."""
     operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     name = str(getattr(operation, "op", operation)).rpartition(".")[2]
     if name not in _OPERATIONS:

@@ -1,20 +1,17 @@
 """What tests need beyond the packages of pip, each named once with what installs it.
 
 ``@pytest.mark.needs("sshd", "ip")`` skips a test where one of them is missing.  Needs of a fixture are in
-FIXTURES, a test marked ``gpu`` needs a CUDA device, and the terminal's summary counts the tests that were
-skipped, by what was missing.  No torch at import.
+FIXTURES, and a test marked ``gpu`` needs a CUDA device.  No torch at import.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -65,14 +62,6 @@ def _cupy() -> str | None:
     return None if importlib.util.find_spec("cupy") else "pip install 'zeropp-bench[cuda13]'"
 
 
-def _cuda_headers() -> str | None:
-    try:
-        files = importlib.metadata.files("nvidia-cuda-runtime") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    return None if any(each.name == "cuda_occupancy.h" for each in files) else "tox -e compile"
-
-
 def _cuda_compiler() -> str | None:
     from tests.support.cubin import missing
 
@@ -106,7 +95,6 @@ COMPONENTS: Final[dict[str, Callable[[], str | None]]] = {
     "x86-64": lambda: None if platform.machine() == "x86_64" else "an x86-64 processor",
     "CUDA compiler": _cuda_compiler,
     "CUDA device": _cuda_device,
-    "CUDA headers": _cuda_headers,
     "CuPy": _cupy,
     "DeepSpeed": _deepspeed,
     "futex": _futex,
@@ -116,13 +104,7 @@ COMPONENTS: Final[dict[str, Callable[[], str | None]]] = {
 
 @functools.cache
 def missing(component: str) -> str | None:
-    """What would provide a component that is not here; None if it is.
-
-    Raises:
-        pytest.UsageError: for a component that is not in COMPONENTS.
-    """
-    if component not in COMPONENTS:
-        raise pytest.UsageError(f"needs {component!r}: expected one of {', '.join(COMPONENTS)}")
+    """What would provide a component that is not here; None if it is."""
     return COMPONENTS[component]()
 
 
@@ -136,30 +118,9 @@ def of(item: pytest.Item) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def mark(items: list[pytest.Item]) -> None:
-    """Mark all tests that need something, so that ``-m needs`` finds those whose fixtures need it, too."""
-    for item in items:
-        if components := of(item):
-            item.add_marker(pytest.mark.needs(*components))
-
-
 def skip_where_missing(items: list[pytest.Item]) -> None:
-    """Skip the tests that would not find what they need."""
+    """Skip the tests that would not find what they need; the reason says what provides it."""
     for item in items:
         if absent := {one: do for one in of(item) if (do := missing(one)) is not None}:
-            item.user_properties += [("missing", f"{one}: {do}") for one, do in absent.items()]
-            item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(absent)}"))
-
-
-def summarise(terminal: pytest.TerminalReporter) -> None:
-    """Print how many tests were skipped for each missing component, and what provides it."""
-    found = Counter(
-        str(value)
-        for report in terminal.stats.get("skipped", ())
-        for name, value in getattr(report, "user_properties", ())
-        if name == "missing"
-    )
-    if found:
-        terminal.section("skipped for what this machine lacks")
-        for what, count in sorted(found.items()):
-            terminal.write_line(f"{count:5} need {what}")
+            needs = ", ".join(f"{one} ({do})" for one, do in absent.items())
+            item.add_marker(pytest.mark.skip(reason=f"needs {needs}"))

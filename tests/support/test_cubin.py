@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
 import itertools
 import shutil
 import subprocess
@@ -19,10 +17,8 @@ from tests.impl.codecs.properties import garbage, noise_of
 from tests.support.cubin import (
     DEVICES,
     FORMAT,
-    MULTIPROCESSORS,
     PLAIN,
     VARIANTS,
-    Cubin,
     Prediction,
     _disassembler,
     compiled,
@@ -183,42 +179,3 @@ def test_thread_blocks_are_those_that_are_launched() -> None:
             kernels.decode_sum(codec, two, x)
             kernels.decode_sum_encode(codec, codec, two, frames.clone(), x.numel(), noise=noise_of(codec, ()))
     assert {kernel: threads_of(kernel) for kernel in seen} == {k: tuple(sorted(v)) for k, v in seen.items()}
-
-
-HEADER = """
-#include <cstring>
-#include "cuda_occupancy.h"
-extern "C" int blocks(int major, int minor, int warps, int shared, int reserved, int registers, int bytes,
-                      int threads) {
-    cudaOccDeviceProp device{};
-    device.computeMajor = major, device.computeMinor = minor, device.warpSize = 32, device.numSms = 1;
-    device.maxThreadsPerBlock = 1024, device.maxThreadsPerMultiprocessor = 32 * warps;
-    device.regsPerBlock = device.regsPerMultiprocessor = 65536;
-    device.sharedMemPerBlock = 49152, device.sharedMemPerMultiprocessor = shared;
-    device.sharedMemPerBlockOptin = shared - reserved, device.reservedSharedMemPerBlock = reserved;
-    cudaOccFuncAttributes kernel{};
-    kernel.maxThreadsPerBlock = 1024, kernel.numRegs = registers, kernel.sharedSizeBytes = bytes;
-    cudaOccDeviceState state{};
-    state.carveoutConfig = SHAREDMEM_CARVEOUT_MAX_SHARED;
-    cudaOccResult result{};
-    const auto error = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &device, &kernel, &state, threads, 0);
-    return error == CUDA_OCC_SUCCESS ? result.activeBlocksPerMultiprocessor : -int(error);
-}
-"""
-
-
-@pytest.mark.needs("CUDA headers", "g++")
-def test_occupancy_is_that_of_the_header_of_cuda(tmp_path: Path) -> None:
-    """``cuda_occupancy.h`` of the toolkit counts as many thread blocks, for every architecture."""
-    files = importlib.metadata.files("nvidia-cuda-runtime") or []
-    (header,) = (Path(str(each.locate())) for each in files if each.name == "cuda_occupancy.h")
-    library = tmp_path / "occupancy.so"
-    command = ["g++", "-shared", "-fPIC", "-w", f"-I{header.parent}", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=HEADER, text=True, check=True)
-    blocks = ctypes.CDLL(str(library)).blocks
-    for (architecture, holds), registers, shared, threads in itertools.product(
-        MULTIPROCESSORS.items(), (16, 32, 33, 40, 63, 64, 72, 80, 128), (0, 512, 8_193, 40_960), (256, 512)
-    ):
-        device = (*divmod(architecture, 10), holds.warps, holds.shared, holds.reserved)
-        ours = min(Cubin(architecture, registers, shared, 0, "", b"", SOURCES).limits(threads).values())
-        assert ours == blocks(*device, registers, shared, threads), (architecture, registers, shared, threads)
