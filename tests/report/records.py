@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import functools
 import operator
+import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from harness.measure.quantisation_error import BITS, BLOCKS
+from harness.records import archive
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import (
     Alone,
@@ -33,19 +35,19 @@ from harness.records.record import (
     RankRecord,
     Record,
     Step,
-    Token,
     Validation,
+    read_all,
     signed,
 )
-from harness.suites.trial import Cluster, Generate, Model, PolicyChanges, Trial
+from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from impl.codecs.codec import Codec, IntCodec
 from impl.plan.memory import memory
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, LedgerKey, Load, Sent, predict
+from impl.plan.traffic import Load, predict
+from report.docs_from_records import REFERENCE, ROOT
 
-COMBINATIONS: Final = ("zero3", "qwz", "hpz", "qgz", "qwz+hpz", "qwz+qgz", "hpz+qgz", "zeropp")
 POOL: Final = "0123456789ab"
 MACHINE: Final = {
     "cpu": "Example CPU",
@@ -85,24 +87,14 @@ def record_of(
     failure: Failure | None = None,
     change: Callable[[dict[str, Any]], None] | None = None,
 ) -> Record:
-    """The record of one trial.
-
-    Args:
-        trial: what ran; peers have no ledger.
-        suite: its suite.
-        order: its place in the sweep.
-        pool: where it ran.
-        failure: makes a record without results.
-        change: edits the record's JSON-ready fields before it is validated.
-    """
-    canonical = trial.canonical()
-    topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
+    """The record of one trial, without results if it failed; ``change`` edits its fields before all else."""
+    at = f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00"
     fields: dict[str, Any] = {
         "id": trial.id,
         "suite": suite,
-        "trial": canonical,
-        "started": f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00",
-        "finished": f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00",
+        "trial": trial.canonical(),
+        "started": at,
+        "finished": at,
         "order": order,
         "machine": MACHINE,
         "code": CODE,
@@ -110,7 +102,7 @@ def record_of(
         "failure": failure,
     }
     if failure is None:
-        fields |= _results(trial, topology, trial.resolved_policy())
+        fields |= _results(trial, trial.topology(), trial.resolved_policy())
     if change is not None:
         change(fields)
     return signed(Record(**fields))
@@ -204,8 +196,6 @@ def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
 
 
 def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
-    if trial.workload == "generate":
-        return _generated(trial, topology, policy)
     noise = np.random.default_rng(int(trial.id, 16))
     units = units_of(topology)
     ledgers = _ledgers(trial, topology, policy, units)
@@ -248,86 +238,23 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
     }
 
 
-def _generated(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
-    """Results of a trial that decodes: a token takes its bytes' time and ten milliseconds."""
-    assert policy is not None
-    noise = np.random.default_rng(int(trial.id, 16))
-    units, rate = units_of(topology), trial.cluster.rate or 20_000.0
-    passes = [
-        [sum(s.bytes for key, s in predict(policy, topology, units, rank, ["evaluate"] * count).sent.items()
-             if key.link == "inter") for count in (1, 2)]
-        for rank in range(topology.world)
-    ]  # fmt: skip
-    ranks = []
-    for rank, (first, both) in enumerate(passes):
-        tokens = [
-            Token(
-                step=step,
-                warmup=step < trial.warmup,
-                index=index,
-                seconds=0.01 + topology.ranks_per_node * 8 * sent / (rate * 1e6) + 1e-3 * noise.random(),
-                exposed=topology.ranks_per_node * 8 * sent / (rate * 1e6),
-                inter_bytes=sent,
-                intra_bytes=1000,
-            )
-            for step in range(trial.warmup + trial.steps)
-            for index in range(trial.generate.tokens)
-            for sent in [first if index == 0 else both - first]
-        ]
-        place = {"rank": rank, "node": topology.node_of(rank), "local": rank % topology.ranks_per_node}
-        memory = Memory(engine={"masters": 1000}, formula={"masters": 1000}, peak_rss=400_000_000)
-        ranks.append(RankRecord(**place, steps=[], ledger=[], memory=memory, tokens=tokens))
-    return {
-        "ran": {"transport": trial.cluster.transport},
-        "units": [(unit.name, unit.numel, unit.padded) for unit in units],
-        "parameters": sum(unit.numel for unit in units),
-        "link": _link(trial, rate, noise),
-        "ranks": ranks,
-        "reference_loss": 5.55,
-        "processor_use": _processor_use(ranks),
-    }
-
-
 def _ledgers(
     trial: Trial, topology: Topology, policy: Policy | None, units: list[UnitGeometry]
 ) -> list[list[LedgerRow]]:
-    if policy is None:
-        return []
-    load: Load | tuple[Event, ...]
     load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
-    if trial.workload != "rlhf":
-        return [list(_ledger(policy, topology, tuple(units), rank, load)) for rank in range(topology.world)]
-    decoded: list[Event] = ["evaluate"] * trial.generate.tokens
-    load = (*decoded, *Load().events(policy)) * trial.steps
-    frozen = tuple(replace(unit, name=unit.name + FROZEN, trainable=False) for unit in units)
-    passes: tuple[Event, ...] = ("evaluate",) * trial.steps
     return [
-        [
-            *_ledger(policy, topology, tuple(units), rank, load),
-            *_ledger(policy, topology, frozen, rank, passes),
-        ]
-        for rank in range(topology.world)
+        list(_ledger(policy, topology, tuple(units), rank, load))
+        for rank in range(topology.world if policy else 0)
     ]
 
 
 @functools.cache
 def _ledger(
-    policy: Policy,
-    topology: Topology,
-    units: tuple[UnitGeometry, ...],
-    rank: int,
-    load: Load | tuple[Event, ...],
-) -> tuple[LedgerRow, ...]:
-    """One rank's ledger: the same in trials that differ in seed or repeat alone."""
+    policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, load: Load
+) -> list[LedgerRow]:
+    """The same in trials that differ in seed or repeat alone."""
     found = predict(policy, topology, units, rank, load).sent
-    return tuple(_ledger_row(key, sent) for key, sent in found.items())
-
-
-def _ledger_row(key: LedgerKey, sent: Sent) -> LedgerRow:
-    return LedgerRow(
-        phase=key.phase, purpose=key.purpose, unit=key.unit, hop=key.hop, link=key.link,
-        bytes=sent.bytes, messages=sent.messages,
-    )  # fmt: skip
+    return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in found.items()]
 
 
 def _egress(
@@ -351,16 +278,11 @@ def _steps(
     for index in range(trial.warmup + trial.steps):
         stretch = 1 + 0.02 * abs(noise.standard_normal())
         waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
-        before = {}
-        if trial.workload == "rlhf":
-            before = {"generate": 0.5 * step, "score": 0.1 * step, "exposed_generate": 0.2 * step}
-            before |= {"exposed_score": 0.02 * step}
         steps.append(
             Step(
                 index=index,
                 warmup=index < trial.warmup,
-                total=step * stretch + before.get("generate", 0.0) + before.get("score", 0.0),
-                **before,
+                total=step * stretch,
                 forward=(0.3 * compute + 0.4 * exposed) * stretch,
                 backward=(0.62 * compute + 0.6 * exposed) * stretch,
                 optimizer=0.06 * compute * stretch,
@@ -465,6 +387,13 @@ def _vnmse(codec: Codec) -> float:
     return float(2 * np.log(block + 1) / (2 ** (codec.bits - 1) - 1) ** 2 / 12)
 
 
+@functools.cache
+def committed(suite: str) -> list[Record]:
+    """The records in results/reference."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_all(archive.unpack(ROOT / REFERENCE / f"{suite}.tar.xz", Path(folder)))
+
+
 def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
     """Trials as the suite of that name would run them, smaller: one for each combination of its axes."""
     axes, fixed = _SUITES[suite]
@@ -512,14 +441,6 @@ _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
             _by("cluster", *(Cluster(rate=rate) for rate in _RATES)),
         ],
         {},
-    ),
-    "generation": (
-        [_by("strategy", *COMBINATIONS)],
-        {"workload": "generate", "generate": Generate(prompt=8, tokens=6), "steps": 2},
-    ),
-    "rlhf": (
-        [_by("strategy", "zero3", "hpz", "zeropp")],
-        {"workload": "rlhf", "sequence": 64, "generate": Generate(prompt=32, tokens=32)},
     ),
 }  # fmt: skip
 SUITES: Final = tuple(_SUITES)

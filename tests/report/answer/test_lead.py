@@ -16,7 +16,15 @@ from report.answer.lead import Answer, answer
 from report.answer.parts import listed_most
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import CRASHED, changed_steps, ending_at, on_link, record_of, taken_by_others
+from tests.report.records import (
+    CRASHED,
+    changed_steps,
+    committed,
+    ending_at,
+    on_link,
+    record_of,
+    taken_by_others,
+)
 
 NOISE = (0.99, 1.01, 1.0, 1.005, 0.995, 1.0)
 LOSS_NOISE = (0.001, -0.002, 0.001, 0.0, 0.002, -0.001)
@@ -336,11 +344,9 @@ def test_sweeps_are_counted_as_sweeps() -> None:
 @pytest.mark.parametrize("answer_by", ["step", "memory", "error", "loss", "bytes", "trials"])
 def test_no_records_break_the_answer(answer_by: str) -> None:
     """Trials that decode beside training that failed, peers alone, one contender alone, by any quantity."""
-    decode = {"workload": "generate", "steps": 2}
-    mixed = [
-        record_of(Trial(strategy=name, repeat=n, **decode)) for name in ("zero3", "zeropp") for n in (0, 1)
-    ]
-    mixed.append(ran("zero3", 0, 1.0, failed=True))
+    decoded = [one for one in committed("generation") if one.trial["strategy"] in ("zero3", "zeropp")]
+    failed = ran("zero3", 0, 1.0, failed=True).model_copy(update={"pool": decoded[0].pool})
+    mixed = [*decoded[:4], failed]
     peers = [ran(name, repeat, 1.0) for name in ("ddp", "fsdp2") for repeat in (0, 1)]
     single = [ran("zero3", repeat, 1.0) for repeat in (0, 1)]
     for records in (mixed, peers, single):

@@ -11,27 +11,28 @@ from harness.records.record import Failure
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import metrics
 from report.data.frames import ReportError, frames_of
-from tests.report.records import SUITES, record_of, records_of, trials_of
+from tests.report.records import SUITES, committed, record_of, records_of, trials_of
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", [*SUITES, "generation", "rlhf"])
 def test_frames_hold_every_raw_value(suite: str) -> None:
     """Every step and decoded token of every rank, every failure, and every byte of every ledger row, is in
     its frame.
     """
-    records = records_of(suite, repeats=1)
+    records = records_of(suite, repeats=1) if suite in SUITES else committed(suite)
     frames = frames_of(records)
     assert len(frames.trials) + len(frames.generators) + len(frames.failures) == len(records)
     assert len(frames.failures) == sum(record.failure is not None for record in records)
     assert len(frames.tokens) == sum(len(rank.tokens) for record in records for rank in record.ranks)
     assert len(frames.steps) == sum(len(rank.steps) for record in records for rank in record.ranks)
-    ledgers = [rank.ledger for record in records for rank in record.ranks if rank.ledger]
+    training = [record for record in records if record.trial.get("workload") != "generate"]
+    ledgers = [rank.ledger for record in training for rank in record.ranks if rank.ledger]
     sent = frames.bytes[frames.bytes["source"] == "ledger"]
     assert sent["bytes"].sum() == sum(row.bytes for rows in ledgers for row in rows)
     assert sent["messages"].sum() == sum(row.messages for rows in ledgers for row in rows)
     assert len(frames.validations) == sum(len(record.validations) for record in records)
     assert len(frames.quantisation) == sum(len(record.quantisation) for record in records)
-    assert len(frames.interfaces) == sum(len(record.interfaces or []) for record in records)
+    assert len(frames.interfaces) == sum(len(record.interfaces or []) for record in training)
 
 
 def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
