@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,16 +17,14 @@ from torch import Tensor, nn
 from impl.comm.mesh import Mesh
 from impl.engine.engine import find
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import Stage, preset
+from impl.plan.policy import Stage
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.checkpoint.checkpointed import Dropping
 from tests.impl.test_zero_models import WIDTH, Stack, data
 from tests.support.ranks import each_rank, on_threads
-from tests.support.strategies import EXACT, ROOMY
+from tests.support.strategies import EXACT
 from tests.support.training import batch, model, sgd, update
-
-# How long it lives
 
 
 @each_rank(1, 1)
@@ -110,9 +109,6 @@ def test_a_loop_ends_its_backward_passes_by_itself(stage: Stage) -> None:
         assert all(map(torch.equal, plain, called))
 
 
-# Misuse
-
-
 class _Boom(torch.autograd.Function):
     """A backward that fails."""
 
@@ -125,82 +121,64 @@ class _Boom(torch.autograd.Function):
         raise ValueError("boom")
 
 
-def _fails(net: nn.Module, zero: Zero, how: str) -> None:
-    match how:
-        case "pass after a failed one" | "step after a failed one" | "norm after a failed one":
-            with pytest.raises(ValueError, match="boom"):
-                net(_Boom.apply(data(0, 0).requires_grad_())).backward()
-            if how.startswith("step"):
-                sgd(zero.param_groups()).step()
-            if how.startswith("norm"):
-                zero.grad_norm()
-            net(data(1, zero.wire.mesh.rank))
-        case "Adafactor":
-            update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))
-        case "module's optimizer":
-            update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))
-        case "step between":
-            first, second = net(data(0, 0)), net(data(1, 0))
-            first.backward()
-            sgd(zero.param_groups()).step()
-            second.backward()
-        case "create_graph":
-            x = data(0, 0).requires_grad_()
-            torch.autograd.grad(net(x), x, create_graph=True)
-        case "frozen later":
-            net.head.weight.requires_grad_(requires_grad=False)
-            net(data(0, 0))
-        case "outside":
-            _ = net.head.weight + 1
-        case "in place":
-            torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))  # outside forward: refused
+def _after_a_failed_pass(net: nn.Module, use: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="boom"):
+        net(_Boom.apply(data(0, 0).requires_grad_())).backward()
+    use()
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("pass after a failed one", "a forward pass after a backward pass that failed: call"),
-        ("step after a failed one", r"optimizer.step\(\) after a backward pass that failed: call"),
-        ("norm after a failed one", r"grad_norm\(\) after a backward pass that failed: call"),
-        ("Adafactor", "Adafactor is not elementwise"),
-        ("module's optimizer", r"construct it with Zero.param_groups\(\)"),
-        ("step between", "changed between its forward and its backward pass"),
-        ("create_graph", "gradients of gradients are not supported"),
-        ("frozen later", "parameter 'head.weight' was trained when the model was sharded and is now frozen"),
-        ("outside", "is used outside of a forward pass, where its values are sharded"),
-        ("in place", "is used outside of a forward pass, where its values are sharded"),
-    ],
-)
+def _steps_between(net: nn.Module, zero: Zero) -> None:
+    first, second = net(data(0, 0)), net(data(1, 0))
+    first.backward()
+    sgd(zero.param_groups()).step()
+    second.backward()
+
+
+def _asks_for_second_derivatives(net: nn.Module, _: Zero) -> None:
+    x = data(0, 0).requires_grad_()
+    torch.autograd.grad(net(x), x, create_graph=True)
+
+
+def _freezes_later(net: nn.Module, _: Zero) -> None:
+    net.head.weight.requires_grad_(requires_grad=False)
+    net(data(0, 0))
+
+
+Misuse = Callable[[Any, Zero], object]
+OUTSIDE = "is used outside of a forward pass, where its values are sharded"
+TABLE = r"param_groups\(options=\.\.\.\): expected a table"
+MISUSE: list[tuple[str, Misuse]] = [
+    ("a forward pass after a backward pass that failed: call",
+     lambda net, _: _after_a_failed_pass(net, lambda: net(data(1, 0)))),
+    (r"optimizer.step\(\) after a backward pass that failed: call",
+     lambda net, zero: _after_a_failed_pass(net, sgd(zero.param_groups()).step)),
+    (r"grad_norm\(\) after a backward pass that failed: call",
+     lambda net, zero: _after_a_failed_pass(net, zero.grad_norm)),
+    ("Adafactor is not elementwise",
+     lambda net, zero: update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))),
+    (r"construct it with Zero.param_groups\(\)",
+     lambda net, _: update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))),
+    ("changed between its forward and its backward pass", _steps_between),
+    ("gradients of gradients are not supported", _asks_for_second_derivatives),
+    ("parameter 'head.weight' was trained when the model was sharded and is now frozen", _freezes_later),
+    (OUTSIDE, lambda net, _: net.head.weight + 1),
+    (OUTSIDE, lambda net, _: torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))),  # past its own forward
+    (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net)),
+    (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net.blocks[1])),
+    (TABLE, lambda _, zero: zero.param_groups([{"lr": 0.1}])),
+    (TABLE, lambda _, zero: zero.param_groups({0: [("lr", 0.1)]})),
+    (TABLE, lambda _, zero: zero.param_groups("lr")),
+    (r"accumulate\(on='yes'\): expected True or False", lambda _, zero: zero.accumulate(on="yes")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "misuse"), MISUSE)
 @each_rank(1, 2)
-def test_what_would_train_something_else_raises(mesh: Mesh, how: str, words: str) -> None:
+def test_what_would_train_something_else_raises(mesh: Mesh, words: str, misuse: Misuse) -> None:
     """Misuse that plain torch would notice, or that would silently do nothing, is a clear error."""
     zero = shard(net := model(Stack), mesh=mesh, policy=EXACT)
     with pytest.raises((ZeroError, RuntimeError), match=words):
-        _fails(net, zero, how)
-
-
-@each_rank(1, 1)
-def test_arguments_of_other_types_are_refused(mesh: Mesh) -> None:
-    """By the engine, in its words."""
-    zero = shard(nn.Linear(4, 4), mesh=mesh, policy=preset("zero1", memory=ROOMY))
-    for options in ([{"lr": 0.1}], {0: [("lr", 0.1)]}, "lr"):
-        with pytest.raises(ZeroError, match=r"param_groups\(options=\.\.\.\): expected a table"):
-            zero.param_groups(options)  # type: ignore[arg-type]
-    with pytest.raises(ZeroError, match=r"accumulate\(on='yes'\): expected True or False"):
-        zero.accumulate(on="yes")  # type: ignore[arg-type]
-
-
-@each_rank(1, 2)
-def test_a_copy_of_a_sharded_model_is_refused(mesh: Mesh) -> None:
-    """One clear error, also for one of its blocks."""
-    net = model()
-    shard(net, mesh=mesh, policy=EXACT)
-    for copied in (net, net.blocks[1]):
-        with pytest.raises(ZeroError, match=r"deepcopy\(\) of a sharded model"):
-            copy.deepcopy(copied)
-
-
-# State
+        misuse(net, zero)
 
 
 @each_rank(1, 2)

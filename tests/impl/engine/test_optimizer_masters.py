@@ -19,8 +19,6 @@ from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import batch, close, model, single, update
 
-# Norms
-
 
 def _p_normed(mesh: Mesh, norm_type: float) -> tuple[float, float, float, float | None]:
     zero = shard(net := model(), mesh=mesh, policy=EXACT)
@@ -111,9 +109,6 @@ def test_nonfinite_values_reach_the_norm_on_all_ranks(
         x[0, 0] = value
     zero.model(x).backward()
     assert not torch.isfinite(zero.grad_norm())
-
-
-# Groups and gradients
 
 
 def _decayed(mesh: Mesh) -> dict[str, Tensor]:

@@ -69,21 +69,6 @@ def test_odd_models_train_at_every_stage(stage: Stage) -> None:
     assert torch.equal(results[0][1]["frozen"], net.frozen)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("group", [0, "node"])
-def test_quantised_stages_follow(stage: Stage, group: Any) -> None:
-    """QwZ and qgZ at any stage and in groups follow one process within 2 %, equal on all ranks."""
-    if stage == 0 and group:
-        pytest.skip("stage 0 shards nothing")
-    int8 = IntCodec(8, 32)
-    policy = replace(EXACT, stage=stage, group=group, weights=int8, gradients=(int8, int8))
-    results = on_threads(Topology(2, 2), train, model(), policy, 4, 2)
-    assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
-    first = results[0][1]
-    for _, state, _ in results[1:]:
-        assert all(torch.equal(state[name], value) for name, value in first.items())
-
-
 def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> list[int]:
     """Bytes of one step: of weights in forward and in backward, and of gradients."""
     zero = train(mesh, model(depth=4), policy, 1, accumulation)[2]
