@@ -51,10 +51,7 @@ def test_codecs_of_every_kind_are_shown_and_tried(texts: tuple[str, ...]) -> Non
     """The page's table and the command's default name every element type, width and option; the command
     tries every published format too.
     """
-    wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2"} | {
-        "mxfp8",
-        "mxfp8e5m2",
-    }
+    wanted = {"shard", "asym", "clip", "hadamard", "stochastic", "fp8e4m3", "fp8e5m2", "mxfp8", "mxfp8e5m2"}
     wanted |= {"mxfp4", "fp32", "bf16", "fp16"} | {f"int{bits}" for bits in range(2, 9)}
     words = {word for text in texts for word in re.sub(r"hadamard\d+", "hadamard", text).split(":")}
     assert words >= (wanted if texts is SHOWN else wanted | {*FORMATS})
@@ -110,9 +107,7 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_rows_are_as_long_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel that is wrong from element 6000 on fails; with shorter rows nobody sees it."""
-    late = (
-        KERNEL
-        + """
+    late = """
 class Late(Kernel):
     codec = "int8:64"
     kinds = ["fp32"]
@@ -122,8 +117,7 @@ class Late(Kernel):
         super().decode(frame, out)
         out[6000:] = 0
 """
-    )
-    (folder / "late_kernel.py").write_text(late, encoding="utf-8")
+    (folder / "late_kernel.py").write_text(KERNEL + late, encoding="utf-8")
     arguments = ["check", "codecs", "--examples", "3", "--codec", "late_kernel:Late"]
     assert cli.main([*arguments, "--elements", "6000"]) == cli.OK
     assert cli.main(arguments) == command.VIOLATED
@@ -152,9 +146,8 @@ class Deaf(Kernel):
 kernel = Kernel()
 
 class Nothing: pass
-class Half(Nothing):
+class Lawless:
     def encode(self, x, frame): pass
-class Lawless(Half):
     def decode(self, frame, out): pass
 class Outlaw(Lawless): laws = ["bound", "speed"]
 class Unsized(Lawless): laws = ["zero"]
@@ -167,13 +160,9 @@ class Certain(Unblocked):
     def error_bound(self, low, high, out): return 1.0
 class Odd(Lawless): codec = "int9:4"
 class Wide(Lawless): codec, kinds = "int8:4", ["fp64"]
-class Counted(Lawless): codec, kinds = "int8:4", 3
-class Numbered(Lawless): laws = 5
 class Elsewhere(Lawless): codec, device = "int8:4", "nonsense"
 class Raising(Lawless):
     def __init__(self): raise RuntimeError("boom\\nand more")
-class Needy(Lawless):
-    def __init__(self, size): pass
 class Secret(Lawless):
     codec = property(lambda self: 1 / 0)
 class Sum(Lawless): codec, decode_sum = "int8:4", 3
@@ -182,12 +171,10 @@ class Half16(Lawless):
     def decode_sum(self, frames, out): pass
 class Leaving(Lawless):
     def __init__(self): raise SystemExit(0)
-class Fractional(Half):
+class Fractional(Lawless):
     laws, block = ["zero"], 4
     def decode(self, frame, out): out.zero_()
     def frame_bytes(self, numel): return numel * 4.5
-def __getattr__(name):
-    raise SystemExit(0) if name == "exit" else AttributeError(f"no {name} here")
 """
 
 
@@ -221,17 +208,13 @@ def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureF
     ("arguments", "words"),
     [
         (("--codec", "int9:64"), "codec 'int9:64': int9: integer codecs have 2 to 8 bits"),
-        (("--codec", "int8:x"), "block 'x' is not a number"),
         (("--codec", "nonsense"), "codec 'nonsense': expected fp32"),
         (("--codec", "mine:"), "a codec of your own is named as module:object"),
         (("--codec", "no_such_module:thing"), "cannot import 'no_such_module'"),
         (("--codec", "leaves:thing"), "cannot import 'leaves': SystemExit: 0"),
         (("--codec", "users:thing"), "users has no 'thing'"),
-        (("--codec", "users:exit"), "users has no 'exit': SystemExit: 0"),
-        (("--codec", "int4:99999999999999999999"), "99999999999999999999"),
         (("--codec", "int4:" + "9" * 5000), ""),
         (("--codec", "users:Nothing"), "users:Nothing: has no method 'encode'"),
-        (("--codec", "users:Half"), "has no method 'decode'"),
         (("--codec", "users:Lawless"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
         (("--codec", "users:Outlaw"), "unknown law 'speed': expected some of bound"),
         (("--codec", "users:Unsized"), "has no method 'frame_bytes'"),
@@ -240,11 +223,8 @@ def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureF
         (("--codec", "users:Certain"), "promises unbiased, and is not stochastic"),
         (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
-        (("--codec", "users:Counted"), "users:Counted: kinds 3: expected a list"),
-        (("--codec", "users:Numbered"), "has neither 'codec' nor a list 'laws' with some of bound, zero"),
         (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),
         (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),
-        (("--codec", "users:Needy"), "users:Needy: raised TypeError: "),
         (("--codec", "users:Secret"), "users:Secret: raised ZeroDivisionError: "),
         (("--codec", "users:Leaving"), "users:Leaving: raised SystemExit: 0"),
         (("--codec", "users:kernel", "--backend", "cpu"), "users:kernel brings its own code"),
