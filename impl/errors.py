@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 _MOST_NAMED: Final = 4  # parameters of one message
@@ -12,6 +13,17 @@ def raised(error: BaseException) -> str:
     """An exception in one line: its type, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def told(kind: type[Exception], words: str) -> Iterator[None]:
+    """Whatever other people's code raises inside, SystemExit too, becomes a ``kind`` of one line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise kind(f"{words} {raised(error)}") from error
 
 
 class ZeroError(RuntimeError):

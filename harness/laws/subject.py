@@ -1,4 +1,4 @@
-"""Subjects of the laws: codecs of ours on a backend, and users' own (:mod:`impl.codecs.own_object`)."""
+"""Subjects of the laws: codecs of ours on a backend, and users' own (docs/reference/codecs.md)."""
 
 from __future__ import annotations
 

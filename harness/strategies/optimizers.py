@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
 from harness.suites.trial import Optimizer
-from impl.codecs.own_object import OwnObjectError, import_object
+from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
 from impl.plan.memory import ADAM_BYTES
 
@@ -108,7 +108,7 @@ def _own(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
     """The class of ``module:class``."""
     try:
         kind = import_object(optimizer.name)
-    except OwnObjectError as error:
+    except NamedObjectError as error:
         raise Refusal(f"optimizer.name = {error}") from error
     if not _is_optimizer(kind):
         raise Refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from impl import named_object
 from impl.codecs import own_object
 
 _folder: Path | None = None
@@ -17,14 +18,15 @@ def find_from(folder: Path) -> None:
     """Find what suites name from ``folder`` on."""
     global _folder  # noqa: PLW0603  # of the process, as its working folder is
     _folder = folder.resolve()
-    own_object.see(_folder)
+    named_object.see(_folder)
 
 
 def forget() -> None:
     """Find what suites name from the working folder again."""
     global _folder  # noqa: PLW0603
     _folder = None
-    own_object.forget()
+    named_object.forget()
+    own_object.imported.cache_clear()
 
 
 def here() -> Path:

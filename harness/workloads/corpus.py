@@ -26,8 +26,8 @@ from harness.suites import folder
 from harness.workloads.masked_text import masked
 from harness.workloads.own_pairs import OwnPairs, are_pairs
 from harness.workloads.sampling import Pair, Samples
-from impl.codecs.own_object import OwnObjectError, import_object, is_name
-from impl.errors import raised
+from impl.errors import raised, told
+from impl.named_object import NamedObjectError, import_object, is_name
 
 STDLIB: Final = "stdlib"
 TRAINING_SHARE: Final = 0.95
@@ -189,13 +189,11 @@ def _corpus(source: str, train: NDArray[Any], validation: NDArray[Any]) -> Corpu
 def _called(whose: str, name: str, *arguments: str) -> Any:
     """What a user's function returns."""
     try:
-        return import_object(name)(*arguments)
-    except OwnObjectError as error:
+        function = import_object(name)
+    except NamedObjectError as error:
         raise CorpusError(f"{whose}: {error}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too: it is no end of ours
-        raise CorpusError(f"{whose}: raised {raised(error)}") from error
+    with told(CorpusError, f"{whose}: raised"):
+        return function(*arguments)
 
 
 def _token_file(source: str, path: Path) -> NDArray[Any]:

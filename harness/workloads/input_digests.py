@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from harness.errors import CorpusError
 from harness.suites import folder
 from harness.workloads import corpus, glyph_images
-from impl.codecs import own_object
 from impl.codecs.codec import OwnCodec, parse
+from impl.named_object import is_name, see
 
 if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the laws on its GPU may not have
     from harness.suites.trial import Trial
@@ -37,9 +37,7 @@ def own_objects(trial: Trial) -> dict[str, str]:
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.policy
     gradients = (policy.gradients,) if isinstance(policy.gradients, str) else policy.gradients or ()
-    texts = [
-        text for text in (policy.weights, policy.frozen, *gradients) if text and own_object.is_name(text)
-    ]
+    texts = [text for text in (policy.weights, policy.frozen, *gradients) if text and is_name(text)]
     codecs = {text: text for text in texts if isinstance(parse(text), OwnCodec)}
     of_trial = {name: text for name, text in named.items() if ":" in text}
     return of_trial | {f"codec {text}": text for text in codecs}
@@ -57,7 +55,7 @@ def _corpus_digest(source: str, tokenizer: str | None, _: Path) -> str | None:
 
 @cache
 def _module_digest(name: str) -> str | None:
-    own_object.see(Path.cwd())
+    see(Path.cwd())
     try:
         spec = importlib.util.find_spec(name)
         return hashlib.sha256(Path(spec.origin or "").read_bytes()).hexdigest() if spec else None

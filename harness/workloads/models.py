@@ -9,13 +9,11 @@ almost no padding.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -37,7 +35,7 @@ from harness.suites.model_sizes import (
 )
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
-from impl.codecs.own_object import see
+from impl.named_object import NamedObjectError, import_object
 from impl.zero import find_blocks
 
 _INIT_STD: Final = 0.02
@@ -306,17 +304,15 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
-    """Import the function of ``module:function``, also from the working folder."""
+    """The function of ``module:function``."""
     name = model.name
-    module_name, _, function_name = name.partition(":")
-    see(Path.cwd())
+    function_name = name.partition(":")[2]
     try:
-        module = importlib.import_module(module_name)
-        function: Callable[..., object] | None = getattr(module, function_name, None)  # may import, too
-    except ImportError as error:
-        raise Refusal(f"model {name!r}: cannot import {module_name!r}: {error}") from error
+        function: Callable[..., object] = import_object(name)
+    except NamedObjectError as error:
+        raise Refusal(f"model {error}") from error
     if not callable(function):
-        raise Refusal(f"model {name!r}: {module_name} has no function {function_name!r}")
+        raise Refusal(f"model {name!r}: {function_name!r} is no function")
     if "sequence" in model.arguments:
         raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     try:

@@ -5,16 +5,8 @@ No torch.  A codec is a frozen value with a text form that suites use and that p
 ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``; then ``:hadamard32`` and ``:stochastic``; a user's ``module:object``.
 "No quantisation" is the codec :class:`Raw`: the engine has no branch for it.
 
-Frame of ``numel`` elements (docs/reference/wire_format.md)::
-
-    codes   ceil(numel * bits / 8) bytes, element 0 in the lowest bits, little-endian
-    pad     to 16 bytes
-    scales  one per block: fp32, 4 bytes, or E8M0, 1 byte; then, asymmetric only, one fp32 offset
-            per block
-    pad     to 16 bytes
-
-Symmetric scale: ``absmax / largest code``, so that quantising twice changes nothing; or, by the option
-``clip``, DeepSpeed's ``2 absmax / 2^bits``, whose steps are smaller and whose positive top is clipped by one.
+A frame is the codes, then a scale for each block, then with offsets one of each block; codes and the rest
+are padded to 16 bytes.  docs/reference/wire_format.md has it byte by byte, and the arithmetic.
 """
 
 from __future__ import annotations
@@ -23,12 +15,14 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, ClassVar, Final, Literal, TypeGuard
 
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
 from impl.codecs.own_object import Law as Law  # noqa: PLC0414
 from impl.codecs.own_object import OwnObject
+from impl.errors import told
+from impl.named_object import is_name
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
 SCALE_BYTES: Final = 4  # fp32
@@ -55,7 +49,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """Sizes of frames without scales, of elements that are neither rotated nor rounded at random."""
+    """Sizes of frames without scales."""
 
     __slots__ = ()
 
@@ -99,7 +93,7 @@ class Raw(_Framed):
 
     @property
     def block(self) -> int:
-        """Elements that share a scale: it has none."""
+        """Elements that share a scale."""
         return 1
 
     @property
@@ -145,13 +139,13 @@ class _Scaled(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """What it promises: chance, offsets and a clipped top cost sign symmetry and idempotence, a rotation
-        idempotence.
-        """
-        laws = frozenset(Law) if self.stochastic else frozenset(Law) - {Law.UNBIASED}
+        """What it promises."""
+        broken = set() if self.stochastic else {Law.UNBIASED}
         if self.stochastic or self.asymmetric or self.clipped:
-            return laws - {Law.IDEMPOTENT, Law.SIGN}
-        return laws - {Law.IDEMPOTENT} if self.hadamard else laws
+            broken |= {Law.IDEMPOTENT, Law.SIGN}
+        elif self.hadamard:
+            broken |= {Law.IDEMPOTENT}
+        return frozenset(Law) - broken
 
     def block_size(self, numel: int) -> int:
         """Elements that share a scale in a row of ``numel``; a block beyond the row is the row."""
@@ -169,15 +163,11 @@ class _Scaled(_Framed):
     def _check(self, head: str) -> None:
         """Refuse an impossible block or rotation."""
         block, hadamard = self.block, self.hadamard
-        if block != "shard" and block < 1:
-            raise CodecError(f"{head}:{block}: a block has at least 1 element")
-        if block != "shard" and block > MOST_BLOCK:
-            raise CodecError(f"{head}:{block}: a block has at most {MOST_BLOCK} elements")
-        if hadamard == 0:
-            return
-        if hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD:
+        if block != "shard" and not 1 <= block <= MOST_BLOCK:
+            raise CodecError(f"{head}:{block}: a block has 1 to {MOST_BLOCK} elements")
+        if hadamard and (hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD):
             raise CodecError(f"{head}: hadamard{hadamard} is no power of two from 2 to {MOST_HADAMARD}")
-        if block != "shard" and block % hadamard:
+        if hadamard and block != "shard" and block % hadamard:
             raise CodecError(f"{head}:{block}: hadamard{hadamard} does not divide the block")
 
     def _options(self) -> str:
@@ -185,17 +175,14 @@ class _Scaled(_Framed):
         return rotation + (":stochastic" if self.stochastic else "")
 
     def _bound(self, step: float, low: float, high: float, out: Dtype) -> float:
-        """The bound of an element from the largest step between codes, and from the output's rounding.
-
-        The rotation back adds ``hadamard`` errors; both rotations round in fp32 at every stage.
-        """
+        """The bound of an element from the largest step between codes, and from the output's rounding."""
         error = step * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
         if self.asymmetric:
             error += 4 * _rounding(low, high, "fp32")
         if self.hadamard == 0:
             return error + _rounding(low, high, out)
         top = max(abs(low), abs(high)) * self.hadamard  # of an element that was rotated to at most absmax
-        stages = 2 * (self.hadamard.bit_length() + 1)
+        stages = 2 * (self.hadamard.bit_length() + 1)  # of both rotations, each of which rounds in fp32
         error = self.hadamard * (error + stages * (top * 2.0**-24 + 2.0**-150))
         return error + _rounding(-top - error, top + error, out)
 
@@ -204,21 +191,12 @@ class _Scaled(_Framed):
 class IntCodec(_Scaled):
     """Block-quantised integers of 2 to 8 bits with an fp32 scale per block.
 
-    Symmetric: ``q = clamp(rne(x / s), -m, m)`` with ``m = 2^(b-1) - 1`` and
-    ``s = max(absmax / m, 2^-126)``; decoded ``q * s``.
-    Clipped (DeepSpeed's rule): ``s = max(absmax / (m + 1), 2^-126)``,
-    ``q = clamp(rne(x / s), -m - 1, m)``: steps are smaller, and only a positive top is off by more than half
-    of one, by up to a whole.
-    Asymmetric: ``s = max(high / n - low / n, 2^-126)`` with ``n = 2^b - 1``,
-    ``q = clamp(rne((x - low) / s), 0, n)``; decoded ``low + q * s``.
-    Stochastic: ``rne(quotient + d)`` with ``d = (r - 32767.5) / 65536``, ``r`` the element's 16
-    random bits (:mod:`impl.codecs.rounding_noise`).
-    Decoding saturates at the output type's largest finite value.  A block that holds a
-    non-finite value has scale NaN and decodes to NaN: an overflow is never silently zero.
+    Symmetric codes have the scale ``absmax / largest code``, so that quantising twice changes nothing; or,
+    ``clipped``, DeepSpeed's ``2 absmax / 2^bits``, whose steps are smaller and whose positive top is cut.
 
     Raises:
-        CodecError: for bits outside 2..8, a block below 1 or above 2^31 - 1, an impossible rotation, or a
-            clipped top with an offset or random rounding, whose mean it would change.
+        CodecError: for bits outside 2..8, an impossible block or rotation, or a clipped top with an offset or
+            random rounding, whose mean it would change.
     """
 
     bits: int  # 2 to 8
@@ -250,10 +228,7 @@ class IntCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
 
-        ``scale / 2 * (1 + 2^-15)``, ``scale * (1 + 2^-15)`` if stochastic, plus half an ulp of the
-        output; clipped, a whole scale where the block has positive values; asymmetric also half an ulp of
-        the offset's magnitude, since ``low + q * s`` rounds twice.  With a rotation, ``low`` and ``high``
-        are those of the rotated block (:func:`impl.codecs.reference.rotated`).
+        With a rotation they are those of the rotated block (:func:`impl.codecs.reference.rotated`).
         """
         if self.asymmetric:
             scale = max(high / self.largest - low / self.largest, SMALLEST_NORMAL)
@@ -267,17 +242,10 @@ class IntCodec(_Scaled):
 class FloatCodec(_Scaled):
     """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
 
-    Blocks, rotation and random rounding are those of :class:`IntCodec`.
-    ``s = max(absmax / largest, 2^-126)``; an E8M0 scale is that rounded up to a power of two, so that
-    no value saturates.  With ``v = x / s`` and ``u`` its quantum, ``2^(max(exponent of v, e) - m)`` for
-    ``m`` bits of mantissa and a smallest exponent ``e``: ``clamp(rne(v / u) * u)``; stochastic
-    ``rne(v / u + d)`` as in :class:`IntCodec`.  Codes are sign, exponent, mantissa; a zero keeps its
-    sign.  Decoded ``code * s``, saturated; a block that holds a non-finite value has scale NaN (E8M0:
-    255) and codes 0.
+    An E8M0 scale is rounded up to a power of two, so that no value saturates.
 
     Raises:
-        CodecError: for a block below 1 or above 2^31 - 1, an MX block other than 32 or an impossible
-            rotation.
+        CodecError: for an impossible block or rotation, or an MX block other than 32.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -289,17 +257,15 @@ class FloatCodec(_Scaled):
     def __post_init__(self) -> None:
         if self.element not in _FLOATS:
             raise CodecError(f"element {self.element!r}: expected one of {', '.join(_FLOATS)}")
+        if self.scale == "fp32" and self.element == "e2m1":
+            raise CodecError("e2m1 has an E8M0 scale: mxfp4")
         self._check(self._head)
         if self.scale == "e8m0" and self.block != MX_BLOCK:
             raise CodecError(f"{self._head}: an MX block has {MX_BLOCK} elements, not {self.block}")
-        if self.scale == "fp32" and self.element == "e2m1":
-            raise CodecError("e2m1 has an E8M0 scale: mxfp4")
 
     @property
     def _head(self) -> str:
-        return next(
-            (head for head, kind in _HEADS.items() if kind == (self.element, self.scale)), self.element
-        )
+        return next(head for head, kind in _HEADS.items() if kind == (self.element, self.scale))
 
     def __str__(self) -> str:
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
@@ -325,11 +291,7 @@ class FloatCodec(_Scaled):
         return _FLOATS[self.element][2]
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Largest |decoded - x| for a block of finite values in [low, high] decoded to ``out``.
-
-        Half the quantum of the largest value (all of it if stochastic) ``* (1 + 2^-15)``, plus half
-        an ulp of the output.  With a rotation, ``low`` and ``high`` are those of the rotated block.
-        """
+        """As :meth:`IntCodec.error_bound`."""
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -360,7 +322,7 @@ FORMATS: Final = {  # by the name of their class in impl.codecs.formats, in the 
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCodec(_Framed):
+class OwnCodec:
     """A user's own codec or a published format; frames are its object's, padded with zeros to 16 bytes.
 
     ``name`` is ``module:object``, or a format's, imported when something of it is first asked, so that a
@@ -369,6 +331,7 @@ class OwnCodec(_Framed):
 
     name: str
     given: OwnObject | None = None
+    hadamard: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return self.name
@@ -417,18 +380,14 @@ class OwnCodec(_Framed):
         return self._contract.laws
 
     @property
-    def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
+    def stochastic(self) -> bool:
         """Whether it takes random bits."""
         return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
-        """Bytes of its object's frame, before padding.
-
-        Raises:
-            CodecError: for a number that is no size.
-        """
+        """Bytes of its object's frame, before padding; a CodecError for a number that is no size."""
         contract, where = self._contract, f"{self.name}: frame_bytes({numel})"
-        with own_object.told(f"{where} raised"):
+        with told(CodecError, f"{where} raised"):
             size = contract.frame_bytes(numel)  # type: ignore[misc]  # looked at where it was read
         if not hasattr(size, "__index__") or not 0 <= operator.index(size) < 2**63:
             raise CodecError(f"{where} returned {size!r}, expected an int below 2^63")
@@ -445,7 +404,7 @@ class OwnCodec(_Framed):
 
 
 def own(thing: Any, name: str | None = None) -> OwnCodec:
-    """The codec of a user's object or class (:mod:`impl.codecs.own_object` lists what it has).
+    """The codec of a user's object or class (docs/reference/codecs.md says what it has).
 
     ``name``, by default the class's, stands in messages; it must be the same on all ranks.
 
@@ -480,7 +439,12 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
     return max(abs(low), abs(high)) * relative + absolute
 
 
-_OURS: Final = re.compile(r"fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*")  # heads of texts that are not a module's
+_TEXT: Final = re.compile(
+    r"(fp32|bf16|fp16)"
+    r"|(?:(?:int(\d{1,9})|(fp8e4m3|fp8e5m2)):(shard|\d{1,20})|(mxfp8|mxfp8e5m2|mxfp4))"
+    r"(?::(asym|clip))?(?::hadamard([1-9]\d{0,9}))?(:stochastic)?"
+)
+_HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # of texts that name no module
 _ALLOWED: Final = (
     "expected fp32, bf16, fp16, int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
@@ -498,54 +462,31 @@ def parse(text: str) -> Codec:
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
+    stripped = text.strip()
+    if stripped in FORMATS or (not _HEAD.match(stripped) and is_name(stripped)):
+        return OwnCodec(stripped)
+    found = _TEXT.fullmatch(stripped)
+    raw, bits, head, size, mx, scheme, hadamard, random = found.groups() if found else [None] * 8
+    block: Block = "shard" if size == "shard" else int(size or MX_BLOCK)
+    options = int(hadamard or 0), bool(random)
     try:
-        return _parsed(text)
+        if raw:
+            return Raw(raw)
+        if bits:
+            return IntCodec(int(bits), block, scheme == "asym", *options, scheme == "clip")
+        if (kind := _HEADS.get(head or mx)) and not scheme:
+            return FloatCodec(kind[0], block, kind[1], *options)
     except CodecError as error:
         raise CodecError(f"codec {text!r}: {error}") from None
+    raise CodecError(f"codec {text!r}: {_ALLOWED}")
 
 
 def built_in(text: str) -> BuiltIn:
-    """Read the text form of a codec that is no user's own.
-
-    Raises:
-        CodecError: as :func:`parse`, and for a user's own.
-    """
+    """Read the text form of a codec that is no user's own, which is a CodecError too."""
     codec = parse(text)
     if isinstance(codec, OwnCodec):
         raise CodecError(f"codec {text!r} is a user's own: expected one that is built in")
     return codec
-
-
-def _parsed(text: str) -> Codec:
-    text = text.strip()
-    head, *rest = text.split(":")
-    if text in FORMATS or (not _OURS.fullmatch(head) and own_object.is_name(text)):
-        return OwnCodec(text)
-    if head in ITEM_BYTES:
-        if rest:
-            raise CodecError(f"{head} takes no options; {_ALLOWED}")
-        return Raw(head)  # type: ignore[arg-type]  # checked against ITEM_BYTES
-    kind, bits = _HEADS.get(head), re.fullmatch("int[0-9]+", head)
-    block: Block = MX_BLOCK
-    if kind is None or kind[1] == "fp32":
-        if not ((bits or kind) and rest):
-            raise CodecError(_ALLOWED)
-        size = rest.pop(0)
-        if not re.fullmatch("shard|[0-9]+", size):
-            raise CodecError(f"block {size!r} is not a number; {_ALLOWED}")
-        block = "shard" if size == "shard" else int(size)
-    options = ("asym|clip" if bits else "(?!)", "hadamard[0-9]+", "stochastic")  # in this order
-    scheme, rotation, random = (
-        rest.pop(0) if rest and re.fullmatch(option, rest[0]) else "" for option in options
-    )
-    if rest:
-        raise CodecError(f"unknown option {':'.join(rest)!r}; {_ALLOWED}")
-    hadamard = int(rotation.removeprefix("hadamard") or 0)
-    if rotation and not hadamard:
-        raise CodecError("hadamard0 rotates nothing; leave it out")
-    if kind is not None:
-        return FloatCodec(kind[0], block, kind[1], hadamard, bool(random))
-    return IntCodec(int(head[3:]), block, scheme == "asym", hadamard, bool(random), scheme == "clip")
 
 
 def common_grain(*codecs: Codec) -> int:

@@ -1,4 +1,4 @@
-"""Codecs as users write them: what :mod:`impl.codecs.own_object` asks for, and no more."""
+"""Codecs as users write them: what docs/reference/codecs.md asks for, and no more."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
         (Model(arguments={"tied": 1}), "true or false"),
         (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),
-        (Model(name=f"{__name__}:nothing"), "has no function 'nothing'"),
+        (Model(name=f"{__name__}:nothing"), "has no 'nothing'"),
         (Model(name=f"{__name__}:not_a_model"), "not an nn.Module"),
         (Model(name="os.path:join"), "called as join.sequence=16.*unexpected|missing"),
         (Model(name="vit-tiny", arguments={"classes": 5}), "unknown argument 'classes'"),

@@ -1,0 +1,70 @@
+"""Imports a user's own objects, named ``module:object``: models, corpora, tokenizers, optimizers, codecs.
+
+Their modules are found in the working folder, and in those that :func:`see` adds.  No torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from impl.errors import told
+
+_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_seen: Final[dict[Path, bool]] = {}  # folders whose modules count, and whether they came into sys.path by it
+_imported: Final[list[str]] = []  # names of modules
+
+
+class NamedObjectError(ValueError):
+    """A named object cannot be had; one line says why."""
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` has the form ``module:object``."""
+    return _NAME.fullmatch(text) is not None
+
+
+def see(folder: Path) -> None:
+    """Add a folder to ``sys.path``, so that its modules can be imported."""
+    here = folder.resolve()
+    if added := str(here) not in sys.path:
+        sys.path.append(str(here))
+    _seen[here] = _seen.get(here, False) or added
+
+
+def forget() -> None:
+    """Drop the folders, and what was imported by name, as in a process that begins."""
+    for name in _imported:
+        sys.modules.pop(name, None)
+    sys.path[:] = [one for one in sys.path if not _seen.get(Path(one), False)]
+    _imported.clear()
+    _seen.clear()
+
+
+def import_object(text: str) -> Any:
+    """The object of ``module:object``.
+
+    Raises:
+        NamedObjectError: if there is none, if importing it raised, or if an installed module hides the one
+            that is meant.
+    """
+    name, _, path = text.partition(":")
+    see(Path.cwd())
+    if name not in sys.modules:
+        _imported.append(name)
+    with told(NamedObjectError, f"{text}: cannot import {name!r}:"):
+        module: Any = importlib.import_module(name)
+    first, file = name.partition(".")[0], getattr(module, "__file__", None)
+    for folder in _seen:
+        if (folder / f"{first}.py").exists() or (folder / first / "__init__.py").exists():
+            if file is None or not Path(file).resolve().is_relative_to(folder):
+                raise NamedObjectError(
+                    f"{text}: {name} is that of {file}, which hides the one in {folder}; rename it"
+                )
+            break
+    with told(NamedObjectError, f"{text}: {name} has no {path!r}:"):
+        return operator.attrgetter(path)(module)
