@@ -15,7 +15,7 @@ import math
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypeGuard
+from typing import Any, Final, Literal, TypeGuard
 
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
@@ -322,7 +322,7 @@ FORMATS: Final = {  # by the name of their class in impl.codecs.formats, in the 
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCodec:
+class OwnCodec(_Framed):
     """A user's own codec or a published format; frames are its object's, padded with zeros to 16 bytes.
 
     ``name`` is ``module:object``, or a format's, imported when something of it is first asked, so that a
@@ -331,7 +331,6 @@ class OwnCodec:
 
     name: str
     given: OwnObject | None = None
-    hadamard: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return self.name
@@ -380,7 +379,7 @@ class OwnCodec:
         return self._contract.laws
 
     @property
-    def stochastic(self) -> bool:
+    def stochastic(self) -> bool:  # type: ignore[override]  # nobody writes to frozen ones
         """Whether it takes random bits."""
         return bool(self._contract.stochastic)
 
@@ -471,10 +470,10 @@ def parse(text: str) -> Codec:
     options = int(hadamard or 0), bool(random)
     try:
         if raw:
-            return Raw(raw)
+            return Raw(raw)  # type: ignore[arg-type]  # the pattern has no other
         if bits:
             return IntCodec(int(bits), block, scheme == "asym", *options, scheme == "clip")
-        if (kind := _HEADS.get(head or mx)) and not scheme:
+        if (kind := _HEADS.get(head or mx or "")) and not scheme:
             return FloatCodec(kind[0], block, kind[1], *options)
     except CodecError as error:
         raise CodecError(f"codec {text!r}: {error}") from None

@@ -88,25 +88,19 @@ class Operations:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames of ``x``.
+        """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
 
-        Args:
-            codec: how.
-            x: (..., S) fp32, bf16 or fp16; any strides.
-            frames: (..., F) uint8, the last dimension contiguous; overwritten, padding included.
-            noise: random bits, for a codec that rounds stochastically.
-            carried: error feedback.
+        ``noise`` is for a codec that rounds stochastically.
 
         Raises:
-            ValueError: for elements of another type or without a dimension, frames of the wrong size for
-                S elements, noise or carried error that do not fit, tensors on several devices, or strides
-                that the backend does not take.
+            ValueError: for elements of another type or without a dimension, frames that do not fit them or
+                whose bytes are not contiguous, noise or carried error that do not fit, tensors on several
+                devices, or strides that the backend does not take.
         """
         if noise is None and carried is None and self._repeats("encode", (codec,), x, frames):
             return
-        _check(codec, x.shape, x.dtype, frames)
-        _check_state(codec, x.shape, noise, carried)
-        _check_devices(codec, x, frames, carried)
+        _check(codec, x.shape, x.dtype, frames, x)
+        _check_state(codec, x.shape, frames, noise, carried)
         if x.numel() > 0:
             self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
 
@@ -118,8 +112,7 @@ class Operations:
         """
         if self._repeats("decode", (codec,), frames, out):
             return
-        _check(codec, out.shape, out.dtype, frames)
-        _check_devices(codec, out, frames)
+        _check(codec, out.shape, out.dtype, frames, out)
         if out.numel() > 0:
             self._decode(codec, frames, out)
 
@@ -136,8 +129,7 @@ class Operations:
             return
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
-        _check(codec, out.shape, out.dtype, _first(codec, frames))
-        _check_devices(codec, out, frames)
+        _check(codec, out.shape, out.dtype, _first(codec, frames), out)
         if out.numel() > 0:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
@@ -156,17 +148,10 @@ class Operations:
         carried: Carried | None = None,
         sums: Sums = "fp32",
     ) -> None:
-        """Write the frames of the fp32 sum over sources: the middle of a two-hop reduction.
+        """Write the frames of a sum (:meth:`decode_sum`): the middle of a two-hop reduction.
 
-        Args:
-            first: how the frames were encoded.
-            second: how their sum is.
-            frames: (sources, ..., F) uint8, F of ``first``.
-            out: (..., F') uint8, F' of ``second``.
-            numel: elements S of a shard.
-            noise: random bits, for a second codec that rounds stochastically.
-            carried: error feedback of the second encoding.
-            sums: type of the sum (:meth:`decode_sum`).
+        Of ``frames`` (sources, ..., F) uint8 by ``first``, each of ``numel`` elements, to ``out`` (..., F')
+        uint8 by ``second``, whose encoding ``noise`` and ``carried`` are of.
 
         Raises:
             ValueError: for no source, or as :meth:`encode`.
@@ -185,10 +170,9 @@ class Operations:
             self.decode_sum(first, frames, held, sums=sums)
             self.encode(second, held, out, noise=noise, carried=carried)
             return
-        _check(first, shape, torch.float32, _first(first, frames))
-        _check(second, shape, torch.float32, out)
-        _check_state(second, shape, noise, carried)
-        _check_devices(second, out, frames, carried)
+        _check(first, shape, torch.float32, _first(first, frames), out)
+        _check(second, shape, torch.float32, out, out)
+        _check_state(second, shape, out, noise, carried)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
             self._decode_sum_encode((first, second), frames, out, numel, beside)
@@ -238,7 +222,7 @@ class Operations:
             own_rows.encode(codec, x, frames, noise)
         elif isinstance(codec, Raw):
             _write_raw(codec, x, frames)
-            _zero_padding(frames, codec.code_bytes(x.shape[-1]), frames.shape[-1])
+            frames[..., codec.code_bytes(x.shape[-1]) :] = 0
         else:
             _encode_blocks(codec, x, frames, noise)
 
@@ -277,8 +261,8 @@ def _key(what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tenso
     )
 
 
-def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor) -> None:
-    """Refuse elements that are none, and frames that do not fit them."""
+def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
+    """Refuse elements that are none, frames that do not fit them, and an ``other`` tensor elsewhere."""
     if kind not in NAMES:
         raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {kind}")
     if not shape:
@@ -291,6 +275,8 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor) -
         )
     if want > 0 and frames.stride(-1) != 1:
         raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")
+    if frames.device != other.device:
+        raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
 
 
 def _first(codec: Codec, frames: Tensor) -> Tensor:
@@ -300,7 +286,9 @@ def _first(codec: Codec, frames: Tensor) -> Tensor:
     return frames[0]
 
 
-def _check_state(codec: Codec, shape: torch.Size, noise: Noise | None, carried: Carried | None) -> None:
+def _check_state(
+    codec: Codec, shape: torch.Size, frames: Tensor, noise: Noise | None, carried: Carried | None
+) -> None:
     """Refuse noise and carried error that do not fit elements of ``shape``, and noise that is missing."""
     if codec.stochastic:
         if noise is None:
@@ -310,20 +298,14 @@ def _check_state(codec: Codec, shape: torch.Size, noise: Noise | None, carried: 
             raise ValueError(f"{codec}: rows {lead} need noise with {len(lead)} strides, got {noise.strides}")
     if carried is None:
         return
-    if carried.error.shape != shape or carried.error.dtype not in NAMES:
+    error = carried.error
+    if error.shape != shape or error.dtype not in NAMES or error.device != frames.device:
         raise ValueError(
             f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
-            f"{tuple(carried.error.shape)} {carried.error.dtype}"
+            f"{tuple(error.shape)} {error.dtype}, on {frames.device} and {error.device}"
         )
     if not 0.0 <= carried.decay < 1.0:
         raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
-
-
-def _check_devices(codec: Codec, x: Tensor, frames: Tensor, carried: Carried | None = None) -> None:
-    tensors = (x, frames) if carried is None else (x, frames, carried.error)
-    devices = {str(each.device) for each in tensors}
-    if len(devices) > 1:
-        raise ValueError(f"{codec}: elements and frames on {sorted(devices)}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
@@ -341,8 +323,10 @@ def merged_rows(
 ) -> list[tuple[int, list[int]]]:
     """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
 
-    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  More than
-    ``most``, which ``whose`` kernels take, are refused.
+    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.
+
+    Raises:
+        ValueError: for more dimensions than ``most``, which ``whose`` kernels take.
     """
     steps_of = [[stride * each.element_size() for stride in each.stride()[:-1]] for each in tensors]
     if noise is not None:
@@ -416,11 +400,6 @@ def _is_aligned(codes: Tensor, item: int) -> bool:
     return all(offset % item == 0 for offset in (codes.storage_offset(), *codes.stride()[:-1]))
 
 
-def _zero_padding(frames: Tensor, start: int, end: int) -> None:
-    if start < end:
-        frames[..., start:end] = 0
-
-
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
     """(..., blocks, block) fp32 copy of ``x``; a short last block repeats its last element.
 
@@ -480,7 +459,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         scale = scale.masked_fill(broken, math.nan)
         codes.masked_fill_(broken, 0)
     pack(codes.view(*x.shape[:-1], -1)[..., :numel], codec.bits, frames[..., :codes_end])
-    _zero_padding(frames, codes_end, scales_at)
+    frames[..., codes_end:scales_at] = 0
     stored = scale.squeeze(-1).contiguous()
     parts = [to_e8m0(stored) if codec.scale == "e8m0" else stored]
     if codec.asymmetric:
@@ -490,7 +469,7 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         raw = part.view(torch.uint8)
         frames[..., end : end + raw.shape[-1]] = raw
         end += raw.shape[-1]
-    _zero_padding(frames, end, frames.shape[-1])
+    frames[..., end:] = 0
 
 
 def _scale(codec: Blocked, absmax: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def test_exact_gradients_are_those_of_one_process(
     for rank in range(topology.world):
         (alone(batch(0, rank)) / topology.world).backward()
     wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    assert close({name: access.full_fp32_grad(zero, name) for name in wanted}, wanted, 1e-5)
+    assert close({name: access.Gradient(zero, name).full() for name in wanted}, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("topology", [*FIVE[:3], *nightly(*FIVE[3:])], ids=str)

@@ -35,12 +35,12 @@ def test_full_values_are_those_of_the_unsharded_model(mesh: Mesh, stage: int, gr
     net(batch(0, mesh.rank)).backward()
     optimizer.step()
     for name, parameter in alone.named_parameters():
-        gradient = access.full_fp32_grad(zero, name)
+        gradient = access.Gradient(zero, name).full()
         assert torch.allclose(gradient, parameter.grad, atol=1e-6)
-        moment = access.full_optimizer_state(zero, net.get_parameter(name), optimizer, "exp_avg")
+        moment = access.OptimizerState(zero, net.get_parameter(name), optimizer, "exp_avg").full()
         assert torch.allclose(moment, wanted.state[parameter]["exp_avg"], atol=1e-6)
-        assert torch.equal(access.full_fp32_param(zero, name), zero.full_state_dict()[name])
-        assert access.full_optimizer_state(zero, name, optimizer, "step") == 1
+        assert torch.equal(access.Weights(zero, name).full(), zero.full_state_dict()[name])
+        assert access.OptimizerState(zero, name, optimizer, "step").full() == 1
 
 
 def test_what_is_set_is_got_and_trained_with() -> None:
@@ -53,20 +53,21 @@ def test_what_is_set_is_got_and_trained_with() -> None:
         optimizer.step()
         name, before = "blocks.1.up.weight", zero.full_state_dict()
         value = torch.arange(640.0).view(40, 16)
-        access.set_full_fp32_param(zero, name, value)
-        assert torch.equal(access.full_fp32_param(zero, name), value)
-        access.set_local_fp32_param(zero, name, access.local_fp32_param(zero, name) * 2)
+        access.Weights(zero, name).set_full(value)
+        assert torch.equal(access.Weights(zero, name).full(), value)
+        access.Weights(zero, name).set_local(access.Weights(zero, name).local() * 2)
         after = zero.full_state_dict()
         assert torch.equal(after.pop(name), value * 2)
         assert all(torch.equal(after[other], before[other]) for other in after)
-        access.set_full_fp32_grad(zero, name, value)
-        local = access.local_fp32_grad(zero, name)
-        access.set_local_fp32_grad(zero, name, local + 1)
-        assert torch.equal(access.full_fp32_grad(zero, name), value + 1)
-        access.set_full_optimizer_state(zero, name, value, optimizer, "exp_avg")
-        part = access.local_optimizer_state(zero, name, optimizer, "exp_avg")
-        access.set_local_optimizer_state(zero, name, part - 1, optimizer, "exp_avg")
-        assert torch.equal(access.full_optimizer_state(zero, name, optimizer, "exp_avg"), value - 1)
+        access.Gradient(zero, name).set_full(value)
+        local = access.Gradient(zero, name).local()
+        access.Gradient(zero, name).set_local(local + 1)
+        assert torch.equal(access.Gradient(zero, name).full(), value + 1)
+        moment = access.OptimizerState(zero, name, optimizer, "exp_avg")
+        moment.set_full(value)
+        part = moment.local()
+        moment.set_local(part - 1)
+        assert torch.equal(moment.full(), value - 1)
         return local.numel(), part.numel()
 
     results = on_threads(Topology(1, 3), body)
@@ -80,17 +81,17 @@ def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
     net.get_parameter("head.bias").requires_grad_(requires_grad=False)
     zero = shard(net, mesh=mesh, policy=EXACT)
     optimizer = torch.optim.Adam(zero.param_groups())
-    assert access.full_fp32_grad(zero, "embed.weight") is None
+    assert access.Gradient(zero, "embed.weight").full() is None
     with pytest.raises(ZeroError, match="no parameter 'nobody'"):
-        access.full_fp32_param(zero, "nobody")
+        access.Weights(zero, "nobody").full()
     with pytest.raises(ZeroError, match=r"'head\.bias' is frozen"):
-        access.full_fp32_grad(zero, "head.bias")
+        access.Gradient(zero, "head.bias").full()
     with pytest.raises(ZeroError, match=r"is \(2,\), expected \(16, 16\)"):
-        access.set_full_fp32_param(zero, "embed.weight", torch.zeros(2))
+        access.Weights(zero, "embed.weight").set_full(torch.zeros(2))
     with pytest.raises(ZeroError, match=r"Adam has no state 'exp_avg' of 'embed.weight'; it has: none"):
-        access.full_optimizer_state(zero, "embed.weight", optimizer, "exp_avg")
+        access.OptimizerState(zero, "embed.weight", optimizer, "exp_avg").full()
     with pytest.raises(ZeroError, match="not one of this sharded model"):
-        access.full_fp32_param(zero, NET.get_parameter("embed.weight"))
+        access.Weights(zero, NET.get_parameter("embed.weight")).full()
 
 
 @each_rank(1, 2)
@@ -100,8 +101,8 @@ def test_parameters_without_elements_are_known(mesh: Mesh) -> None:
     net(batch(0, mesh.rank)).backward()
     for name in ("nothing", "blocks.1.weight"):
         shape = net.get_parameter(name).shape
-        assert access.full_fp32_param(zero, net.get_parameter(name)).shape == shape
-        gradient = access.full_fp32_grad(zero, name)
+        assert access.Weights(zero, net.get_parameter(name)).full().shape == shape
+        gradient = access.Gradient(zero, name).full()
         assert gradient.shape == shape
-        access.set_full_fp32_param(zero, name, torch.empty(shape))
+        access.Weights(zero, name).set_full(torch.empty(shape))
         assert zero.full_state_dict()[name].shape == shape

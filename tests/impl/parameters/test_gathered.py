@@ -11,7 +11,7 @@ from torch import nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.parameters.access import set_full_fp32_param
+from impl.parameters.access import Weights
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.policy import MemoryLimits, Policy, preset
 from impl.zero import Zero, shard
@@ -241,7 +241,7 @@ def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Me
         for what, write in {
             r"optimizer\.step\(\)": optimizer.step,
             r"load_full_state_dict\(\)": lambda: zero.load_full_state_dict(whole),
-            r"set_full_fp32_param\(\)": lambda: set_full_fp32_param(zero, NAME, whole[NAME]),
+            r"access.Weights": lambda: Weights(zero, NAME).set_full(whole[NAME]),
         }.items():
             with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
                 write()
