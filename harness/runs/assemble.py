@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from harness.measure import communication_error, quantisation_error
 from harness.measure.cpu_usage import Spent
+from harness.measure.first_gradient import GradientError
 from harness.records import checks
-from harness.records.record import Predicted, ProcessorUse, Record, Validation
-from harness.runs.correctness_checks import TrialError, agree, check_gradient, check_loss, merge
+from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
+from harness.runs.correctness_checks import TOLERANCE, Compared, TrialError, agree
 from harness.runs.rank_trial import Outcome
+from harness.suites.trial import Trial
+from impl.plan.policy import Policy
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
@@ -17,9 +22,20 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
     The first check that its results do not pass is a TrialError.
     """
+    control, compared = blank.trial.get("control"), [outcome.compared for outcome in outcomes]
     _refuse(_wrong_inputs(outcomes, blank))
-    compared = merge([outcome.compared for outcome in outcomes], blank.trial)
-    _refuse(_wrong_training(outcomes, control=blank.trial.get("control") is not None))
+    _refuse(_wrong_losses(outcomes, later=False))
+    if control != "unordered":
+        _refuse(_wrong_gradients(compared, later=False))
+    communicated = communication_error.errors_of([dict(rank.communicated) for rank in compared])
+    if communicated and not control:
+        policy = Trial.from_canonical(blank.trial).resolved_policy() or Policy()
+        _refuse(filter(None, [communication_error.refusal(communicated, policy)]))
+    _refuse(_wrong_steps(outcomes))
+    if not control:
+        _refuse(_wrong_losses(outcomes, later=True))
+        _refuse(_wrong_gradients(compared, later=True))
+    _refuse(_wrong_choices(outcomes))
     validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
     processor_use = _processor_use([outcome.spent for outcome in outcomes])
     first = outcomes[0]
@@ -41,7 +57,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": processor_use,
             "chosen_codecs": first.chosen,
-            **compared,
+            "reference_loss": math.fsum(rank.first_loss.reference for rank in compared) / len(compared),
+            "first_gradients": _gradient_checks(compared),
+            "communication_errors": communicated,
+            "quantisation": quantisation_error.errors_of([dict(rank.errors) for rank in compared]),
         }
     )
     checked = [outcome.checked for outcome in outcomes]
@@ -106,33 +125,74 @@ def _wrong_inputs(outcomes: Sequence[Outcome], blank: Record) -> Iterator[str]:
             )
 
 
-def _wrong_training(outcomes: Sequence[Outcome], *, control: bool) -> Iterator[str]:
-    """Losses that are not finite, later ones and gradients that are not a single process's, overflows that
-    skipped every step, budgets that chose differently, generations of a rank that differ.
-    """
-    first = outcomes[0]
-    for outcome in outcomes:
-        for step in outcome.record.steps:
-            if not math.isfinite(step.loss):
-                yield f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
-    for rank, outcome in enumerate([] if control else outcomes):
+def _wrong_losses(outcomes: Sequence[Outcome], *, later: bool) -> Iterator[str]:
+    """Losses before training, or before later steps and in them, that are not a single process's."""
+    for rank, outcome in enumerate(outcomes):
         trained = {step.index: step.loss for step in outcome.record.steps}
-        for loss in outcome.compared.later_losses:
-            check_loss(rank, loss)
+        for loss in outcome.compared.later_losses if later else [outcome.compared.first_loss]:
+            if not agree(loss.found, loss.expected):
+                yield (
+                    f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on "
+                    f"the same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
+                )
             if loss.trained is not None and not agree(trained[loss.step], loss.trained):
                 yield (
                     f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
                     f"process with equal weights at {loss.trained:.6f}"
                 )
-        for error in outcome.compared.gradient_errors:
-            if error.step:
-                check_gradient(rank, error)
+
+
+def _wrong_gradients(ranks: Sequence[Compared], *, later: bool) -> Iterator[str]:
+    """Reduced gradients that are farther from a single process's than the codecs promise."""
+    for rank, compared in enumerate(ranks):
+        for error in compared.gradient_errors:
+            if bool(error.step) == later and not error.share <= 1:
+                yield (
+                    f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an "
+                    f"element {error.found:.6g}, a single process's {error.expected:.6g}: they differ by more "
+                    f"than the codecs allow, {error.allowed:.3g}"
+                )
+
+
+def _when(step: int) -> str:
+    return f"before step {step}" if step else "before training"
+
+
+def _gradient_checks(ranks: Sequence[Compared]) -> list[GradientCheck]:
+    """What all ranks compared, by step and unit."""
+    found: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
+    for rank in ranks:
+        for error in rank.gradient_errors:
+            found[error.step, error.unit].append(error)
+    return [
+        GradientCheck(
+            unit=unit,
+            elements=sum(error.elements for error in errors),
+            share=max(error.share for error in errors),
+            step=step,
+        )
+        for (step, unit), errors in found.items()
+    ]
+
+
+def _wrong_steps(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Losses that are not finite, and overflows that skipped every step."""
+    first = outcomes[0]
+    for outcome in outcomes:
+        for step in outcome.record.steps:
+            if not math.isfinite(step.loss):
+                yield f"the loss of rank {outcome.record.rank} is {step.loss} in step {step.index}"
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped: gradients overflow, at last at a loss scale of "
             f"{scaler['scale']:g}; start from a smaller one"
         )
+
+
+def _wrong_choices(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Budgets that chose differently, and generations of a rank that differ."""
+    first = outcomes[0]
     for outcome in outcomes:
         if outcome.chosen != first.chosen:
             yield f"rank {outcome.record.rank} chose other codecs within its budget than rank 0"

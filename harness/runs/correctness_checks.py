@@ -10,11 +10,11 @@ beside a single process that has the masters of then.  After the steps: a grid o
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.record import GradientCheck
 from harness.strategies.strategy import Strategy
 from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
@@ -54,7 +53,6 @@ from impl.adapters.joined import fsdp2_groups
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
 from impl.plan.policy import Policy
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
@@ -71,11 +69,11 @@ class ComparedLoss:
 
     reference: float  # of a single process in fp32
     expected: float  # of one with weights as all-gathered
-    found: float  # of the sharded model
-    step: int = 0  # just before which they were compared
-    # of that process in training mode, which the step's own loss must be; None where training is random, as
-    # with dropout
+    # of that process in training mode, which the step's own loss must be; None before training, and where
+    # training is random, as with dropout
     trained: float | None = None
+    step: int = 0  # just before which they were compared
+    found: float = math.nan  # of the sharded model
 
 
 @dataclass(slots=True)
@@ -90,86 +88,6 @@ class Compared:
     errors: list[tuple[Key, Squares]] = field(default_factory=list)  # error sums of the grid of codecs
 
 
-def merge(ranks: Sequence[Compared], trial: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that hold what all ranks compared, in rank order; ``trial`` is as on record.
-
-    Refuses a loss before training that is not a single process's, reduced gradients that are farther from it
-    than the codecs promise, and errors of what was sent that a codec cannot make; a control is wrong on
-    purpose.
-    """
-    control = trial.get("control")
-    losses = [rank.first_loss for rank in ranks]
-    for number, rank in enumerate(ranks):
-        check_loss(number, rank.first_loss)
-        for error in rank.gradient_errors if control != "unordered" else ():
-            if error.step == 0:
-                check_gradient(number, error)
-    first_gradients = checks_of([rank.gradient_errors for rank in ranks])
-    reference = math.fsum(loss.reference for loss in losses) / len(losses)
-    errors, sent = [dict(rank.errors) for rank in ranks], [dict(rank.communicated) for rank in ranks]
-    communicated = communication_error.errors_of(sent)
-    if communicated and not control:
-        policy = Trial.from_canonical(trial).resolved_policy() or Policy()
-        if (wrong := communication_error.refusal(communicated, policy)) is not None:
-            raise TrialError(wrong)
-    return {
-        "reference_loss": reference,
-        "first_gradients": first_gradients,
-        "communication_errors": communicated,
-        "quantisation": quantisation_error.errors_of(errors),
-    }
-
-
-def check_loss(rank: int, loss: ComparedLoss) -> None:
-    """Refuse a loss that is not a single process's."""
-    if not agree(loss.found, loss.expected):
-        raise TrialError(
-            f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on the "
-            f"same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
-        )
-
-
-def check_gradient(rank: int, error: GradientError) -> None:
-    """Refuse a reduced gradient that is not a single process's."""
-    if not error.share <= 1:
-        raise TrialError(
-            f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an element "
-            f"{error.found:.6g}, a single process's {error.expected:.6g}: they differ by more than the "
-            f"codecs allow, {error.allowed:.3g}"
-        )
-
-
-def _when(step: int) -> str:
-    return f"before step {step}" if step else "before training"
-
-
-def checks_of(ranks: Sequence[Sequence[GradientError]]) -> list[GradientCheck]:
-    """What all ranks compared, by step and unit."""
-    found: dict[tuple[int, str], list[GradientError]] = {}
-    for error in itertools.chain(*ranks):
-        found.setdefault((error.step, error.unit), []).append(error)
-    return [
-        GradientCheck(
-            unit=unit,
-            elements=sum(error.elements for error in errors),
-            share=max(error.share for error in errors),
-            step=step,
-        )
-        for (step, unit), errors in found.items()
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What a single process has just before a step."""
-
-    reference: float  # loss with the fp32 weights
-    loss: float  # with weights as all-gathered
-    # with those, in the policy's compute type; None where nothing is compared
-    gradient: FirstGradient | None = None
-    trained: float | None = None  # with those, in training mode; None where that is random
-
-
 class Comparison:
     """A trial's comparisons on one rank; all ranks must call each method.
 
@@ -178,7 +96,7 @@ class Comparison:
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
-        self.expected = single_process(trial, model, data, rank.topology)
+        self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
         # Further repeats send the same, and would take their time for it.
         self.measures = trial.measure_quantisation and trial.repeat == 0
@@ -188,21 +106,17 @@ class Comparison:
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
-        expected, first = self.expected, self.expected.gradient
-        if first is None:
-            found, errors = mean_loss(strategy.model, batches_of(self.data)), []
+        errors: list[GradientError] = []
+        if self.gradient is None:
+            found = mean_loss(strategy.model, batches_of(self.data))
             strategy.weights_changed()  # what the check gathered must not serve the first step
         else:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, 0)
-            scale = strategy.loss_scale
-            compared = [first.compare(one, *strategy.mean_gradient(one), scale) for one in first.layouts]
+            errors, found = _gradient_errors(self.gradient, strategy), passes.mean
             strategy.forget_gradients()
-            found, errors = passes.mean, [error for error in compared if error is not None]
             self.events = [*passes.events, "changed"]
-        self.compared = Compared(
-            ComparedLoss(expected.reference, expected.loss, found), gradient_errors=errors
-        )
+        self.compared = Compared(replace(self.expected, found=found), gradient_errors=errors)
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Compare what step ``index`` is about to send with exact values, in passes of its own.
@@ -243,22 +157,14 @@ class Comparison:
                 model = models.of_trial(self.trial)
             model.load_state_dict(zero.full_state_dict())
             clock = Clock(self.trial.seed, zero.clock.step)
-            expected = single_process(
-                self.trial, model, self.data, self.rank.topology, step=index, clock=clock
-            )
+            expected, gradient = self._single_process(model, index, clock)
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, index)
             if expected.trained is not None and zero.policy.feedback is None:
                 checks.rehearsed(index)
-            gradient, scale = expected.gradient, strategy.loss_scale
             if gradient is not None and zero.policy.feedback is None:
-                errors = [
-                    gradient.compare(one, *strategy.mean_gradient(one), scale) for one in gradient.layouts
-                ]
-                self.compared.gradient_errors += [error for error in errors if error is not None]
-        self.compared.later_losses.append(
-            ComparedLoss(expected.reference, expected.loss, passes.mean, index, expected.trained)
-        )
+                self.compared.gradient_errors += _gradient_errors(gradient, strategy)
+        self.compared.later_losses.append(replace(expected, found=passes.mean))
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
@@ -268,91 +174,91 @@ class Comparison:
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
         self.compared.errors = [*quantisation_error.measure(strategy.zero).items()]
 
+    def _single_process(
+        self, model: nn.Module, step: int = 0, clock: Clock | None = None
+    ) -> tuple[ComparedLoss, FirstGradient | None]:
+        """Loss and gradient of the unsharded model on this rank's batches of ``step``; all ranks must call it.
 
-def single_process(
-    trial: Trial,
-    model: nn.Module,
-    data: Batches,
-    topology: Topology,
-    *,
-    step: int = 0,
-    clock: Clock | None = None,
-) -> Expected:
-    """Loss and gradient of the unsharded model in fp32 on this rank's batches of ``step``; all ranks must
-    call it.
-
-    The model is left as it was. ``clock`` says how weights are rounded at random; by default the first
-    step's.
-    """
-    exact = mean_loss(model, batches_of(data, step))
-    policy, host = trial.resolved_policy(), trial.host
-    if policy is None:
-        twin = as_computed_by(trial, model, next(model.parameters()).device)
+        The model is left as it was. ``clock`` says how weights are rounded at random; by default the first
+        step's.
+        """
+        trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
+        reference = mean_loss(model, batches_of(self.data, step))
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
-        if family_of(trial.strategy) == "ddp":
-            layouts = of_model(model)
-        elif family_of(trial.strategy) == "fsdp2":
-            layouts = of_groups(fsdp2_groups(model, find_blocks(model), topology), None, topology)
-        return Expected(exact, *_compute(trial, twin, data, layouts))
-    if host == "fsdp2":
-        groups = fsdp2_groups(model, find_blocks(model), topology)
-        with as_gathered_by_fsdp2(model, policy.weights, groups):
-            layouts = of_groups(groups, policy, topology)
-            return Expected(exact, *_compute(trial, model, data, layouts))
-    units = plan_units(model, topology, policy)
-    layouts = of_units(units, policy, topology)
-    if host == "ddp":  # whole weights on every rank: none are gathered
-        return Expected(exact, *_compute(trial, model, data, layouts))
-    backward = by_columns(model, policy, units)
-    with as_gathered(model, policy, units, clock or Clock(trial.seed)):
-        twin = as_computed(model, policy)
-        return Expected(exact, *_compute(trial, twin, data, layouts, policy, step=step, backward=backward))
+        computed, backward, family = model, None, trial.host or family_of(trial.strategy)
+        with contextlib.ExitStack() as gathered:
+            if family == "fsdp2":
+                groups = fsdp2_groups(model, find_blocks(model), topology)
+                layouts = of_groups(groups, policy, topology)
+                if policy is not None:
+                    gathered.enter_context(as_gathered_by_fsdp2(model, policy.weights, groups))
+            elif policy is not None:
+                units = plan_units(model, topology, policy)
+                layouts = of_units(units, policy, topology)
+                if family != "ddp":  # where whole weights are on every rank: none are gathered
+                    backward = by_columns(model, policy, units)
+                    gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                    computed = as_computed(model, policy)
+            elif family == "ddp":
+                layouts = of_model(model)
+            if policy is None:
+                computed = as_computed_by(trial, model, next(model.parameters()).device)
+            own = policy if trial.host is None else None
+            expected, gradient, trained = self._compute(computed, layouts, own, step, backward or {})
+        return ComparedLoss(reference, expected, trained, step), gradient
+
+    def _compute(
+        self,
+        model: nn.Module,
+        layouts: Sequence[Layout] | None,
+        policy: Policy | None,
+        step: int,
+        backward: Mapping[str, Tensor],
+    ) -> tuple[float, FirstGradient | None, float | None]:
+        """This rank's mean loss of a step's batches, all ranks' mean gradient, and the loss in training mode.
+
+        Backward passes compute with the values ``backward``, if there are any, in place of the model's.
+        No gradient without layouts, or of a trial that decodes; no loss in training mode of the first step,
+        or where it is another than in evaluation mode.
+        """
+        trial, data = self.trial, self.data
+        if trial.workload == "generate" or layouts is None:
+            return mean_loss(model, batches_of(data, step)), None, None
+        compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
+        rounding = ROUNDING[compute]
+        if (
+            policy is not None and policy.secondary_format != "frames"
+        ):  # backward computes with a rounded copy
+            rounding = max(rounding, ROUNDING[policy.secondary_format])
+        first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
+        times = 1.0 if scale is None else scale.initial
+        parameters = dict(model.named_parameters())
+        losses: list[float] = []
+        with evaluating(model):
+            for micro in data.step(step):
+                for batch in micro:
+                    loss = model(*batch)
+                    losses.append(float(loss.detach()))
+                    with computing_with(model, backward):
+                        (loss * times).backward()
+                first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
+                for parameter in parameters.values():
+                    parameter.grad = None
+        first.average()
+        mean = math.fsum(losses) / len(losses)
+        if not step:
+            return mean, first, None
+        with torch.no_grad():
+            model.train()
+            trained = [float(model(*batch)) for batch in batches_of(data, step)]
+        return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
 
 
-def _compute(
-    trial: Trial,
-    model: nn.Module,
-    data: Batches,
-    layouts: Sequence[Layout] | None,
-    policy: Policy | None = None,
-    *,
-    step: int = 0,
-    backward: Mapping[str, Tensor] | None = None,
-) -> tuple[float, FirstGradient | None, float | None]:
-    """This rank's mean loss of a step's batches, all ranks' mean gradient, and the loss in training mode.
-
-    Backward passes compute with the values ``backward``, if there are any, in place of the model's.
-    No gradient without layouts, or of a trial that decodes; no loss in training mode of the first step, or
-    where it is another than in evaluation mode.
-    """
-    if trial.workload == "generate" or layouts is None:
-        return mean_loss(model, batches_of(data, step)), None, None
-    compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
-    rounding = ROUNDING[compute]
-    if policy is not None and policy.secondary_format != "frames":  # backward computes with a rounded copy
-        rounding = max(rounding, ROUNDING[policy.secondary_format])
-    first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
-    times = 1.0 if scale is None else scale.initial
-    parameters = dict(model.named_parameters())
-    losses: list[float] = []
-    with evaluating(model):
-        for micro in data.step(step):
-            for batch in micro:
-                loss = model(*batch)
-                losses.append(float(loss.detach()))
-                with computing_with(model, backward or {}):
-                    (loss * times).backward()
-            first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
-            for parameter in parameters.values():
-                parameter.grad = None
-    first.average()
-    mean = math.fsum(losses) / len(losses)
-    if not step:
-        return mean, first, None
-    with torch.no_grad():
-        model.train()
-        trained = [float(model(*batch)) for batch in batches_of(data, step)]
-    return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
+def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
+    """How far each unit's reduced gradient is from a single process's."""
+    scale = strategy.loss_scale
+    errors = (gradient.compare(one, *strategy.mean_gradient(one), scale) for one in gradient.layouts)
+    return [error for error in errors if error is not None]
 
 
 def agree(found: float, expected: float) -> bool:
