@@ -30,6 +30,8 @@ class Key:
     default: Any  # DeepSpeed's, also used here, in JSON; None where there is none
     text: str  # what its fate means
     means: str  # of a renamed key, the path of the one that it is read as
+    allowed: tuple[str, ...]  # values, of whatever case; any if there is none
+    stage: int  # of ZeRO, from which on it may be anything but its default
 
 
 ZERO: Final = "zero_optimization"
@@ -48,10 +50,13 @@ SWITCHED: Final = (
 
 def _rows() -> Iterator[Key]:
     with Path(__file__).with_name("keys.csv").open(encoding="utf-8", newline="") as file:
-        for path, fate, takes, default, text, means in list(csv.reader(file))[1:]:
-            value = json.loads(default)
-            held = tuple(value) if isinstance(value, list) else value
-            yield Key(path, cast("Fate", fate), cast("Takes", takes), held, text, means)
+        for row in csv.DictReader(file):
+            value = json.loads(row["default"])
+            yield Key(
+                row["path"], cast("Fate", row["fate"]), cast("Takes", row["takes"]),
+                tuple(value) if isinstance(value, list) else value,
+                row["text"], row["means"], tuple(row["allowed"].split()), int(row["stage"] or 0),
+            )  # fmt: skip
 
 
 KEYS: Final[dict[str, Key]] = {key.path: key for key in _rows()}

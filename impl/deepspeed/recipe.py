@@ -47,7 +47,6 @@ QGZ: Final = IntCodec(4, 256, clipped=True)
 MOST_SCALE_POWER: Final = 126
 LARGEST: Final = 1e30  # of any number; what is beyond is a slip of the pen, infinity and NaN included
 _WIRE_TYPES: Final[dict[str, Codec]] = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "bfp16": BF16}
-_ADAM: Final = ("Adam", "AdamW")
 _DECAYS: Final[dict[str, Decay]] = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _DECAY_LR: Final = 0.001  # WarmupDecayLR's default of warmup_max_lr
 _OF_SHARDS: Final = tuple(  # keys, or tables of them, that change nothing for parameters that persist
@@ -98,9 +97,7 @@ class Recipe:
     micro_batch: int | None  # sequences of one rank in a micro-batch; None where it is left open
     optimizer: AdamOptions | None  # None where it is left to the caller
     schedule: Schedule | None  # of its learning rate; None without one
-    peak: (
-        float | None
-    )  # learning rate that warm-up ends at, in place of the optimizer's; None where that counts
+    peak: float | None  # learning rate that warm-up ends at, in place of the optimizer's if it is not None
     findings: tuple[Finding, ...]  # one of every key that it names, in its order
 
 
@@ -148,11 +145,31 @@ class _Reading:
         for path, value in self.given.items():
             if path in KEYS and value not in (None, AUTO):
                 self._take(KEYS[path], value)
+        stage = self.get(f"{ZERO}.stage")
+        for path, value in self.values.items():
+            if value and value != KEYS[path].default and stage < (least := KEYS[path].stage):
+                self.refuse(path, f"of stage {least}, but {self.says(f'{ZERO}.stage')}")
+
+    def _take(self, key: Key, value: Any) -> None:
+        """Check one value's type and keep it under the path that it means."""
+        target = key.means or key.path
+        typed = _typed(key, value)
+        if target.endswith(".device") and isinstance(typed, bool):
+            typed = "cpu" if typed else "none"
+        if target in self.values and self.values[target] != typed:
+            other = self.spelt[target]
+            both = f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])}"
+            raise DeepSpeedError(f"{both} mean the same key, with different values")
+        off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
+        if key.fate == "only the default" and typed != key.default and not off:
+            raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
+        self.values[target] = typed
+        self.spelt.setdefault(target, key.path)
 
     def recipe(self) -> Recipe:
         """Everything, composed and checked."""
         try:
-            policy = self._policy(self._stage())
+            policy = self._policy()
             policy.check(self.topology)
         except PolicyError as error:
             raise DeepSpeedError(str(error)) from None
@@ -186,41 +203,19 @@ class _Reading:
         """Say of a key, if it is given, something else than the table of keys does."""
         self.notes.setdefault(path, (kind, text))
 
-    def _take(self, key: Key, value: Any) -> None:
-        """Check one value's type and keep it under the path that it means."""
-        target = key.means or key.path
-        typed = _typed(key, value)
-        if target.endswith(".device") and isinstance(typed, bool):
-            typed = "cpu" if typed else "none"
-        if target in self.values and self.values[target] != typed:
-            other = self.spelt[target]
-            both = f"{key.path} = {shown(value)} and {other} = {shown(self.given[other])}"
-            raise DeepSpeedError(f"{both} mean the same key, with different values")
-        off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
-        if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {shown(value)}: not possible: {key.text}")
-        self.values[target] = typed
-        self.spelt.setdefault(target, key.path)
-
     # What it asks for
 
-    def _stage(self) -> Stage:
-        stage = self.get(f"{ZERO}.stage")
-        if stage not in (0, 1, 2, 3):
-            self.refuse(f"{ZERO}.stage", "expected 0, 1, 2 or 3")
-        if stage < 3:
-            for path in self.given:
-                if path.startswith(f"{ZERO}.stage3_"):
-                    target = KEYS[path].means or path
-                    self.note(target, "without effect", f"of stage 3; this is stage {stage}")
-        if stage > 0 and not self.get(f"{ZERO}.reduce_scatter"):
-            self.refuse(f"{ZERO}.reduce_scatter", "gradients are reduced to shards, never all-reduced")
-        if stage == 0:
-            self.note(f"{ZERO}.reduce_scatter", "without effect", "of stages 1 to 3; this is stage 0")
-        return cast("Stage", stage)
-
-    def _policy(self, stage: Stage) -> Policy:
+    def _policy(self) -> Policy:
         """Precision, techniques, limits and offload as one value."""
+        stage: Stage = self.get(f"{ZERO}.stage")
+        for path in self.given if stage < 3 else ():
+            if path.startswith(f"{ZERO}.stage3_"):
+                self.note(KEYS[path].means or path, "without effect", f"of stage 3; this is stage {stage}")
+        scatters = f"{ZERO}.reduce_scatter"
+        if stage == 0:
+            self.note(scatters, "without effect", "of stages 1 to 3; this is stage 0")
+        elif not self.get(scatters):
+            self.refuse(scatters, "gradients are reduced to shards, never all-reduced")
         compute, scale = self._precision()
         weights, gradients = self._codecs(compute)
         return Policy(
@@ -232,28 +227,15 @@ class _Reading:
             feedback=self._feedback(),
             compute=compute,
             loss_scale=scale,
-            frozen=QWZ if self._technique("zero_quantized_nontrainable_weights") else None,
+            frozen=QWZ if self.get(f"{ZERO}.zero_quantized_nontrainable_weights") else None,
             memory=self._memory(stage),
-            offload=self._offload(),
+            offload=self._offload(stage),
         )
-
-    def _check_stage(self, path: str, reason: str = "of stage 3", least: int = 3) -> None:
-        """Refuse what only stages from ``least`` on have, for a ``reason`` that says so."""
-        if self.get(f"{ZERO}.stage") < least:
-            self.refuse(path, f"{reason}, but {self.says(f'{ZERO}.stage')}")
-
-    def _technique(self, name: str) -> bool:
-        """Whether a switch of ZeRO++ is on."""
-        path = f"{ZERO}.{name}"
-        if self.get(path):
-            self._check_stage(path)
-        return bool(self.get(path))
 
     def _precision(self) -> tuple[Dtype, LossScale | None]:
         fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
         if fp16 and bf16:
-            both = f"{self.says('fp16.enabled')} and {self.says('bf16.enabled')}"
-            raise DeepSpeedError(f"{both}: expected at most one of them")
+            self.refuse("fp16.enabled", f"not with {self.says('bf16.enabled')}")
         for section, on in (("fp16", fp16), ("bf16", bf16)):
             for path in self.given:
                 if not on and path.startswith(f"{section}.") and path != f"{section}.enabled":
@@ -262,36 +244,26 @@ class _Reading:
             return ("bf16" if bf16 else "fp32"), None
         became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
         self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
-        try:
-            return "fp16", self._loss_scale()
-        except PolicyError as error:
-            raise DeepSpeedError(f"fp16: {error}") from None
-
-    def _loss_scale(self) -> LossScale:
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
         least, window = float(self.get("fp16.min_loss_scale")), self.get("fp16.loss_scale_window")
         if fixed:
             for name in ("initial_scale_power", "min_loss_scale", "loss_scale_window"):
                 self.note(f"fp16.{name}", "without effect", f"{self.says('fp16.loss_scale')} is fixed")
-            return LossScale(initial=fixed, window=0, least=min(1.0, fixed))
+            return "fp16", LossScale(initial=fixed, window=0, least=min(1.0, fixed))
         if power > MOST_SCALE_POWER:
             self.refuse("fp16.initial_scale_power", f"expected at most {MOST_SCALE_POWER}")
         if not window:
             self.refuse("fp16.loss_scale_window", "a dynamic scale needs a window of 1 step or more")
-        return LossScale(initial=2.0**power, window=window, least=least)
+        return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
         """Of weights and of gradients: quantised, or the 16-bit type that DeepSpeed would send."""
-        given = self.get("communication_data_type")
-        named = compute if given is None else given.lower()
-        if named not in _WIRE_TYPES:
-            self.refuse("communication_data_type", f"expected one of {', '.join(_WIRE_TYPES)}")
-        weights = QWZ if self._technique("zero_quantized_weights") else _WIRE_TYPES[compute]
-        if not self._technique("zero_quantized_gradients"):
-            return weights, _WIRE_TYPES[named]
-        divide = "gradient_predivide_factor"
-        if self.get(divide) != 1:
-            self.refuse(divide, f"expected 1 with {self.says(f'{ZERO}.zero_quantized_gradients')}")
+        quantises = f"{ZERO}.zero_quantized_gradients"
+        weights = QWZ if self.get(f"{ZERO}.zero_quantized_weights") else _WIRE_TYPES[compute]
+        if not self.get(quantises):
+            return weights, _WIRE_TYPES[self.get("communication_data_type") or compute]
+        if self.get("gradient_predivide_factor") != 1:
+            self.refuse("gradient_predivide_factor", f"expected 1 with {self.says(quantises)}")
         self.note("communication_data_type", "without effect", "gradients travel quantised, as int4")
         return weights, QGZ
 
@@ -299,8 +271,6 @@ class _Reading:
         """Ranks of hpZ's group: at most all."""
         path = f"{ZERO}.zero_hpz_partition_size"
         asked, world, nodes = self.get(path), self.topology.world, self.topology.nodes
-        if asked > 1:
-            self._check_stage(path, "hpZ is of stage 3")
         if asked > world:
             span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
             self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
@@ -311,23 +281,17 @@ class _Reading:
         """Ranks of a group of MiCS; 0 for all."""
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         asked, world = self.get(path), self.topology.world
-        if asked != int(asked) or asked < -1:
-            self.refuse(path, "expected a whole number of ranks, or -1")
-        if asked < 1:
-            return 0
-        self._check_stage(path, "MiCS is of stage 3")
-        if self.get(hpz) > 1:
+        if asked != int(asked) or not -1 <= asked <= world:
+            self.refuse(path, f"expected a whole number of the {world} ranks, or -1")
+        if asked >= 1 and self.get(hpz) > 1:
             self.refuse(path, f"not with {self.says(hpz)}: the ranks of a group hold all weights already")
-        if asked > world:
-            self.refuse(path, f"there are {world} ranks")
-        return 0 if asked == world else int(asked)
+        return int(asked) if 1 <= asked < world else 0
 
     def _feedback(self) -> Feedback | None:
         """LoCo's errors, if the configuration has its table."""
         if not self.loco:
             return None
-        switch = f"{ZERO}.zero_quantized_gradients"
-        if not self.get(switch):
+        if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):
             raise DeepSpeedError(f"{LOCO}: LoCo corrects quantised gradients, but {self.says(switch)}")
         decay, reset = float(self.get(f"{LOCO}.err_beta")), self.get(f"{LOCO}.reset_T")
         return Feedback(decay=decay, reset=reset, hops="all")
@@ -352,22 +316,14 @@ class _Reading:
             largest_unit=live,
         )
 
-    def _offload(self) -> Offload:
-        optimizer, parameters = f"{OFFLOAD_OPTIMIZER}.device", f"{OFFLOAD_PARAM}.device"
-        ratio = f"{OFFLOAD_OPTIMIZER}.ratio"
-        for path, least in ((optimizer, 1), (parameters, 3)):
-            if self.get(path) not in ("none", "cpu"):
-                self.refuse(path, "expected none or cpu; nothing is offloaded to NVMe")
-            if self.get(path) == "cpu":
-                self._check_stage(path, f"of stages from {least} on", least)
+    def _offload(self, stage: Stage) -> Offload:
+        parameters, ratio = f"{OFFLOAD_PARAM}.device", f"{OFFLOAD_OPTIMIZER}.ratio"
         share = float(self.get(ratio))
-        if not 0 <= share <= 1:
-            self.refuse(ratio, "expected 0 to 1")
-        if share < 1 and self.get(optimizer) == "cpu":
-            self._check_stage(ratio, "a part is offloaded at stage 3 only")
-        if self.get(optimizer) == "none":
+        if self.get(f"{OFFLOAD_OPTIMIZER}.device") == "none":
             self.note(ratio, "without effect", "the optimizer is not offloaded")
             share = 0.0
+        elif share < 1 and stage < 3:
+            self.refuse(ratio, f"a part is offloaded at stage 3 only, but {self.says(f'{ZERO}.stage')}")
         if self.get(parameters) == "cpu" and share < 1 and not self._secondary():
             text = (
                 "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
@@ -387,32 +343,32 @@ class _Reading:
         if whole is None:
             return micro, steps or 1
         known = world * (micro or 1) * (steps or 1)
-        if micro and steps:
-            if known != whole:
-                both = f"{self.says(names[1])}, {self.says(names[2])}"
-                self.refuse(names[0], f"but {both} and {world} ranks make {known}")
-        elif whole % known:
+        if micro and steps and known != whole:
+            both = f"{self.says(names[1])}, {self.says(names[2])}"
+            self.refuse(names[0], f"but {both} and {world} ranks make {known}")
+        if whole % known:
             others = "".join(f" x {self.says(name)}" for name in names[1:] if name in self.values)
             self.refuse(names[0], f"expected a multiple of {world} ranks{others}")
         return micro or whole // known, steps or (whole // known if micro else 1)
 
+    def _kind(self, section: str) -> str | None:
+        """The type that a section of the configuration asks for; None without the section."""
+        if not any(path.startswith(f"{section}.") for path in self.values):
+            return None
+        if (kind := self.get(f"{section}.type")) is None:
+            allowed = ", ".join(KEYS[f"{section}.type"].allowed)
+            raise DeepSpeedError(f"{section} without {section}.type: expected one of {allowed}")
+        return str(kind)
+
     def _schedule(self) -> tuple[Schedule | None, float | None]:
         """The schedule of the learning rate, and the rate at the end of its warm-up where it says that."""
-        say = "scheduler.params.{}".format
-        if not any(path.startswith("scheduler.") for path in self.values):
-            return None, None
-        kind, known = self.get("scheduler.type"), ", ".join(_DECAYS)
+        say, kind = "scheduler.params.{}".format, self._kind("scheduler")
         if kind is None:
-            raise DeepSpeedError(f"scheduler without scheduler.type: expected one of {known}")
-        if kind not in _DECAYS:
-            self.refuse("scheduler.type", f"expected one of {known}; make any other in code")
+            return None, None
         cosine = kind == "WarmupCosineLR"
-        warmup, shape = self.get(say("warmup_num_steps")), self.get(say("warmup_type"))
+        warmup, total = self.get(say("warmup_num_steps")), self.get(say("total_num_steps")) or self.steps
         if warmup < 1:
             self.refuse(say("warmup_num_steps"), "expected at least 1")
-        if shape not in ("log", "linear"):
-            self.refuse(say("warmup_type"), "expected log or linear")
-        total = self.get(say("total_num_steps")) or self.steps
         if total is None and kind != "WarmupLR":
             raise DeepSpeedError(f"scheduler.type = {kind}: expected {say('total_num_steps')} with it")
         others = ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
@@ -423,7 +379,7 @@ class _Reading:
             peak = _DECAY_LR
         ends = self.get("optimizer.params.lr") if peak is None else peak
         least = self.get(say("warmup_min_lr"))
-        if not cosine and not 0 <= least <= ends:
+        if not cosine and least > ends:
             why = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
             self.refuse(say("warmup_min_lr"), why)
         begins = self.get(say("warmup_min_ratio")) if cosine else least / ends if ends else 0.0
@@ -432,7 +388,7 @@ class _Reading:
                 steps=max(total or 0, warmup),
                 warmup=max(2, warmup),
                 start=begins,
-                shape=shape,
+                shape=self.get(say("warmup_type")),
                 decay=_DECAYS[kind],
                 floor=self.get(say("cos_min_ratio")) if cosine else begins,
                 as_deepspeed=True,
@@ -442,38 +398,30 @@ class _Reading:
         return schedule, None if cosine else peak
 
     def _optimizer(self, peak: float | None) -> AdamOptions | None:
-        if not any(path.startswith("optimizer.") for path in self.values):
+        say, name = "optimizer.params.{}".format, self._kind("optimizer")
+        if name is None:
             return None
-        kind = self.get("optimizer.type")
-        names = {name.lower(): name for name in _ADAM}
-        if kind is None:
-            raise DeepSpeedError(f"optimizer without optimizer.type: expected one of {', '.join(_ADAM)}")
-        if kind.lower() not in names:
-            self.refuse("optimizer.type", f"expected one of {', '.join(_ADAM)}; make any other in code")
-        name = names[kind.lower()]
-        if name == "Adam" and self.get("optimizer.params.adam_w_mode"):
+        if name == "Adam" and self.get(say("adam_w_mode")):
             name = "AdamW"
             self.note("optimizer.type", "changed", "AdamW: optimizer.params.adam_w_mode is true by default")
         elif name == "AdamW":
-            self.note("optimizer.params.adam_w_mode", "without effect", "AdamW is AdamW")
-        decay = self.get("optimizer.params.weight_decay")
-        if self.get("optimizer.params.torch_adam") and name == "AdamW":
-            self.note("optimizer.params.torch_adam", "honoured", KEYS["optimizer.params.torch_adam"].text)
-            if "optimizer.params.weight_decay" not in self.values:
+            self.note(say("adam_w_mode"), "without effect", "AdamW is AdamW")
+        decay, betas, rate = (self.get(say(key)) for key in ("weight_decay", "betas", "lr"))
+        if self.get(say("torch_adam")) and name == "AdamW":
+            self.note(say("torch_adam"), "honoured", KEYS[say("torch_adam")].text)
+            if say("weight_decay") not in self.values:
                 decay = TORCH_DECAY
-                self.note("optimizer.params.weight_decay", "changed", f"torch's default: {decay}")
-        betas = self.get("optimizer.params.betas")
+                self.note(say("weight_decay"), "changed", f"torch's default: {decay}")
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
-            self.refuse("optimizer.params.betas", "expected two numbers in [0, 1)")
-        rate = self.get("optimizer.params.lr")
+            self.refuse(say("betas"), "expected two numbers in [0, 1)")
         if peak is not None and peak != rate:
             rate, text = peak, f"the schedule's scheduler.params.warmup_max_lr: {peak:g}"
-            self.note("optimizer.params.lr", "changed", text)
+            self.note(say("lr"), "changed", text)
         return AdamOptions(
             type=cast("Literal['Adam', 'AdamW']", name),
             lr=float(rate),
             betas=(float(betas[0]), float(betas[1])),
-            eps=float(self.get("optimizer.params.eps")),
+            eps=float(self.get(say("eps"))),
             weight_decay=float(decay),
         )
 
@@ -501,14 +449,20 @@ class _Reading:
 
 def _typed(key: Key, value: Any) -> Any:
     """The value as its key takes it; another is refused."""
+    typed = wrong = object()
     match key.takes, value:
         case ("anything", _) | ("switch", bool()) | ("text", str()) | ("list", list() | tuple()):
-            return value
+            typed = value
         case "count", _ if _is_number(value) and value >= 0 and value == int(value):
-            return int(value)
+            typed = int(value)
         case "number", _ if _is_number(value) and (value >= 0 or key.path == f"{ZERO}.mics_shard_size"):
-            return value
-    raise DeepSpeedError(f"{key.path} = {shown(value)}: expected {_WANTED[key.takes]}")
+            typed = value
+    if typed is wrong:
+        raise DeepSpeedError(f"{key.path} = {shown(value)}: expected {_WANTED[key.takes]}")
+    allowed = {word.lower(): word for word in key.allowed}
+    if allowed and str(typed).lower() not in allowed:
+        raise DeepSpeedError(f"{key.path} = {shown(value)}: expected one of {', '.join(key.allowed)}")
+    return allowed[typed.lower()] if allowed and isinstance(typed, str) else typed
 
 
 def _is_number(value: Any) -> bool:

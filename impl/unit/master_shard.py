@@ -164,7 +164,7 @@ class MasterShard:
         ops.encode(self._codec, planes, message.view(2, -1))
 
     def _kept_frame(self) -> Tensor:
-        """(F,) uint8 on the host: the frame of an offloaded master, encoded again when that or noise is new."""
+        """(F,) uint8 on the host: the frame of an offloaded master, encoded anew when that or noise is."""
         ages = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if ages else 0)
         if self._encoded is None:
