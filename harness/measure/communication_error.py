@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from harness.records.record import Communicated, CommunicationError
@@ -50,21 +52,15 @@ class Place(NamedTuple):
 class Sums:
     """One rank's sums over the elements it compares."""
 
-    # error, value: of squared errors and squared values
-    error: float = 0.0
-    value: float = 0.0
-    # (world, world) of the products of ranks' gradients, by rows; empty for all else
-    products: list[list[float]] = field(default_factory=list)
+    error: float = 0.0  # of squared errors
+    value: float = 0.0  # of squared values
+    products: Any = 0.0  # (world, world) array of products of ranks' gradients; 0 for all else
 
     def add(self, other: Sums) -> None:
         """Add those of other elements."""
         self.error += other.error
         self.value += other.value
-        if other.products:
-            old = self.products or [[0.0] * len(row) for row in other.products]
-            self.products = [
-                [a + b for a, b in zip(*rows, strict=True)] for rows in zip(old, other.products, strict=True)
-            ]
+        self.products = self.products + other.products  # a new array: the old one is the other's
 
 
 Found = dict[Place, Sums]
@@ -116,7 +112,7 @@ def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
     for unit, (start, mean) in observed.means.items():
         rows = of_all_ranks(observed.gradients[unit], start, mean.numel()).double()  # (world, n)
         sums = compared(mean, rows.mean(0))
-        sums.products = (rows @ rows.T).tolist()
+        sums.products = (rows @ rows.T).cpu().numpy()
         found[Place(step, "gradients", unit, repeated=repeated)] = sums
     return found
 
@@ -227,11 +223,9 @@ def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
 
-    The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first step
-    that was measured on; in the committed records by 4.4 at most, and bf16's to :data:`OF_BF16`. hpZ's copy
-    errs as the weights that it copies, but for its own rounding. Errors of gradients that are carried over
-    from step to step are not judged, nor those of codecs that a budget chooses; those of weights, where
-    differences are sent, from the first of them on.
+    The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first
+    measured step on, and hpZ's copy errs as the weights that it copies, but for its own rounding.  Carried
+    errors are not judged, nor codecs that a budget chooses; where differences are sent, the first of them is.
     """
     rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
     ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]
@@ -274,19 +268,15 @@ def _error(place: Place, sums: Sums) -> CommunicationError:
         **place._asdict(),
         squared_error=sums.error if finite else None,
         squared_value=sums.value if finite else None,
-        cosine=mean_cosine(sums.products),
+        cosine=None if np.ndim(sums.products) == 0 else mean_cosine(sums.products),
     )
 
 
-def mean_cosine(products: Sequence[Sequence[float]]) -> float | None:
-    """Mean cosine of all pairs of ranks' gradients, from their products; None without a pair."""
-    pairs = [
-        products[i][j] / math.sqrt(products[i][i] * products[j][j])
-        for i in range(len(products))
-        for j in range(i)
-        if 0 < products[i][i] * products[j][j] < math.inf
-    ]
-    return math.fsum(pairs) / len(pairs) if pairs else None
+def mean_cosine(products: NDArray[np.float64]) -> float | None:
+    """Mean cosine of all pairs of ranks' gradients, from products (world, world); None without a pair."""
+    squares = np.outer(products.diagonal(), products.diagonal())
+    pairs = np.tril((squares > 0) & np.isfinite(squares), -1)
+    return float((products[pairs] / np.sqrt(squares[pairs])).mean()) if pairs.any() else None
 
 
 def outcomes_differ(policy: Policy) -> bool:

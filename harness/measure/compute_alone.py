@@ -23,10 +23,7 @@ _SHARE: Final = 8  # micro-batches of timed steps for each sample of either
 
 
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
-    """Samples that are taken before, and after, so many micro-batches of timed steps.
-
-    None after fewer than eight: in so short a trial the machine does not change, and they would take as long.
-    """
+    """Samples that are taken before, and after, so many micro-batches of timed steps."""
     share = micro_batches // _SHARE
     return min(MOST, share if when == "after" else max(2, share))
 
@@ -40,10 +37,9 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches of the unsharded ``model``, in the type that is computed in; all ranks
-    must call it. It is left without gradients.
+    """Time ``count`` micro-batches of the unsharded ``model``, in the type that is computed, after one that
+    makes the memory; all ranks must call it. The model is left without gradients.
 
-    One more comes first, which is not on record: it makes the gradients' and the optimizer's memory.
     ``stepping`` makes the trial's optimizer over parameters, whose work is shared by ``ranks``.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -69,25 +65,20 @@ def _sample(
         parameter.grad = None
     dist.barrier()
     device = batch[0].device
-    wall, computed = [_now(device)], [time.process_time()]
-
-    def lap() -> None:
-        wall.append(_now(device))
-        computed.append(time.process_time())
-
+    begin, computed = _now(device), time.process_time()
     loss: Tensor = model(*batch)
-    lap()
+    forward = _now(device)
     loss.backward()  # type: ignore[no-untyped-call]
-    lap()
+    backward, computed_both = _now(device), time.process_time()
     optimizer.step()
-    lap()
+    end, computed_all = _now(device), time.process_time()
     return Alone(
         when=when,
-        forward=wall[1] - wall[0],
-        backward=wall[2] - wall[1],
-        optimizer=wall[3] - wall[2],
-        cpu_seconds=computed[2] - computed[0],
-        optimizer_cpu_seconds=computed[3] - computed[2],
+        forward=forward - begin,
+        backward=backward - forward,
+        optimizer=end - backward,
+        cpu_seconds=computed_both - computed,
+        optimizer_cpu_seconds=computed_all - computed_both,
     )
 
 

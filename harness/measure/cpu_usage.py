@@ -30,8 +30,7 @@ class Spent:
     seconds: float  # wall-clock
     computed: float  # CPU seconds of this process, all its threads
     processors: int  # CPUs that it may use
-    # what `busy` counted meanwhile; None if not asked for or not available
-    machine: dict[str, float] | None
+    machine: dict[str, float] | None  # what `busy` counted; None if not asked for or not available
 
 
 class ProcessorMeter:
@@ -44,14 +43,10 @@ class ProcessorMeter:
     def spent(self) -> Spent:
         """The usage so far."""
         seconds, computed = time.perf_counter() - self._begun, time.process_time() - self._computed
-        after = busy() if self._machine is not None else None
-        found = None if after is None or self._machine is None else grown(after, self._machine)
+        found = None
+        if self._machine is not None and (after := busy()) is not None:  # the kernel may correct downwards
+            found = {name: max(after[name] - before, 0.0) for name, before in self._machine.items()}
         return Spent(seconds, computed, cores(), found)
-
-
-def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    """The difference of two readings; a counter that the kernel corrected downwards counts as 0."""
-    return {name: max(seconds - before[name], 0.0) for name, seconds in after.items()}
 
 
 def busy() -> dict[str, float] | None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import psutil
@@ -77,19 +76,15 @@ class _Gpu:
             name=self.name,
             samples=len(read["others"]),
             joules=None if None in (energy, self._energy) else (energy - self._energy) / 1e3,
-            sampled_joules=integral(read["watts"]),
+            sampled_joules=math.fsum(
+                (t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(read["watts"])
+            ),
             watts=_mean([watts for _, watts in read["watts"]]),
             utilisation=_mean(read["utilisation"]),
             clock_mhz=_mean(read["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
             others=max(read["others"], default=0),
         )
-
-
-def integral(readings: Sequence[tuple[float, float]]) -> float:
-    """The integral of (time, value) by the trapezoidal rule; 0 of fewer than two."""
-    pairs = itertools.pairwise(readings)
-    return math.fsum((t1 - t0) * (v0 + v1) / 2 for (t0, v0), (t1, v1) in pairs)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -109,17 +104,13 @@ def _parent(pid: int) -> int | None:
         return None
 
 
-@dataclass(slots=True)
-class Sampled:
-    """What :func:`sampling` fills in: ``use`` once its body has ended; None without GPUs."""
-
-    use: NodeUse | None = None
-
-
 @contextlib.contextmanager
-def sampling(node: int, gpus: Sequence[str]) -> Iterator[Sampled]:
-    """Sample a node's GPUs, by UUID, in a thread while the body runs; those unknown to NVML are left out."""
-    found, stop, began = Sampled(), threading.Event(), time.monotonic()
+def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
+    """Sample a node's GPUs, by UUID, in a thread while the body runs; those unknown to NVML are left out.
+
+    The list holds the use once the body has ended; nothing without GPUs.
+    """
+    found, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _opened(gpus)
     if not devices:
         yield found
@@ -128,12 +119,12 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[Sampled]:
     def sample() -> None:
         done = False
         while not done:
+            done = stop.wait(SECONDS)
             for device in devices:
                 device.read()
-            done = stop.wait(SECONDS)
-        for device in devices:
-            device.read()
 
+    for device in devices:
+        device.read()
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
@@ -141,7 +132,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[Sampled]:
     finally:
         stop.set()
         thread.join()
-        found.use = NodeUse(node, time.monotonic() - began, [device.use() for device in devices])
+        found.append(NodeUse(node, time.monotonic() - began, [device.use() for device in devices]))
 
 
 def _opened(uuids: Sequence[str]) -> list[_Gpu]:

@@ -16,7 +16,6 @@ from harness.errors import Refusal, suggestion
 from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change
-_FIELDS: Final = tuple(field.name for field in fields(Machine))
 
 
 def read(path: Path) -> Machine:
@@ -27,16 +26,16 @@ def read(path: Path) -> Machine:
         raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except tomllib.TOMLDecodeError as error:
         raise Refusal(f"{path}: no TOML: {error}") from None
+    known = [field.name for field in fields(Machine)]
     for key in table:
-        if key not in _FIELDS:
-            raise Refusal(f"{path}: {key}: no key of a machine{suggestion(key, _FIELDS)}")
+        if key not in known:
+            raise Refusal(f"{path}: {key}: no key of a machine{suggestion(key, known)}")
     try:
         return TypeAdapter(Machine).validate_python(table)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        why = str(first.get("ctx", {}).get("error") or first["msg"])
-        raise Refusal(f"{path}: {where}{': ' if where else ''}{why}") from None
+        where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise Refusal(": ".join(filter(None, (str(path), where, why)))) from None
 
 
 def write(path: Path, machine: Machine) -> None:

@@ -5,7 +5,6 @@ Values of variables whose name says that they are secret are not kept.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -59,20 +58,15 @@ def packages() -> list[str]:
 
 def libraries() -> dict[str, str]:
     """Versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it."""
-    found: dict[str, str | None] = {"cuda_of_driver": machine.nvml()[2]}
-    with contextlib.suppress(
-        ImportError, OSError, AttributeError, RuntimeError
-    ):  # no torch, or without a GPU's
-        import torch
-        import torch.distributed as dist
+    import torch
+    import torch.distributed as dist
 
-        found["cuda"] = torch.version.cuda
-        cudnn = None if torch.version.cuda is None else torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        found["cudnn"] = None if cudnn is None else str(cudnn)
-        if dist.is_nccl_available():
-            nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found["nccl"] = ".".join(map(str, nccl))
-    return {name: value for name, value in found.items() if value is not None}
+    found: dict[str, Any] = {"cuda_of_driver": machine.nvml()[2], "cuda": torch.version.cuda}
+    if torch.version.cuda is not None:
+        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -90,12 +84,7 @@ def changes(root: Path = machine.ROOT) -> Changes | None:
     patch = b"".join(_patches(root))
     if not patch:
         return None
-    try:
-        text = patch.decode()
-    except UnicodeDecodeError:
-        text = ""
-    if len(patch) > MOST_CHANGES:
-        text = patch[:MOST_CHANGES].decode(errors="ignore") if text else ""
+    text = patch[:MOST_CHANGES].decode(errors="ignore")
     return Changes(size=len(patch), sha256=hashlib.sha256(patch).hexdigest(), text=text)
 
 

@@ -73,12 +73,9 @@ def by_columns(model: nn.Module, policy: Policy, units: Sequence[UnitGeometry]) 
         return {}
     with _restored(model) as parameters:
         for unit in units:
-            own = policy.of(unit)
-            rows = (
-                own.weights.block_size(unit.shard)
-                if own.planes > 1 and isinstance(own.weights, Blocked)
-                else 0
-            )
+            own, rows = policy.of(unit), 0
+            if own.planes > 1 and isinstance(own.weights, Blocked):
+                rows = own.weights.block_size(unit.shard)
             _pass_unit(own.weights, unit, parameters, Clock(0), frozen=not unit.trainable, rows=rows)
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -86,13 +83,12 @@ def by_columns(model: nn.Module, policy: Policy, units: Sequence[UnitGeometry]) 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, parameters have these values without autograd's knowing; they are restored after."""
-    parameters = dict(model.named_parameters())
-    kept = {name: parameters[name].detach().clone() for name in values}
+    kept = {name: model.get_parameter(name).detach().clone() for name in values}
     for name, value in values.items():
-        parameters[name].data.copy_(value)
+        model.get_parameter(name).data.copy_(value)
     yield
     for name, value in kept.items():
-        parameters[name].data.copy_(value)
+        model.get_parameter(name).data.copy_(value)
 
 
 def as_computed(model: nn.Module, policy: Policy) -> nn.Module:

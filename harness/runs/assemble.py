@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from harness.measure import communication_error, quantisation_error
+from harness.measure import communication_error
 from harness.measure.cpu_usage import Spent
 from harness.measure.first_gradient import GradientError
 from harness.records import checks
@@ -60,7 +60,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "reference_loss": math.fsum(rank.first_loss.reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks(compared),
             "communication_errors": communicated,
-            "quantisation": quantisation_error.errors_of([dict(rank.errors) for rank in compared]),
+            "quantisation": compared[0].errors,
         }
     )
     checked = [outcome.checked for outcome in outcomes]

@@ -31,7 +31,6 @@ from harness.measure.first_gradient import (
     of_model,
     of_units,
 )
-from harness.measure.quantisation_error import Key, Squares
 from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
@@ -43,6 +42,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
+from harness.records.record import QuantisationError
 from harness.strategies.strategy import Strategy
 from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
@@ -85,7 +85,7 @@ class Compared:
     # of the reduced gradients, by step and unit
     gradient_errors: list[GradientError] = field(default_factory=list)
     communicated: list[tuple[Place, Sums]] = field(default_factory=list)  # error sums of what was sent
-    errors: list[tuple[Key, Squares]] = field(default_factory=list)  # error sums of the grid of codecs
+    errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
 
 
 class Comparison:
@@ -172,7 +172,7 @@ class Comparison:
             return
         self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
-        self.compared.errors = [*quantisation_error.measure(strategy.zero).items()]
+        self.compared.errors = quantisation_error.measure(strategy.zero)
 
     def _single_process(
         self, model: nn.Module, step: int = 0, clock: Clock | None = None

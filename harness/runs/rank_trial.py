@@ -29,7 +29,6 @@ from harness.cluster.rank import Progress, Rank, counters, exchange, groups
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
-from harness.measure.gpu_use import Sampled
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
@@ -235,7 +234,7 @@ class TrialRun:
                 for unit in (() if one is None else one.units)
             ],
             parameters=self.parameters,
-            machine_use=sampled.use,
+            machine_use=next(iter(sampled), None),
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
             chosen=[
@@ -245,10 +244,10 @@ class TrialRun:
         )
 
     @contextlib.contextmanager
-    def _sampling(self) -> Iterator[Sampled]:
+    def _sampling(self) -> Iterator[list[NodeUse]]:
         """GPU readings of this node, by its first rank."""
         if not self.rank.speaks:
-            yield Sampled()
+            yield []
             return
         uuids = []
         if self.device.type == "cuda":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from report.docs_from_records import REFERENCE, ROOT
 
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records import archive
@@ -46,7 +47,6 @@ from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import Load, predict
-from report.docs_from_records import REFERENCE, ROOT
 
 POOL: Final = "0123456789ab"
 MACHINE: Final = {

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.measure import cpu_usage
-from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy, grown
+from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy
 from tests.harness.measure.test_step_clock import compute
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")  # noqa: PYI024
@@ -38,12 +38,6 @@ def test_what_the_system_does_not_count_is_not_known(monkeypatch: pytest.MonkeyP
     assert read(monkeypatch, Times(*[1.0] * 10), Times(*[0.0] * 10)) is None
     assert read(monkeypatch, (1.0,) * 4, (1.0,) * 4) is None
     assert read(monkeypatch, Times(*[1.0] * 10)) is None
-
-
-def test_a_count_that_goes_down_adds_nothing() -> None:
-    """Between two readings, what grew counts and what the system corrected does not."""
-    after, before = {"user": 5.0, "system": 3.0, "steal": 2.0}, {"user": 4.0, "system": 3.5, "steal": 2.0}
-    assert grown(after, before) == {"user": 1.0, "system": 0.0, "steal": 0.0}
 
 
 def test_what_this_process_computes_is_in_what_the_machine_did() -> None:

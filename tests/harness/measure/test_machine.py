@@ -26,13 +26,6 @@ def test_facts_are_plain() -> None:
     assert getpass.getuser() not in text.split('"')
 
 
-def test_code() -> None:
-    """The code is named by its version and the digest of its sources."""
-    code = machine.code()
-    assert code["version"]
-    assert code["source"] == machine.source_digest()
-
-
 def test_source_digest(tmp_path: Path) -> None:
     """The digest follows content and name of sources, and nothing else."""
     (tmp_path / "impl").mkdir()
@@ -63,13 +56,14 @@ def test_every_file_of_code_counts() -> None:
         ({"packages": {"torch": "0"}}, False),
         ({"shared_memory_gib": 0.0}, True),
         ({"packages": {"torch": "2", "rich": "1"}}, True),
+        ({"source": "t"}, False),
+        ({"commit": "b"}, True),
     ],
 )
-def test_pool_key_follows_the_machine(change: dict[str, object], same: bool) -> None:
-    """Records pool only where processor, cores, memory, kernel, Python, torch and GPUs agree."""
-    facts = {"cpu": "one", "cores": 2, "packages": {"torch": "2"}}
-    code = {"source": "s"}
-    assert (machine.pool_key(facts, code) == machine.pool_key(facts | change, code)) == same
+def test_pool_key_follows_machine_and_sources(change: dict[str, object], same: bool) -> None:
+    """Records pool only where processor, cores, memory, kernel, Python, torch, GPUs and sources agree."""
+    facts = {"cpu": "one", "cores": 2, "packages": {"torch": "2"}, "source": "s", "commit": "a"}
+    assert (machine.pool_key(facts, facts) == machine.pool_key(facts | change, facts | change)) == same
 
 
 @pytest.mark.needs("c++")
@@ -82,13 +76,6 @@ def test_pool_key_follows_the_kernels(change: dict[str, Any], monkeypatch: pytes
     changed = machine.code()
     assert changed["source"] == code["source"]
     assert machine.pool_key({}, changed) != machine.pool_key({}, code)
-
-
-def test_pool_key_follows_the_sources() -> None:
-    """Records pool over commits that leave the sources alone, and not over others."""
-    one = machine.pool_key({}, {"source": "s", "commit": "a"})
-    assert one == machine.pool_key({}, {"source": "s", "commit": "b"})
-    assert one != machine.pool_key({}, {"source": "t", "commit": "a"})
 
 
 def test_adapters_that_work_are_listed_by_number(tmp_path: Path) -> None:

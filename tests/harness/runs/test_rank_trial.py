@@ -20,7 +20,7 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
-from harness.measure.quantisation_error import BITS, BLOCKS, Squares, errors_of
+from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import InterfaceCounters, LedgerRow, LinkRecord, Record
 from harness.runs.assemble import assemble
@@ -292,17 +292,6 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
     for error in found:
         if error.codec == "int8:64":
             assert error.largest <= parse("int8:64").error_bound(-1, 1)
-
-
-def test_a_tensor_of_zeros_has_no_error() -> None:
-    """Sums of ranks add up to one figure; where all values are zero there is none."""
-    key, zero = ("weights", "root", "int8:64"), ("weights", "empty", "int8:64")
-    ranks = [
-        {key: Squares(1.0, 10.0, 0.5, 2.0), zero: Squares(0, 0, 0, 0)},
-        {key: Squares(2.0, 20.0, 0.25, 4.0), zero: Squares(0, 0, 0, 0)},
-    ]
-    (error,) = errors_of(ranks)
-    assert (error.vnmse, error.largest) == (pytest.approx(0.1), pytest.approx(0.125))
 
 
 @pytest.mark.needs("namespaces")
