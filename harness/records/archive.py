@@ -31,14 +31,13 @@ def pack(folder: Path, into: Path) -> Path:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise RecordError(f"{folder}: no records in it")
-    files += [*sorted(folder.glob("runs/*.json")), *sorted(folder.glob("traces/trace-*.json"))]
-    files += folder.glob(JOURNAL)
+    for pattern in ("runs/*.json", "traces/trace-*.json", JOURNAL):
+        files += sorted(folder.glob(pattern))
     buffer = io.BytesIO()
     try:
-        with (
-            lzma.open(buffer, "wb", preset=_PRESET) as stream,
-            tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive,
-        ):
+        with tarfile.open(
+            fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=_PRESET
+        ) as archive:
             for path in files:
                 entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
                 content = path.read_bytes()

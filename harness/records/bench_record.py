@@ -31,9 +31,8 @@ class BenchError(Exception):
 class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
 
-    The ``kind`` says which: an operation of a codec beside a copy, a collective beside gloo's own, a policy's
-    step on a slow link beside compute alone, a reduction in chunks beside that in one.  Samples of several
-    runs whose ``names`` are equal are put together.
+    An operation of a codec beside a copy, a collective beside gloo's own, a step on a slow link beside
+    compute, a reduction in chunks beside that in one.  Samples of equal ``names`` are put together.
     """
 
     kind: Kind
@@ -46,11 +45,11 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _in_rounds(self) -> Sample:
-        for name, values in {"the reference": self.reference_seconds, **self.parts}.items():
+        for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(f"{len(self.seconds)} rounds of seconds beside {len(values)} of {name}")
-        if not all(value > 0 for values in self.timed.values() for value in values):
-            raise ValueError("seconds are above 0")
+            if min(values) <= 0:
+                raise ValueError("seconds are above 0")
         return self
 
     @property
@@ -67,19 +66,15 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
     found = []
-    for samples in zip(*ranks, strict=True):
-        first = samples[0]
-        rounds = {
+    for first, *others in zip(*ranks, strict=True):
+        samples = (first, *others)
+        rounds: dict[str, Any] = {
             name: [max(each) for each in zip(*(sample.timed[name] for sample in samples), strict=True)]
             for name in first.timed
         }
-        of_all = {
-            "seconds": rounds.pop("seconds"),
-            "reference_seconds": rounds.pop("reference_seconds"),
-            "parts": rounds,
-            "sent": {link: sum(sample.sent[link] for sample in samples) for link in first.sent},
-        }
-        found.append(first.model_copy(update=of_all))
+        sent = {link: sum(sample.sent[link] for sample in samples) for link in first.sent}
+        times = {name: rounds.pop(name) for name in ("seconds", "reference_seconds")}
+        found.append(first.model_copy(update={**times, "parts": rounds, "sent": sent}))
     return found
 
 
@@ -106,11 +101,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
 
 def write(folder: Path, bench: Bench) -> Path:
-    """Write ``bench`` whole or not at all; returns where.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``bench`` whole, or raise a RecordError; returns where."""
     target = path_of(folder, bench.id)
     write_whole(target, signed(bench).model_dump_json(indent=1))
     return target

@@ -1,9 +1,8 @@
 """A suite's journal: one line for each record that a sweep writes, chained by hashes.
 
-Each line holds the SHA-256 of the line before, so none can be taken out or changed alone.  A report compares
-journal and records (:func:`verify`): a record that was deleted, edited with its digest made anew, or run
-again after it had a result is named.  It cannot stop a forger who has this program: whoever writes records
-can write a journal, too.  No torch.
+Each line holds the SHA-256 of the line before, so none can be taken out or changed alone.  A report names
+records that were deleted, edited with their digest made anew, or run again after a result (:func:`verify`).
+It cannot stop a forger who has this program.  No torch.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Verified:
     """What a journal says of the records beside it, by ids of trials in order."""
 
     broken: str | None  # in words, why lines are not those that were written; None if they may be
-    deleted: tuple[str, ...]  # of which no record is left
-    rerun: tuple[str, ...]  # that had a result, and were run again
-    edited: tuple[str, ...]  # whose records are not those that were written last
-    missing: tuple[str, ...]  # whose records say that a journal tells of them, and none does
+    deleted: list[str]  # of which no record is left
+    rerun: list[str]  # that had a result, and were run again
+    edited: list[str]  # whose records are not those that were written last
+    missing: list[str]  # whose records say that a journal tells of them, and none does
     without: int  # number of records from before there were journals
 
 
@@ -61,12 +60,9 @@ def path_of(results: Path) -> Path:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a line and then the record, which is returned as it was written: with the number of its line.
+    """Write a line and then the record, or raise a RecordError; returns the record with its line's number.
 
     The line comes first: a sweep killed between the two leaves a trial that is named, not one unnoticed.
-
-    Raises:
-        RecordError: if the folder cannot be written.
     """
     path = path_of(results)
     try:
@@ -115,19 +111,15 @@ def verify(results: Path, records: Sequence[Record]) -> Verified:
     there = {record.id: record for record in records}
     return Verified(
         broken=broken,
-        deleted=tuple(trial for trial in of_trial if trial not in there),
-        rerun=tuple(
-            trial for trial, told in of_trial.items() if any(not entry.failure for entry in told[:-1])
-        ),
-        edited=tuple(
+        deleted=[trial for trial in of_trial if trial not in there],
+        rerun=[trial for trial, told in of_trial.items() if not all(entry.failure for entry in told[:-1])],
+        edited=[
             trial
             for trial, told in of_trial.items()
             if trial in there and content_of(there[trial]) != told[-1].content
-        ),
-        missing=tuple(
-            record.id for record in records if record.entry is not None and record.id not in of_trial
-        ),
-        without=sum(record.entry is None and record.id not in of_trial for record in records),
+        ],
+        missing=[one.id for one in records if one.entry is not None and one.id not in of_trial],
+        without=sum(one.entry is None and one.id not in of_trial for one in records),
     )
 
 

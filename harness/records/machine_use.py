@@ -1,21 +1,13 @@
-"""What the GPUs of a node did during a trial's timed steps, as a record holds it.  No torch.
-
-Older records hold more, which is not read: of processors, memory and interface, and of PCIe and NVLink.
-"""
+"""What the GPUs of a node did during a trial's timed steps, as a record holds it.  No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
-
-_OLDER: Final = {"extra": "ignore"}  # which pydantic reads
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
     """One GPU of a node."""
-
-    __pydantic_config__: ClassVar[Any] = _OLDER
 
     index: int  # NVML's number of it
     name: str
@@ -33,8 +25,6 @@ class GpuUse:
 @dataclass(frozen=True, slots=True)
 class NodeUse:
     """The GPUs of a node; ``seconds`` are wall-clock, of the timed steps and what came between them."""
-
-    __pydantic_config__: ClassVar[Any] = _OLDER
 
     node: int
     seconds: float

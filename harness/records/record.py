@@ -1,9 +1,8 @@
 """Record of a trial: its raw measurements as one JSON file, written atomically.
 
-A record holds no means, but of the machine's use, read every 0.1 s: every step's times, every loss and
-every byte counter is stored as measured; statistics belong to ``report``.  A failure is a record too.
-``results/README.md`` says what every key means; here stands what is not plain from its name.  Times are in
-seconds.  No torch.
+Every step's times, every loss and every byte counter is stored as measured; statistics belong to ``report``.
+A failure is a record too.  ``results/README.md`` says what every key means; here stands what is not plain
+from its name.  Times are in seconds.  No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from harness.records.machine_use import NodeUse
 from harness.suites.question import Said
@@ -39,14 +38,13 @@ class RecordError(Exception):
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)  # older records hold more, which is not read
 
 
 class LedgerRow(_Part):
     """Payload that one rank sent to others over the timed steps; a message is one per destination.
 
-    Tokens are decoded in phase ``evaluate``; the purpose is ``weights``, ``gradients`` or ``control``, which
-    has no unit; ``hop`` is the axis.
+    Tokens are decoded in phase ``evaluate``; purpose ``control`` has no unit; ``hop`` is the axis.
     """
 
     phase: Phase
@@ -59,12 +57,9 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank, in seconds.
+    """Times of one optimizer step on one rank; ``exposed_*`` of a part is what it waited for communication.
 
-    ``forward`` and ``backward`` contain ``exposed_forward`` and ``exposed_backward``: the time
-    the rank stood waiting for communication; likewise ``generate`` and ``score``, which workload ``rlhf``
-    alone has.  ``total`` runs from the step's begin to its end, and ``cpu_seconds`` is what all threads of
-    the rank's process computed in it; None in records from before it was measured.
+    ``cpu_seconds`` is what all threads of the rank's process computed in it; None in older records.
     """
 
     index: int
@@ -95,8 +90,7 @@ class Step(_Part):
 class Token(_Part):
     """Time and bytes of decoding one token, in all sequences of a rank at once.
 
-    ``step`` is which generation, ``index`` 0 the token for which the prompt is read, too.  ``exposed`` is how
-    long the rank waited for communication; bytes are those that it sent, None where there is no ledger.
+    ``step`` is which generation, ``index`` 0 the token for which the prompt is read, too.
     """
 
     step: int
@@ -109,10 +103,8 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Loss on the fixed validation split after ``step`` optimizer steps, warm-ups included.
-
-    The mean cross-entropy over all ranks, in nats per byte of text, byte to fill in, or image; with seconds
-    and bytes between nodes of training so far.
+    """Mean loss over all ranks on the validation split after ``step`` steps, warm-ups included, with
+    seconds and bytes between nodes of training so far.
     """
 
     step: int
@@ -122,10 +114,9 @@ class Validation(_Part):
 
 
 class Memory(_Part):
-    """Memory of one rank in bytes. ``engine``: what the engine owns, by name; ``formula``: the same
-    parts as ``impl.plan.memory.memory`` predicts; ``peak_rss``: of the process.  ``copied``: between host
-    and device over the timed steps, by direction and purpose, for what is offloaded, and
-    ``copied_formula`` as ``impl.plan.traffic.predict`` predicts it.
+    """Memory of one rank in bytes, by part: of the engine, and as ``impl.plan.memory`` predicts it.
+
+    ``copied`` is between host and device over the timed steps, by direction and purpose.
     """
 
     engine: dict[str, int]
@@ -137,11 +128,7 @@ class Memory(_Part):
 
 
 class Alone(_Part):
-    """Computation by itself on one rank, while all ranks compute and send nothing.
-
-    One micro-batch forward and backward of the unsharded model, and the optimizer's step of a rank's share of
-    its parameters; ``cpu_seconds`` are of all threads, in forward and backward.
-    """
+    """Computation by itself on one rank (:mod:`harness.measure.compute_alone`)."""
 
     when: Literal["before", "after"]
     forward: _Seconds
@@ -152,9 +139,7 @@ class Alone(_Part):
 
 
 class RankRecord(_Part):
-    """Measurements of one rank. ``ledger`` is None for strategies outside our wire; ``steps`` are of
-    training and ``tokens`` of generation, one of them empty.  ``alone`` is empty in older records.
-    """
+    """Measurements of one rank; ``ledger`` is None for strategies outside our wire."""
 
     rank: int
     node: int
@@ -179,10 +164,7 @@ class GradientCheck(_Part):
 
 
 class QuantisationError(_Part):
-    """Error of one codec that was tried on the weights or the reduced gradients of one unit, sending nothing.
-
-    What was really sent erred as :class:`CommunicationError` says.
-    """
+    """Error of one codec that was tried on weights or reduced gradients of one unit, sending nothing."""
 
     purpose: str
     unit: str
@@ -194,14 +176,10 @@ class QuantisationError(_Part):
 class CommunicationError(_Part):
     """Error of what was communicated of one unit in one step: of one hop, or end to end.
 
-    Of a hop: sums over all ranks of (decoded frames - values that were encoded there)^2 and of these values
-    squared, error feedback included.  End to end of gradients: of (reduced - exact mean)^2 and of the exact
-    mean of this step's gradients squared.  Of weights: of (gathered - master)^2 and of masters squared.
-    Both sums are None where the values overflowed.
-
-    ``secondary`` are weights gathered of hpZ's copy; a ring has a hop a step, and weights have none.  Of more
-    reductions than one, ``repeated``, are errors that differ from step to step: with error feedback, or
-    random rounding.  ``cosine`` is the mean over pairs of ranks, end to end of gradients alone.
+    Sums over all ranks: of a hop of (decoded frames - values that were encoded there)^2 and of these values
+    squared, error feedback included; end to end of (reduced - exact mean)^2 or (gathered - master)^2, and of
+    what is exact squared; None where values overflowed.  ``secondary`` are weights gathered of hpZ's copy.
+    ``repeated`` reductions are summed where errors differ from step to step.  ``cosine`` is of ranks' pairs.
     """
 
     step: int
@@ -263,10 +241,9 @@ class ProcessorUse(_Part):
 
 
 class Foreseen(_Part):
-    """A step as it was predicted before the trial ran (:mod:`impl.plan.step_time`), in seconds.
+    """A step as it was predicted before the trial ran (:mod:`impl.plan.step_time`).
 
-    ``compute`` and ``wire`` overlap; ``spread`` is the relative standard deviation of the calibration's own
-    steps around their predictions.
+    ``compute`` and ``wire`` overlap; ``spread`` is relative, of the calibration's own steps.
     """
 
     machine: str
@@ -288,10 +265,7 @@ PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")  #
 
 
 class Failure(_Part):
-    """Why a trial has no result; ``docs/guide/cluster.md`` says what the kinds are.
-
-    ``by`` is the peer's library that, as was known before, is not here or cannot do what was asked.
-    """
+    """Why a trial has no result; ``by`` is the peer's library that cannot do what was asked."""
 
     kind: str
     message: str
@@ -308,11 +282,7 @@ class Failed(_Part):
 
 
 class Record(_Part):
-    """Record of one trial: its definition, its machine, its measurements.
-
-    Its ``id`` is the hash of ``trial``, of which ``sweep``, ``role``, ``answer`` and ``margin``, which the
-    suite says, are no part.  What has a default may be absent in older records.
-    """
+    """Record of one trial; its ``id`` is the hash of ``trial``.  Older ones may lack what has a default."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
@@ -354,14 +324,6 @@ class Record(_Part):
     entry: int | None = None
     digest: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_power(cls, data: Any) -> Any:
-        """Older records had a field of samples of one GPU, and none was ever written on one."""
-        return (
-            {key: value for key, value in data.items() if key != "power"} if isinstance(data, dict) else data
-        )
-
     @property
     def padding(self) -> float:
         """Of its units, as a share of the model's elements; 0 where it has no units."""
@@ -369,11 +331,7 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether its trial need not be run again.
-
-        What may pass is run again: an interruption, a signal, a full disk, a lost node.  So is a refused
-        one: that costs nothing, and the machine may allow it now.
-        """
+        """Whether its trial need not be run again: what failed for a reason that may pass is."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
@@ -404,11 +362,7 @@ def path_of(results: Path, record_id: str) -> Path:
 
 
 def write(results: Path, record: Record) -> Path:
-    """Write ``record`` atomically; returns its path.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``record`` atomically, or raise a RecordError; returns its path."""
     target = path_of(results, record.id)
     write_whole(target, signed(record).model_dump_json(indent=1))
     return target
@@ -421,19 +375,15 @@ def digest_of(data: dict[str, Any]) -> str:
 
 
 def signed(record: Model) -> Model:
-    """``record``, which has a field for it, with the digest of what it holds now.
-
-    It tells of edits and of damage; whoever forges a record can write a digest, too.
-    """
+    """``record`` with the digest of what it holds now, which tells of edits and of damage, not of forgery."""
     return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
 def write_whole(target: Path, text: str) -> None:
     """Write a file atomically (temporary file, fsync, rename), or raise a RecordError."""
-    folder = target.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -441,9 +391,8 @@ def write_whole(target: Path, text: str) -> None:
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)
             Path(name).replace(target)
-        except BaseException:
+        finally:
             Path(name).unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise RecordError(f"{target}: cannot write the record: {error.strerror or error}") from error
 
@@ -476,9 +425,13 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RecordError(f"{path}: not a record: {where}: {first['msg']}{_REMEDY}") from error
+        raise RecordError(f"{path}: not a record: {wrong_field(error)}{_REMEDY}") from error
+
+
+def wrong_field(error: ValidationError) -> str:
+    """The first field that pydantic refuses, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def read_all(results: Path) -> list[Record]:

@@ -22,21 +22,11 @@ def script(record: Record, run: Run) -> str:
     """The script; what is not known, or not kept whole, is said in its comments.  It starts in a clone."""
     node = run.nodes[0]
     folder = f"zeropp-{record.id}"
-    lines = [
-        "set -e",
-        *_comments(record, run),
-        "",
-        *_checkout(node, folder),
-        f"cd ../{folder}",
-        *_changed(run),
-        "",
-        *_installed(node),
-        "",
-    ]
+    lines = ["set -e", *_comments(record, run), "", *_checkout(node, folder), f"cd ../{folder}"]
+    lines += [*_changed(run), "", *_installed(node), ""]
     command = ["zeropp", "run", "suite.toml", "--only", record.id, "--results", "again"]
-    sweeps = record.sweep + 1
-    if sweeps > 1:
-        command += ["--sweeps", str(sweeps)]
+    if record.sweep:
+        command += ["--sweeps", str(record.sweep + 1)]
     if run.suite is None:
         lines.append(f"# The suite's file is not known; the trial was {json.dumps(record.trial)}")
     else:
@@ -46,7 +36,7 @@ def script(record: Record, run: Run) -> str:
         launcher = record.trial.get("cluster", {}).get("launcher", "local")
         if launcher != "local":
             lines.append(
-                f"# cluster.launcher is {launcher!r}: docs/guide/cluster.md says how it starts this."
+                f"# By cluster.launcher = {launcher!r}; docs/guide/cluster.md says how to start that."
             )
         lines.append(f".venv/bin/{shlex.join(command)}")
         lines.append(f".venv/bin/zeropp show {record.id} --results again")
@@ -120,7 +110,7 @@ def _file(name: str, text: str) -> list[str]:
     if path.is_absolute() or ".." in path.parts or "\0" in name + text:
         return [f"# Not written, since it is not in this folder: {one_line(name)}"]
     end = "END"
-    while any(line == end for line in text.split("\n")):
+    while end in text.split("\n"):
         end += "_"
     made = [f"mkdir -p {shlex.quote(str(path.parent))}"] if len(path.parts) > 1 else []
     newline = "" if text.endswith("\n") or not text else "\n"

@@ -1,7 +1,6 @@
 """What all trials of one run have in common, in one file: sources, suite, and what every node had.
 
-The file lies in the folder ``runs`` of the suite's results, and is named by the hash of its content; records
-name it by that.  Runs that had the same share it.  No torch.
+The file ``runs/<hash of its content>.json`` lies in the suite's results; records name it.  No torch.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ class SuiteText(_Part):
 class Changes(_Part):
     """How the checkout differed from its commit, as ``git apply`` reads it."""
 
-    # size, sha256: of the whole, in bytes
-    size: int
-    sha256: str
-    text: str  # the first bytes of it, as many as are kept; empty if it is no text in UTF-8
+    size: int  # of the whole, in bytes
+    sha256: str  # of the whole
+    text: str  # the first bytes of it, as many as are kept, without what is no UTF-8
 
     @property
     def whole(self) -> bool:
@@ -51,21 +49,17 @@ class Software(_Part):
     """What runs trials beside our sources, on one node."""
 
     packages: list[str]  # all that are installed, as ``name==version``
-    # versions of CUDA, cuDNN and NCCL as torch has them, and of CUDA as the driver allows it; only those that
-    # are there
-    libraries: dict[str, str]
+    libraries: dict[str, str]  # versions of CUDA, cuDNN and NCCL, where they are there
 
 
 class Node(BaseModel, extra="ignore", frozen=True):
     """What one node had; older files hold more, which is not read."""
 
-    # machine, code: as records have them (``harness.measure.machine``)
-    machine: dict[str, Any]
+    machine: dict[str, Any]  # as records have it (``harness.measure.machine``)
     code: dict[str, Any]
     software: Software
     environment: dict[str, str]  # variables that matter, without secrets
-    # names of its InfiniBand adapters that have an active port, in order; empty in older records
-    hcas: list[str] = []
+    hcas: list[str] = []  # its InfiniBand adapters with an active port, in order; empty in older records
 
 
 class Run(_Part):
@@ -83,11 +77,7 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless it is there; returns its hash.
-
-    Raises:
-        RecordError: if the folder cannot be written.
-    """
+    """Write ``run`` atomically, unless it is there, or raise a RecordError; returns its hash."""
     text = run.model_dump_json(indent=1)
     name = digest_of(json.loads(text))[:_LETTERS]
     if not path_of(results, name).exists():

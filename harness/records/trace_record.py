@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from harness.records.record import RecordError
+from harness.records.record import RecordError, wrong_field
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, Span
 
 COMPUTE: Final = "computing"
@@ -78,9 +78,7 @@ def read_traces(folder: Path) -> list[Trace]:
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            where = "".join(f"{part}: " for part in first["loc"])
-            raise RecordError(f"{path}: is no trace of a step: {where}{first['msg']}") from error
+            raise RecordError(f"{path}: is no trace of a step: {wrong_field(error)}") from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(f"{path}: is of trial {trace.otherData.trial}")
         found.append(trace)

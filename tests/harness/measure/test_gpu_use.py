@@ -11,7 +11,6 @@ import pytest
 
 from harness.measure.gpu_use import sampling
 from harness.records.machine_use import NodeUse, joules
-from harness.records.record import Record
 from tests.support.fake_nvml import FakeNvml
 
 # Power that rises and falls once a second around 300 W, and its exact integral.
@@ -78,20 +77,3 @@ def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> Non
     """A part of a GPU has no handle, and a CPU is not asked for one."""
     for gpus in ((), ("MIG-0",)):
         assert sampled(monkeypatch, FakeNvml(*WAVES), 0.05, *gpus) is None
-
-
-def test_older_records_hold_more() -> None:
-    """What is no longer sampled is read over."""
-    held = {"node": 0, "seconds": 1.0, "samples": 3, "processors": 0.5, "gpus": [dict(_GPU, pcie_sent=1.0)]}
-    (node,) = Record.model_validate(EMPTY | {"machine_use": [held]}).machine_use
-    assert node.gpus[0].watts == 300.0
-
-
-_GPU = {
-    "index": 0, "name": "GPU", "samples": 1, "joules": None, "sampled_joules": 1.0, "watts": 300.0,
-    "utilisation": 0.5, "memory_bytes": 1, "clock_mhz": 1.0,
-}  # fmt: skip
-EMPTY = {
-    "id": "", "suite": "", "trial": {}, "started": "", "finished": "", "order": 0, "machine": {}, "code": {},
-    "pool": "", "failure": None,
-}  # fmt: skip

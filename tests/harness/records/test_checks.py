@@ -87,11 +87,15 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
 @given(share=st.floats(0.5, 2))
 @example(share=1.25)
 def test_a_link_of_another_rate_is_marked(share: float) -> None:
-    """One that carries 25 % too much is, with its share; within 5 % of the rate both ways none is."""
+    """One that carries 25 % too much is, with its share, and fails its trial; too slow a link is marked:
+    others can slow one down.  Within 5 % of the rate both ways none is.
+    """
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.link is not None
     probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})
-    words = checks.off_rate(made.model_copy(update={"link": probed}))
+    linked = made.model_copy(update={"link": probed})
+    words = checks.off_rate(linked)
+    assert checks.off_rate(linked, above=True) == (words if share > 1 else None)
     if 0.951 < share < 1.049:
         assert words is None
     elif not 0.949 < share < 1.051:
@@ -102,16 +106,6 @@ def row(nbytes: int, messages: int) -> LedgerRow:
     return LedgerRow(
         phase="forward", purpose="weights", unit="", hop="node", link="inter", bytes=nbytes, messages=messages
     )
-
-
-def test_a_link_that_was_too_fast_fails_its_trial_and_one_too_slow_does_not() -> None:
-    """Others can slow a link down; what carries a quarter more went past the queue."""
-    made = record_of(Trial(strategy="zeropp"))
-    assert made.link is not None
-    for share, fails in ((0.8, False), (1.0, False), (1.04, False), (1.25, True)):
-        link = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100.0 * share]})
-        words = checks.off_rate(made.model_copy(update={"link": link}), above=True)
-        assert words == ("its link carried 125.0% of 100 Mbit/s" if fails else None)
 
 
 @given(st.sampled_from(["int8:256:clip", "int8:128", "int4:2048", "fp32"]))

@@ -14,67 +14,64 @@ from harness.suites.trial import Trial
 from tests.report.records import record_of
 
 
-def content(path: Path) -> Any:
-    """What a record's file holds but for its digest, as before records had one."""
+def rewritten(folder: Path, change: Any) -> Path:
+    """A finished trial's record whose content ``change`` has changed, without a digest, as older ones are."""
+    path = record.write(folder, record_of(Trial(steps=2, warmup=0)))
     data = json.loads(path.read_text(encoding="utf-8"))
     del data["digest"]
-    return data
-
-
-def written(folder: Path, change: Any) -> Path:
-    """A finished trial's record, with every step changed by ``change``."""
-    path = record.write(folder, record_of(Trial(steps=2, warmup=0)))
-    data = content(path)
-    for rank in data["ranks"]:
-        for step in rank["steps"]:
-            change(step)
+    change(data)
     path.write_text(json.dumps(data), encoding="utf-8")
     return path
+
+
+def steps_of(data: Any) -> list[Any]:
+    return [step for rank in data["ranks"] for step in rank["steps"]]
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """A record comes back as it was, processor seconds included."""
     made = record_of(Trial(steps=2, warmup=0))
     assert made.ranks[0].steps[0].cpu_seconds
+    assert made.processor_use is not None
     assert record.read(record.write(tmp_path, made)) == made
 
 
-def test_a_record_from_before_processor_seconds_is_read(tmp_path: Path) -> None:
-    """Steps without processor seconds are read, and say that these are not known."""
-    found = record.read(written(tmp_path, lambda step: step.pop("cpu_seconds")))
+def test_an_older_record_is_read(tmp_path: Path) -> None:
+    """Without processor seconds, the machine's use or a digest, it says that these are not known; what is no
+    longer kept is read over.
+    """
+
+    def older(data: Any) -> None:
+        del data["processor_use"]
+        data["power"] = None
+        for step in steps_of(data):
+            del step["cpu_seconds"]
+
+    found = record.read(rewritten(tmp_path, older))
     assert {step.cpu_seconds for rank in found.ranks for step in rank.steps} == {None}
-
-
-def test_a_record_from_before_the_machines_use_is_read(tmp_path: Path) -> None:
-    """A record without the machine's processor seconds is read, and says that these are not known."""
-    made = record_of(Trial(steps=2, warmup=0))
-    assert made.processor_use is not None
-    path = record.write(tmp_path, made)
-    data = content(path)
-    del data["processor_use"]
-    path.write_text(json.dumps(data), encoding="utf-8")
-    assert record.read(path).processor_use is None
+    assert found.processor_use is found.digest is None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("steal", -0.1), ("user", float("nan")), ("seconds", 0.0), ("processors", 0)]
+    ("where", "field", "value"),
+    [
+        ("processor_use", "steal", -0.1),
+        ("processor_use", "user", float("nan")),
+        ("processor_use", "seconds", 0.0),
+        ("processor_use", "processors", 0),
+        (r"ranks\.0\.steps\.0", "cpu_seconds", float("inf")),
+        (r"ranks\.0\.steps\.0", "cpu_seconds", "long"),
+    ],
 )
-def test_uses_of_the_machine_that_cannot_be_are_refused(tmp_path: Path, field: str, value: Any) -> None:
-    """Seconds below 0 or no number, no time at all and no processor are no record; the field is named."""
-    path = record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
-    data = content(path)
-    data["processor_use"][field] = value
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(RecordError, match=rf"not a record: processor_use\.{field}"):
-        record.read(path)
+def test_measurements_that_cannot_be_are_refused(tmp_path: Path, where: str, field: str, value: Any) -> None:
+    """Seconds below 0, infinite or no number, no time at all and no processor: the field is named."""
 
+    def wrong(data: Any) -> None:
+        place = data["processor_use"] if where == "processor_use" else steps_of(data)[0]
+        place[field] = value
 
-@pytest.mark.parametrize("seconds", [-0.1, float("inf"), float("nan"), "long"])
-def test_processor_seconds_that_cannot_be_are_refused(tmp_path: Path, seconds: Any) -> None:
-    """Processor seconds below 0, infinite or no number are no record; the message names the field."""
-    path = written(tmp_path, lambda step: step.update(cpu_seconds=seconds))
-    with pytest.raises(RecordError, match=r"not a record: ranks\.0\.steps\.0\.cpu_seconds"):
-        record.read(path)
+    with pytest.raises(RecordError, match=rf"not a record: {where}\.{field}"):
+        record.read(rewritten(tmp_path, wrong))
 
 
 def edited_time(data: Any) -> None:
@@ -118,10 +115,3 @@ def test_a_digest_is_of_content_not_of_its_form(tmp_path: Path) -> None:
     assert found == made
     changed = found.model_copy(update={"question": "What else?"})
     assert record.read(record.write(tmp_path, changed)).digest != made.digest
-
-
-def test_a_record_from_before_digests_is_read(tmp_path: Path) -> None:
-    """A record without a digest is read, and says that it has none."""
-    path = record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))
-    path.write_text(json.dumps(content(path)), encoding="utf-8")
-    assert record.read(path).digest is None
