@@ -119,8 +119,6 @@ _ABLATED: Final = ("general", "shared-memory", "two-reads", "unfused", "narrow",
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One command."""
-
     name: str  # its letter, and what it is
     command: tuple[str, ...]  # its words after the interpreter
     seconds: float  # at most
@@ -129,8 +127,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A stage's line in the table."""
-
     name: str
     status: str
     seconds: float
@@ -197,7 +193,6 @@ def _benches(device: str, results: Path) -> Iterator[Stage]:
 
 
 def _text(asked: Asked, device: str) -> str:
-    """The suite's file."""
     gpu, shares = device == "cuda", asked.nodes > 1
     model, sequence, tokens, steps, more = asked.sizes if gpu else _TINY
     few = shares and not gpu  # many trials take long
@@ -252,7 +247,6 @@ def run(stage: Stage, log: Path, seconds: float) -> Ended:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left of a stage."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -262,7 +256,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def table(ended: Sequence[Ended]) -> str:
-    """The lines that are printed last."""
     rows = [
         ("stage", "status", "s", "last line"),
         *((e.name, e.status, f"{e.seconds:.0f}", e.found) for e in ended),

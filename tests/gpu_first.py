@@ -81,7 +81,6 @@ def seconds_of(device: torch.device, operation: Callable[[], object], rounds: in
 
 
 def of_device(device: torch.device) -> Found:
-    """Names and versions."""
     found = {"torch": torch.__version__, "python": sys.version.split()[0]}
     if device.type == "cuda":
         import cupy

@@ -13,13 +13,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def _modules(package: str) -> dict[str, Path]:
-    """The files of a package by module name."""
     paths = sorted((ROOT / package).rglob("*.py"))
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """Everything that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -29,7 +29,6 @@ FILES = re.compile(r"^cat > (\S+) <<'JSON'\n(.*?)^JSON\n", re.DOTALL | re.MULTIL
 
 
 def blocks(page: str) -> list[str]:
-    """Shell blocks of a page, in order."""
     return re.findall(r"```bash\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -51,7 +50,6 @@ def test_every_command_of_a_tutorial_runs(
 
 
 def configurations(page: str) -> list[Any]:
-    """Those that a page writes into files."""
     return [json.loads(text) for block in blocks(page) for _, text in FILES.findall(block)]
 
 

@@ -57,7 +57,6 @@ def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool 
 
 
 def load(library: Path) -> ctypes.CDLL:
-    """The library with its one function's types."""
     loaded = ctypes.CDLL(str(library))
     loaded.launch.restype = ctypes.c_char_p
     loaded.launch.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 5, ctypes.c_void_p]

@@ -66,7 +66,6 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * _WIDTH, _WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width) to the same."""
         hidden: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
         return x + hidden
 
@@ -218,7 +217,6 @@ def fingerprint() -> dict[str, str]:
 
 
 def load() -> dict[str, Any]:
-    """The file."""
     data: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
     return data
 

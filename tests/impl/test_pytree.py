@@ -73,7 +73,6 @@ class Widens(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, point: Point) -> Tensor:
-        """Of a named tuple, to a loss."""
         x = point.x
         for block in self.blocks:
             x = block(nn.functional.layer_norm(x.float(), (16,)))

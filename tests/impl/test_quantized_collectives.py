@@ -30,7 +30,6 @@ KEY = Key(1, 2, 0, "mine", "gradients")
 
 
 def values(rank: int, *shape: int) -> torch.Tensor:
-    """A rank's tensor."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 

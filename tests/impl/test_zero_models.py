@@ -228,7 +228,6 @@ class Recurrent(Stack):
 
 
 def data(step: int, rank: int) -> Tensor:
-    """(4, WIDTH) of one rank."""
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
@@ -260,7 +259,6 @@ def _weights(mesh: Mesh, base: nn.Module, loss_of: Any, policy: Policy, transpor
 
 
 def of_data(loss_of: Callable[[nn.Module, Tensor], Tensor]) -> LossOf:
-    """A loss of this file's data."""
     return lambda net, step, rank: loss_of(net, data(step, rank))
 
 

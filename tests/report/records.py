@@ -65,7 +65,6 @@ LAYERS: Final = 4
 
 
 def units_of(topology: Topology, grain: int = 2048) -> list[UnitGeometry]:
-    """A small GPT's units."""
     block = [
         ParameterSpec("attention", (4 * HIDDEN, HIDDEN)),
         ParameterSpec("mlp", (8 * HIDDEN, HIDDEN)),
@@ -403,7 +402,6 @@ def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
-    """Records of :func:`trials_of`, all finished."""
     return [
         record_of(trial, suite=suite, order=order)
         for order, trial in enumerate(trials_of(suite, repeats=repeats))

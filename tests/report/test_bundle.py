@@ -22,7 +22,6 @@ REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed records of quickstart, as a results folder."""
     return archive.unpack(REFERENCE / "quickstart.tar.xz", tmp_path_factory.mktemp("results"))
 
 

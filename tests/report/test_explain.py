@@ -14,7 +14,6 @@ from tests.report.records import records_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Records of suite quickstart."""
     there = tmp_path_factory.mktemp("quickstart")
     for record in records_of("quickstart", repeats=2):
         write(there, record)

@@ -126,7 +126,6 @@ class Access:
 
     @property
     def loads(self) -> bool:
-        """Whether it loads; else it stores, or is atomic."""
         return self.name.startswith("LD")
 
 
@@ -179,7 +178,6 @@ class Cubin:
         }
 
     def occupancy(self, threads: int) -> float:
-        """Warps that a multiprocessor holds at a time, of those that it could."""
         return min(self.limits(threads).values()) * threads / WARP / WARPS
 
 
@@ -294,7 +292,6 @@ def _access(name: str, chain: list[tuple[str, int]], sources: Path) -> Access:
 
 @functools.cache
 def _functions(path: Path) -> list[tuple[int, str]]:
-    """Where functions begin: line and name, in order."""
     heads = (
         (i, re.search(r"(?:__forceinline__|__global__).*?\b(\w+)\((?!\d)", text))
         for i, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
@@ -318,12 +315,10 @@ class Prediction:
 
     @property
     def occupancy(self) -> float:
-        """The least over the sizes of its thread blocks."""
         return min(map(self.cubin.occupancy, self.threads))
 
     @property
     def limit(self) -> str:
-        """What holds the occupancy down, at the largest of its thread blocks."""
         limits = self.cubin.limits(self.threads[-1])
         return min(limits, key=limits.__getitem__)
 
@@ -391,7 +386,6 @@ def threads_of(kernel: str) -> tuple[int, ...]:
 
 @functools.cache
 def predictions(file: str, architecture: int) -> tuple[Prediction, ...]:
-    """Every kernel of a file that can be asked for."""
     kernels = VARIANTS[file]
     cubins, alone = compiled(file, kernels, architecture), _main_paths(file, architecture)
     return tuple(Prediction(each, threads_of(each), cubins[each], alone.get(each)) for each in kernels)
@@ -405,6 +399,5 @@ def _main_paths(file: str, architecture: int) -> dict[str, Cubin]:
 
 @functools.cache
 def works(architecture: int) -> dict[str, Work]:
-    """Of every plain kernel."""
     paths = [each for file in VARIANTS for each in _main_paths(file, architecture).items()]
     return {kernel: _work(kernel, main) for kernel, main in paths}

@@ -27,8 +27,6 @@ os.execvp(sys.argv[3], sys.argv[3:])
 
 @dataclass(frozen=True)
 class Host:
-    """One of them."""
-
     address: str
     interface: str
     holder: int
@@ -48,7 +46,6 @@ class Host:
 
     @property
     def output(self) -> str:
-        """What was printed there."""
         return (self.folder / "output").read_text()
 
     def listening(self) -> set[str]:
@@ -62,7 +59,6 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """Words before a command that is to run there."""
         ours = Path(f"/proc/{self.holder}/ns/user").samefile("/proc/self/ns/user")
         return ["nsenter", "-t", str(self.holder), "-n", *([] if ours else ["-U", "--preserve-credentials"])]
 
@@ -76,7 +72,6 @@ class Host:
 
     @property
     def own(self) -> str:
-        """Its address, as the kernel writes it."""
         return socket.inet_aton(self.address)[::-1].hex().upper()
 
 

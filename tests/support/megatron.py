@@ -23,7 +23,6 @@ class ParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.randn(outputs) / 10)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., inputs) to (..., outputs), and the bias (outputs,)."""
         return F.linear(x, self.weight), self.bias
 
 
@@ -38,7 +37,6 @@ class ParallelMLP(nn.Module):
             register_external_parameter(self, self.dense_h_to_4h.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., width) to the same, and a bias (width,)."""
         hidden, bias = self.dense_h_to_4h(x)
         return self.dense_4h_to_h(F.gelu(hidden + bias) + bias)
 
@@ -52,7 +50,6 @@ class ParallelSelfAttention(nn.Module):
         self.dense = ParallelLinear(width, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, tokens, width) to the same, and a bias (width,)."""
         mixed, bias = self.query_key_value(x)
         q, k, v = (mixed + bias).chunk(3, dim=-1)
         return self.dense(F.scaled_dot_product_attention(q, k, v, is_causal=True))
@@ -71,7 +68,6 @@ class ParallelTransformerLayer(nn.Module):
             register_external_parameter(self, self.mlp.dense_4h_to_h.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
         attended, attention_bias = self.attention(self.input_norm(x))
         x = x + attended + attention_bias
         out, mlp_bias = self.mlp(self.post_norm(x))
@@ -83,13 +79,11 @@ class OwnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """(..., inputs) and (outputs, inputs) to (..., outputs)."""
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(..., outputs) to the gradients of both."""
         x, weight = ctx.saved_tensors
         return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 

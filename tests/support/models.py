@@ -18,11 +18,9 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def body(self, x: Tensor) -> Tensor:
-        """The block itself."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, width) to the same."""
         return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
 
 
@@ -83,20 +81,16 @@ class OddBlock(nn.Module):
         self.idle = nn.Parameter(torch.zeros(2, 2))
 
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One step."""
         x = torch.tanh(state["x"] @ self.weight) + state["x"] @ self.weight.t()
         return {"x": x, "sum": state["sum"] + (self.scale * x.mean()).sum()}
 
 
 class Empty(nn.Module):
-    """Adds nothing."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it is given."""
         return x + self.weight.sum()
 
 
@@ -109,5 +103,4 @@ class Hollow(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(16, 16), Empty()])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 16) to a loss."""
         return self.blocks[1](self.blocks[0](x)).square().mean() + self.nothing.sum()

@@ -131,7 +131,6 @@ class Call(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Torch's future of it, which this waits for."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         self.wait()
         future.set_result(self.destinations)

@@ -77,7 +77,6 @@ class Communicator(_Group):  # type: ignore[misc]
 
     @property
     def group_name(self) -> str:
-        """By which torch knows it."""
         return c10d._world.pg_names[self]  # torch tells groups in Python their name nowhere
 
     def get_group_store(self) -> Any:
@@ -202,7 +201,6 @@ class Communicator(_Group):  # type: ignore[misc]
     # Its stream.
 
     def _ended(self, call: Call) -> None:
-        """A call was waited for."""
         with contextlib.suppress(ValueError):
             self._under_way.remove(call)
 

@@ -33,7 +33,6 @@ def program(name: str) -> str | None:
 
 
 def _programs(package: str, *names: str) -> Callable[[], str | None]:
-    """All of these programs, of Debian's ``package``."""
     return lambda: None if all(map(program, names)) else f"apt-get install {package}"
 
 

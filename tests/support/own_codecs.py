@@ -57,6 +57,4 @@ class Shifted(Sixteenths):
 
 
 class OnGpu(Sixteenths):
-    """For tensors on a GPU."""
-
     device = "cuda"

@@ -13,7 +13,6 @@ def nightly(*values: Any) -> list[Any]:
 
 
 def long(*values: Any) -> list[Any]:
-    """Parameters that only ``tox -e long`` tries."""
     return _marked(pytest.mark.long, values)
 
 

@@ -51,7 +51,6 @@ def counted(package: str) -> Iterator[Counter[CodeType]]:
 
 
 def summed(calls: Counter[CodeType]) -> Calls:
-    """What was counted, as three numbers."""
     return Calls(calls.total(), len(calls), len({code.co_filename for code in calls}))
 
 
@@ -66,7 +65,6 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, WIDTH) of (n, WIDTH)."""
         return x + self.linear(x)
 
 

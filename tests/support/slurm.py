@@ -15,7 +15,6 @@ from tests.support.needs import SEARCHED
 
 
 def _ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in opened]

@@ -133,43 +133,33 @@ _numbers = itertools.count(COMPUTATION + 1)
 
 @dataclass(slots=True)
 class Event:
-    """``torch.cuda.Event``."""
-
     enable_timing: bool = False
     stream: int | None = None
     clock: Clock = field(default_factory=dict)
 
     def record(self, stream: Stream | None = None) -> None:
-        """After what the stream was given so far."""
         self.stream = _here.detector.current if stream is None else stream.number
         self.clock = dict(_here.detector.clocks[self.stream])
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What the stream is given from here on comes after it."""
         _here.detector.join(_here.detector.current if stream is None else stream.number, self.clock)
 
     def query(self) -> bool:
-        """Everything is done at once."""
         return True
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds."""
         return 0.0
 
 
 @dataclass(slots=True)
 class Stream:
-    """``torch.cuda.Stream``."""
-
     device: object = None
     number: int = field(default_factory=lambda: next(_numbers))
 
     def wait_stream(self, other: Stream) -> None:
-        """What comes here comes after what the other was given so far."""
         _here.detector.join(self.number, _here.detector.clocks[other.number])
 
     def record_event(self) -> Event:
-        """After what this was given so far."""
         event = Event()
         event.record(self)
         return event

@@ -76,7 +76,6 @@ def test_no_kernel_is_slower_than_is_stated(architecture: int) -> None:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def predicted(request: pytest.FixtureRequest) -> tuple[Prediction, ...]:
-    """The kernels of a file for sm_90."""
     return predictions(request.param, 90)
 
 

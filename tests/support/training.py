@@ -41,12 +41,10 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> float:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """What tests train with unless they say otherwise."""
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def sgd(parameters: Any, lr: float = 0.1, **options: Any) -> torch.optim.Optimizer:
-    """Plain steps."""
     return torch.optim.SGD(parameters, lr=lr, **options)
 
 
@@ -125,7 +123,6 @@ def booked(zero: Zero, **where: str) -> int:
 
 
 def mean_losses(results: list[Any]) -> list[float]:
-    """Over ranks, step by step."""
     return [sum(values) / len(values) for values in zip(*(result[0] for result in results), strict=True)]
 
 

@@ -29,7 +29,6 @@ FILES = {  # and where in each the first number by the records stands
 
 
 def other(digit: str) -> str:
-    """Another digit."""
     return str((int(digit) + 1) % 10)
 
 

@@ -27,7 +27,6 @@ STEPS, ACCUMULATION = 2, 2
 
 
 def net() -> Net:
-    """A model with a frozen bias in each block."""
     made = model()
     for block in made.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
@@ -44,12 +43,10 @@ def tolerance(policy: Policy) -> float:
 
 @functools.cache
 def alone(world: int) -> list[float]:
-    """Losses of one process on the batches of ``world`` ranks."""
     return single(net(), world, STEPS, ACCUMULATION)
 
 
 def follows(topology: Topology, policy: Policy) -> None:
-    """Assert that training under ``policy`` follows one process."""
     policy.check(topology)
     results = on_threads(topology, train, net(), policy, STEPS, ACCUMULATION)
     assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))

@@ -25,7 +25,6 @@ TINY = Trial(
 
 @pytest.fixture(scope="module")
 def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two steps of a tiny model."""
     path = tmp_path_factory.mktemp("lab") / "s.safetensors"
     take(TINY, [0, 2], path, lambda _: None)
     return path

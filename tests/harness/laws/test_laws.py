@@ -38,7 +38,6 @@ def trials(every: st.SearchStrategy[Codec]) -> st.SearchStrategy[tuple[Codec, Ca
 
 
 def keeps(backend: str, claim: Claim, codec: Codec, case: Case) -> None:
-    """Try a claim, where the codec makes it."""
     subject = of_codec(codec, backend)
     if claim in subject.claims:
         attempt(subject, claim, case)
@@ -192,7 +191,6 @@ class Leaving(Toy):
 
 
 def toy(**methods: Any) -> Any:
-    """A :class:`Toy` with other methods."""
     return type("Changed", (Toy,), methods)
 
 
@@ -219,7 +217,6 @@ LATE = decoding(lambda _, out: out[6000:].zero_())  # as a kernel whose grid or 
 
 
 def of_object(thing: Any) -> Subject:
-    """A user's own codec or kernel."""
     return of_own(own(thing, "toy"))
 
 
@@ -231,7 +228,6 @@ def search(
 
 
 def broken(kind: Any, claim: Claim) -> Violation | None:
-    """What a search of a few hundred rows finds."""
     return search(of_object(kind), claim, examples=300, seed=1)
 
 

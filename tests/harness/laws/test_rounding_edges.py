@@ -27,7 +27,6 @@ def blocked(text: str) -> Blocked:
 
 
 def decoded(codec: Blocked, x: Tensor) -> set[float]:
-    """What ``x`` (S,) becomes."""
     frame, out = torch.empty(codec.frame_bytes(len(x)), dtype=torch.uint8), torch.empty(len(x))
     reference.encode(codec, x, frame)
     reference.decode(codec, frame, out)

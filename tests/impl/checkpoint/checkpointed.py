@@ -81,7 +81,6 @@ class Run:
         self.optimizers = [optimizer(groups, lr=1e-2)]
 
     def step(self, number: int, accumulation: int = 1) -> float:
-        """One optimizer step on this rank's batches; its loss."""
         total = 0.0
         for micro in range(accumulation):
             local = micro < accumulation - 1 and not self.policy.reduces_each_micro_batch
@@ -95,15 +94,12 @@ class Run:
         return total
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, and this rank's codecs' state."""
         return {**self.zero.full_state_dict(), **self.zero.communication_state()}
 
     def save(self, folder: Path, **options: Any) -> None:
-        """Save it, with its optimizers."""
         save(folder, self.zero, self.optimizers, **options)
 
     def load(self, folder: Path) -> Loaded:
-        """Go on from what is saved."""
         return load(folder, self.zero, self.optimizers)
 
 
@@ -121,23 +117,19 @@ class Dropping(nn.Module):
         self.passes = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 16) to a loss."""
         self.passes += 1
         for block in self.blocks:
             x = torch.dropout(block(x), 0.5, self.training)
         return self.norm(x).tanh().square().mean()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What no tensor holds."""
         return {"passes": self.passes, "of": (1, 2)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take it over."""
         self.passes = state["passes"]
 
 
 def written(mesh: Mesh, folder: Path, policy: Policy, net: nn.Module, width: int = 16) -> None:
-    """Save a run after two steps."""
     run = Run(mesh, policy, net, width=width)
     run.step(0)
     run.step(1)
@@ -158,5 +150,4 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two dicts hold the same bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

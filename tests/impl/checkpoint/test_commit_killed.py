@@ -26,7 +26,6 @@ class Killed(BaseException):
 
 
 def numbered(mesh: Mesh, folder: Path, number: int, keep: int | None = None) -> None:
-    """Save a model of which every weight is ``number``."""
     zero = shard(model(depth=1), mesh=mesh, policy=EXACT)
     with torch.no_grad():
         for unit in zero.units:

@@ -36,15 +36,11 @@ class Counting(nn.Module):
         self.inner = Inner()
 
     def get_extra_state(self) -> Any:
-        """No tensor."""
         return (7, {"a": 0.5})
 
 
 class Inner(nn.Module):
-    """Extra state that is a tensor."""
-
     def get_extra_state(self) -> Tensor:
-        """A tensor."""
         return torch.arange(5.0)
 
 

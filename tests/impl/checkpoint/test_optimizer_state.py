@@ -84,7 +84,6 @@ class Mixed(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One step."""
         for group in self.param_groups:
             for master in group["params"]:
                 if master.grad is None:

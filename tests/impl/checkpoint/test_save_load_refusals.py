@@ -33,7 +33,6 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
 
 
 def _spoil(path: Path, how: str) -> None:
-    """Make a checkpoint wrong in one way."""
     file = path / "rank-00002.safetensors"
     data = bytearray(file.read_bytes())
     match how:
@@ -70,8 +69,6 @@ def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, how: str, w
 
 
 class Fewer(Net):
-    """A buffer of another shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = torch.tensor([0.5])

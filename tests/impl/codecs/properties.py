@@ -101,7 +101,6 @@ def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal bits, or both NaN."""
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     a, b = a.contiguous().cpu(), b.contiguous().cpu()
     return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
@@ -128,7 +127,6 @@ def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_all(backend: Backend, codec: Codec, *, carries: bool) -> None:
-    """Run every operation on 3 rows of 1000 elements."""
     x = torch.randn(3, 1000, device=backend.device)
     noise, frames = noise_of(codec, x.shape[:-1]), garbage(codec, x.shape, x.device)
     carried = Carried(torch.zeros_like(x), 0.8) if carries else None

@@ -46,8 +46,6 @@ def test_bits_are_those_of_codes_and_scales(text: str) -> None:
 
 
 class MX4(_Microscaled):
-    """MXFP4 by the table."""
-
     bits, table = 4, _float_table(4, 1, 0)
 
 

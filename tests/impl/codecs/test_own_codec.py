@@ -65,8 +65,6 @@ def test_frames_of_any_length_are_padded_with_zeros() -> None:
 
 
 class Greedy(Sixteenths):
-    """Scales what it is given in place."""
-
     def encode(self, x: torch.Tensor, frame: torch.Tensor) -> None:
         x.data.mul_(2)
         super().encode(x, frame)

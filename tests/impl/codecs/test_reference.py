@@ -25,14 +25,12 @@ NOISE = Noise((1, 2, 3, 4))
 
 
 def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
-    """The frames (..., F) of ``x`` (..., S)."""
     frames = torch.full((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), 0xA5, dtype=torch.uint8)
     reference.encode(codec, x, frames, noise=noise)
     return frames
 
 
 def through(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
-    """``x`` encoded and decoded to fp32."""
     out = torch.empty(x.shape)
     reference.decode(codec, encoded(codec, x, noise), out)
     return out

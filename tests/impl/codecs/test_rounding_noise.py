@@ -68,7 +68,6 @@ def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[
 
 
 def through(codec: Codec, x: torch.Tensor, noise: Noise) -> torch.Tensor:
-    """``x`` encoded with that noise, and decoded."""
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     reference.encode(codec, x, frames, noise=noise)
     out = torch.empty(x.shape)

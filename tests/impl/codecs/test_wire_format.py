@@ -29,7 +29,6 @@ def blocks(language: str) -> list[list[tuple[str, str]]]:
 
 
 def numbers(text: str) -> torch.Tensor:
-    """(n,) fp32."""
     return torch.tensor([float(word) for word in text.split()])
 
 

@@ -44,7 +44,6 @@ def at_the_edge(numel: int, kind: torch.dtype) -> Tensor:
 
 
 def run(kernels: Kernels, codec: Codec, numel: int, kind: torch.dtype) -> None:
-    """Encode, decode and sum one row."""
     x, frame = at_the_edge(numel, kind), at_the_edge(codec.frame_bytes(numel), torch.uint8)
     x.copy_(torch.randn(numel))
     noise = Noise((1, 2, 3, 4), 8) if codec.stochastic else None

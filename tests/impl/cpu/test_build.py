@@ -17,7 +17,6 @@ from tests.support import needs
 
 
 def script(path: Path, body: str) -> str:
-    """A command that runs ``body`` in a shell."""
     path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)

@@ -34,7 +34,6 @@ TABLES = {
 
 
 def size_of(text: str) -> int:
-    """Elements of a block."""
     return {"nvfp4": 16, "nf4": 64, "mxfp6e2m3": 32, "mxfp6e3m2": 32, "bf16sr": 8}.get(text, 128)
 
 

@@ -143,7 +143,6 @@ REFUSED = {
 
 
 def no_launch(launch: object, device: object) -> None:
-    """Where no launch is expected."""
     raise AssertionError(launch, device)
 
 

@@ -38,7 +38,6 @@ PLACES = [
 
 @pytest.fixture(scope="session", params=PLACES)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """The kernels on the host, or on a device."""
     if request.param == "host":
         host = Host(request.getfixturevalue("cuda_libraries"))
         return Backend(Kernels(host, spread=2), host, torch.device("cpu"))  # threads loop in small rows too

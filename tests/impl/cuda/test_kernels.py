@@ -75,7 +75,6 @@ def test_every_codec_with_scales_has_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def nothing(launch: Launch, device: torch.device) -> None:
-    """Where no launch is expected."""
     raise AssertionError(launch)
 
 

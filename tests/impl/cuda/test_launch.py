@@ -48,7 +48,6 @@ class Noted:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
-    """CuPy whose calls are noted."""
     import cupy
 
     found = Noted()

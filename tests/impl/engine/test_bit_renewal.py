@@ -33,12 +33,10 @@ KINDS = ("train", "train", "train", "accumulate", "evaluate", "skip", "rehearse"
 
 
 def begun(mesh: Mesh, policy: Policy) -> History:
-    """A run whose steps clip."""
     return History(mesh, NET, policy, optimize=sgd, max_norm=1.0)
 
 
 def chosen(zero: Zero) -> list[Decision]:
-    """The decisions of an engine that has a budget."""
     return zero.renewal.decisions
 
 

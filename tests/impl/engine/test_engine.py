@@ -110,8 +110,6 @@ def test_a_loop_ends_its_backward_passes_by_itself(stage: Stage) -> None:
 
 
 class _Boom(torch.autograd.Function):
-    """A backward that fails."""
-
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
         return x.clone()

@@ -120,7 +120,6 @@ class Recursive(Net):
     """Calls itself before its head."""
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        """(batch, width) to a loss."""
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)

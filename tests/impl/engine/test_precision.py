@@ -114,8 +114,6 @@ def test_frozen_weights_may_be_held_as_codes(stage: Stage) -> None:
 
 
 class Normed(nn.Module):
-    """Batch norms: floating-point and integer buffers that each rank changes by itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(

@@ -28,7 +28,6 @@ NET = model(depth=4)
 
 
 def follows(topology: Topology, policy: Policy) -> None:
-    """Assert that every rank learns, with accumulation, what one process does."""
     results, net = on_threads(topology, train, model(), policy, 3, 2), model()
     assert mean_losses(results) == pytest.approx(single(net, topology.world, 3, 2), rel=1e-5)
     for result in results:

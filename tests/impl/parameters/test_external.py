@@ -170,7 +170,6 @@ class Captures(nn.Module):
         self.captured[:] = [block.get_parameter("weight")]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., 16) to (); uses what it captured after the block's unit was released, and before."""
         if self.captured:
             x = x @ self.captured[0]
         for block in self.blocks:
@@ -201,18 +200,15 @@ class Tied(Net):
         super().__init__(tied=True)
 
     def encode(self, x: Tensor) -> Tensor:
-        """(batch, width) to the same."""
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return x
 
     def chunked(self, hidden: Tensor) -> Tensor:
-        """(batch, width) to a loss."""
         return torch.stack([(part @ self.head.weight.t()).square().mean() for part in hidden.chunk(2)]).mean()
 
     def loss(self, x: Tensor) -> Tensor:
-        """(batch, width) to a loss."""
         return self.chunked(self.encode(x))
 
 

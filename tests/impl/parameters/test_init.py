@@ -42,7 +42,6 @@ def drawn(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def held(parameter: Tensor) -> int:
-    """Bytes of its memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.untyped_storage().nbytes()
 

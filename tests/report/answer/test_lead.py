@@ -58,7 +58,6 @@ def paired(seconds: Mapping[tuple[str, str], float], repeats: int = 6, **fields:
 
 
 def numbers(sentence: str) -> list[float]:
-    """The decimal numbers of a sentence."""
     return [float(one) for one in re.findall(r"[+-]?\d+\.\d+", sentence)]
 
 

@@ -34,7 +34,6 @@ def numbers(board: Board, data: pd.DataFrame) -> pd.DataFrame:
 
 
 def rows(*benches: Bench) -> pd.DataFrame:
-    """Those of the only table of these records."""
     ((board, data),) = boards_of(benches)
     return numbers(board, data)
 

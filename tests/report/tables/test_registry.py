@@ -244,7 +244,6 @@ def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
 
 
 def _printed(table: Table) -> dict[str, dict[str, str]]:
-    """Printed cells by contender and title."""
     titles = [column.title for column in table.columns]
     rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
     return {row["Contender"]: row for row in rows}
