@@ -25,13 +25,8 @@ class KernelError(RuntimeError):
 
 
 def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:
-    """A shared library of ``kernels`` of ``source``, built once for its content, flags and compiler.
-
-    Args:
-        source: a .cu file; what it includes stands beside it or in ``impl/cuda``.
-        kernels: names with their template's values.
-        folder: where libraries are kept.
-        sanitize: with the address and undefined-behaviour sanitizers.
+    """A shared library of ``kernels``, as C++ writes them, of a .cu file ``source``, which includes what
+    stands beside it or in ``impl/cuda``; built once for its content, flags and compiler, and kept in ``folder``.
     """
     rows = "\n".join(f'    {{"{k}", [](const void* a) {{ call({k}, a); }}}},' for k in kernels)
     count = "const std::size_t kernel_count = sizeof kernels / sizeof *kernels;"
@@ -64,11 +59,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, launch: Launch, order: int = 0) -> None:
-    """Carry ``launch`` out to its end, its threads in ``order``.
-
-    Raises:
-        KernelError: for a deadlock or a misused collective.
-    """
+    """Carry ``launch`` out to its end, its threads in ``order``."""
     address = launch.arguments.ctypes.data
     error = library.launch(launch.kernel.encode(), *launch.grid, launch.threads, order, address)
     if error:
@@ -77,21 +68,13 @@ def call(library: ctypes.CDLL, launch: Launch, order: int = 0) -> None:
 
 @dataclass
 class Host:
-    """Runs the launches of :mod:`impl.cuda.kernels` on CPU tensors.
+    """Runs the launches of :mod:`impl.cuda.kernels` on CPU tensors."""
 
-    Attributes:
-        folder: where compiled libraries are kept.
-        sanitize: build with sanitizers.
-        variants: the kernels that may be asked for, by file.
-        order: of threads and thread blocks: 0 up, 1 down, others by that seed.
-        ran: kernels launched so far, in order.
-    """
-
-    folder: Path
-    sanitize: bool = False
-    variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: VARIANTS)
-    order: int = 0
-    ran: list[str] = field(default_factory=list)
+    folder: Path  # of compiled libraries
+    sanitize: bool = False  # with the address and undefined-behaviour sanitizers
+    variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: VARIANTS)  # by file
+    order: int = 0  # of threads and thread blocks: 0 up, 1 down, others by that seed
+    ran: list[str] = field(default_factory=list)  # kernels launched so far
     _libraries: dict[str, ctypes.CDLL] = field(default_factory=dict)
 
     def __call__(self, launch: Launch, device: torch.device) -> None:

@@ -11,12 +11,8 @@ POWER_CAP = 0x4
 
 
 class FakeNvml(ModuleType):
-    """As ``pynvml``: milliwatts, millijoules, per cent.
-
-    Args:
-        watts: of the GPUs, by seconds since this was made; their energy is its exact integral by ``joules``.
-        lacks: functions that these GPUs do not support.
-        pids: of processes that compute on them.
+    """As ``pynvml``, of GPUs with these watts by seconds since this was made, whose integral is ``joules``,
+    which lack some functions, and on which these processes compute: milliwatts, millijoules, per cent.
     """
 
     NVML_CLOCK_SM = 1

@@ -20,12 +20,7 @@ from tests.support.training import Optimize, adamw, batch
 
 
 class History:
-    """A run of one rank, one thing after the other.
-
-    Attributes:
-        events: of what happened, as predictions take them.
-        seen: losses, norms, and what steps returned.
-    """
+    """A run of one rank, one thing after the other."""
 
     def __init__(
         self,
@@ -41,8 +36,8 @@ class History:
         self.net, self.mesh, self.policy, self.width = copy.deepcopy(net), mesh, policy, width
         self.zero = shard(self.net, mesh=mesh, policy=policy, seed=seed)
         self.optimizer, self.max_norm = optimize(self.zero.param_groups()), max_norm
-        self.events: list[Event] = []
-        self.seen: list[Any] = []
+        self.events: list[Event] = []  # of what happened, as predictions take them
+        self.seen: list[Any] = []  # losses, norms, and what steps returned
 
     def act(self, kind: str, number: int) -> None:
         """Let one thing happen, with the data of a micro-batch; a spike is a loss that overflows."""

@@ -109,10 +109,7 @@ def _unwrapped(mesh: Mesh, test: Any, given: dict[str, Any]) -> None:
 
 
 def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run ``body(mesh, *args)`` on every rank, as processes joined by gloo.
-
-    ``body`` must be importable; arguments and results are pickled by ``multiprocessing``.
-    """
+    """Run ``body(mesh, *args)``, which must be importable, on every rank, as processes joined by gloo."""
     start_server()  # the one of trials, whichever test comes first: a process has one
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:

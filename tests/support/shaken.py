@@ -32,15 +32,11 @@ def poison(buffer: Tensor) -> None:
 
 
 class Late:
-    """Delays of the current stream, or of a CPU's thread, by ``seed``.
-
-    Attributes:
-        given: how many.
-    """
+    """Delays of the current stream, or of a CPU's thread, by ``seed``."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
-        self.given = 0
+        self.given = 0  # how many
 
     def __call__(self, device: torch.device) -> None:
         """Every other time nothing."""

@@ -50,7 +50,9 @@ class Access:
 
 
 class Detector(TorchDispatchMode):
-    """The streams of one rank, and what they have accessed; its operations are noted inside it."""
+    """The streams of one rank, and what they have accessed; its operations are noted inside it, and two of
+    one memory that are in no order raise a :class:`RaceError` that names both.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,11 +89,7 @@ class Detector(TorchDispatchMode):
         return found
 
     def note(self, values: Iterable[object], what: str, *, writes: bool, stream: int | None = None) -> None:
-        """Note accesses of the tensors among ``values``, by the current stream unless another is named.
-
-        Raises:
-            RaceError: naming both, for one in no order with another.
-        """
+        """Note accesses of the tensors among ``values``, by the current stream unless another is named."""
         stream = self.current if stream is None else stream
         for tensor in values:
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel():

@@ -27,15 +27,10 @@ from tests.support.strategies import blocked_codecs, blocks_of_values, codecs, s
 
 
 class Run(Protocol):
-    """How kernels run.
+    """How kernels run."""
 
-    Attributes:
-        order: of threads, where it can be chosen.
-        ran: kernels launched so far, where launches can be seen.
-    """
-
-    order: int
-    ran: list[str]
+    order: int  # of threads, where it can be chosen
+    ran: list[str]  # kernels launched so far, where launches can be seen
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,9 @@ from tests.impl.codecs.properties import Backend
 
 @dataclass
 class Device:
-    """Runs launches on a GPU, whose threads run in its own order.
+    """Runs launches on a GPU."""
 
-    Attributes:
-        order: of threads, which nobody can choose here.
-        ran: kernels launched so far, in order.
-    """
-
-    order: int = 0
+    order: int = 0  # of threads, which nobody can choose here
     ran: list[str] = field(default_factory=list)
 
     def __call__(self, launch: Launch, device: torch.device) -> None:

@@ -26,14 +26,15 @@ from tests.support.training import batch, mean_losses, model, sgd, single, train
 
 
 @each_rank(1, 1)
-def test_a_block_that_refused_to_be_called_by_itself_is_not_running(mesh: Mesh) -> None:
-    """After a refused call of a block the engine is outside of passes, as the repair it names needs it."""
+def test_a_model_that_refused_to_be_called_is_not_running(mesh: Mesh) -> None:
+    """After a refused call, also of a block alone, the engine is outside of passes, as repairs need it."""
     net = Stack()
     shard(net, mesh=mesh, policy=EXACT)
     block = net.blocks[0]
     held, block.weight = block.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
-    with pytest.raises(ZeroError, match="was replaced by another object"):
-        block(data(0, 0))
+    for called in (net, block):
+        with pytest.raises(ZeroError, match="was replaced by another object"):
+            called(data(0, 0))
     block.weight = held
     with GatheredParameters(block.weight, modifier_rank=0):
         block.weight.data.zero_()
