@@ -26,7 +26,7 @@ class KernelError(RuntimeError):
 
 def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool = False) -> Path:
     """A shared library of ``kernels``, as C++ writes them, of a .cu file ``source``, which includes what
-    stands beside it or in ``impl/cuda``; built once for its content, flags and compiler, and kept in ``folder``.
+    stands beside it or in ``impl/cuda``; built once for its content, flags and compiler, in ``folder``.
     """
     rows = "\n".join(f'    {{"{k}", [](const void* a) {{ call({k}, a); }}}},' for k in kernels)
     count = "const std::size_t kernel_count = sizeof kernels / sizeof *kernels;"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,40 +33,27 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
     return "accepted"
 
 
-def _spoil(path: Path, how: str) -> None:
-    file = path / "rank-00002.safetensors"
-    data = bytearray(file.read_bytes())
-    match how:
-        case "missing":
-            file.unlink()
-        case "short":
-            file.write_bytes(data[:-1])
-        case "flipped":
-            data[-1] ^= 1
-            file.write_bytes(data)
-        case "gone":
-            (path / MANIFEST).unlink()
+SPOILT: dict[str, Callable[[Path], object]] = {  # by what is said of it
+    r"rank-00002.safetensors: No such file": lambda file: file.unlink(),
+    r"rank-00002.safetensors: \d+ bytes, the manifest says \d+": lambda file: file.write_bytes(
+        file.read_bytes()[:-1]
+    ),
+    "rank-00002.safetensors: altered since it was written": lambda file: file.write_bytes(
+        file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])
+    ),
+    "not a checkpoint: manifest.json: No such file": lambda file: (file.parent / MANIFEST).unlink(),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("missing", r"rank-00002.safetensors: No such file"),
-        ("short", r"rank-00002.safetensors: \d+ bytes, the manifest says \d+"),
-        ("flipped", "rank-00002.safetensors: altered since it was written"),
-        ("gone", "not a checkpoint: manifest.json: No such file"),
-    ],
-)
-def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, how: str, words: str) -> None:
+@pytest.mark.parametrize("words", SPOILT)
+def test_broken_checkpoints_are_refused_by_all_ranks(tmp_path: Path, words: str) -> None:
     """Missing, truncated, altered: one line on every rank, and nothing has changed."""
     on_threads(Topology(2, 2), written, tmp_path, EXACT, NET)
     path = latest(tmp_path)
-    _spoil(path, how)
-    told = on_threads(Topology(1, 4), _refused, path, NET, torch.optim.AdamW, 1)
-    assert len(set(told)) == 1
-    assert "\n" not in told[0]
-    with pytest.raises(CheckpointError, match=words):
-        raise CheckpointError(told[0])
+    SPOILT[words](path / "rank-00002.safetensors")
+    (told,) = set(on_threads(Topology(1, 4), _refused, path, NET, torch.optim.AdamW, 1))
+    assert re.search(words, told)
+    assert "\n" not in told
 
 
 class Fewer(Net):
@@ -77,37 +65,24 @@ class Fewer(Net):
 @pytest.mark.parametrize(
     ("net", "optimizer", "count", "words"),
     [
-        (
-            model(hidden=24),
-            torch.optim.AdamW,
-            1,
-            r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in it, {.*\[24, 16\]} in the model",
-        ),
-        (
-            model(depth=2),
-            torch.optim.AdamW,
-            1,
-            "5 entries of the state dict differ, first 'blocks.2.down.weight', not in the model",
-        ),
-        (
-            model(Fewer),
-            torch.optim.AdamW,
-            1,
-            r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in",
-        ),
+        (model(hidden=24), torch.optim.AdamW, 1,
+         r"'blocks.0.up.weight' is {.* 'shape': \[40, 16\]} in it, {.*\[24, 16\]} in the model"),
+        (model(depth=2), torch.optim.AdamW, 1,
+         "5 entries of the state dict differ, first 'blocks.2.down.weight', not in the model"),
+        (model(Fewer), torch.optim.AdamW, 1,
+         r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in"),
         (NET, torch.optim.Adagrad, 1, "optimizer 0 is Adagrad, it holds the state of AdamW"),
         (NET, torch.optim.AdamW, 2, "optimizer 1 holds a master that is held twice"),
     ],
     ids=["shape", "names", "buffer", "kind", "twice"],
-)
+)  # fmt: skip
 def test_checkpoints_of_others_are_refused(
     tmp_path: Path, net: nn.Module, optimizer: Any, count: int, words: str
 ) -> None:
     """Other shapes, names, buffers or optimizers: one line that names the first."""
     on_threads(Topology(1, 2), written, tmp_path, EXACT, NET)
     (told,) = set(on_threads(Topology(1, 2), _refused, tmp_path, net, optimizer, count))
-    with pytest.raises(CheckpointError, match=words):
-        raise CheckpointError(told)
+    assert re.search(words, told)
 
 
 def _passed(run: Run) -> None:
