@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from harness.records.bench_record import Bench
 from report.data.frames import Frames
 
 _NODES = {
@@ -46,11 +47,11 @@ def of_trials(frames: Frames) -> str:
     return sentence(joined["link_kind"].where(held, "open"), latencies)
 
 
-def of_benches(rounds: Iterable[pd.DataFrame]) -> str:
+def of_benches(benches: Iterable[Bench]) -> str:
     """The sentence for benchmarks' samples, whose links are namespaces where they have a rate."""
-    told = [data for data in rounds if {"nodes", "rate_mbit"} <= {*data}]
-    rates = [rate for data in told for rate in data["rate_mbit"][data["nodes"] > 1]]
-    return sentence({"none" if pd.isna(rate) else "namespaces" for rate in rates}, [None])
+    places = {sample.place for bench in benches for sample in bench.samples}
+    rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
+    return sentence({"none" if rate is None else "namespaces" for rate in rates}, [None])
 
 
 def note(kinds: Iterable[str]) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -16,69 +15,66 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
-from report.bench.boards import Board
-from report.bench.page import boards_of, build, derived, scattering, show
+from report.bench.page import build, show
+from report.bench.tables import OPERATIONS, rounds_of, table_of
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, overlap
 from tests.support.params import long
 
 
-def numbers(board: Board, data: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a table, with the ends of intervals in columns of their own."""
-    found = derived(board, data)
-    for key in board.measures:
-        for end in ("low", "high"):
-            found[f"{key}_{end}"] = [getattr(one, end) for one in found[key]]
-        found[key] = [one.estimate for one in found[key]]
-    return found
-
-
-def rows(*benches: Bench) -> pd.DataFrame:
-    ((board, data),) = boards_of(benches)
-    return numbers(board, data)
+def tables(*benches: Bench) -> dict[str, list[dict[str, Any]]]:
+    """Rows of the tables of these records."""
+    return {
+        kind.name: table_of(kind, data).data.to_dict("records")  # type: ignore[misc]
+        for kind, data in rounds_of(benches)
+    }
 
 
 def test_ratios_are_of_pairs() -> None:
     """A speed is the median over rounds of the copy's seconds over the operation's, of one round."""
     record = codecs(("int8:256",))
-    for sample, row in zip(record.samples, rows(record).to_dict("records"), strict=True):
+    samples = {(OPERATIONS[str(one.names["operation"])], one.names["backend"]): one for one in record.samples}
+    rows = tables(record)["codecs"]
+    assert len(rows) == len(samples)
+    for row in rows:
+        sample = samples[row["where"].split(",")[0], row["backend"]]
         pairs = zip(sample.reference_seconds, sample.seconds, strict=True)
-        assert row["speed"] == pytest.approx(statistics.median(copy / took for copy, took in pairs))
-        few = len(sample.seconds) < FEWEST  # which have no interval
-        assert math.isnan(row["speed_low"]) == math.isnan(row["speed_high"]) == few
-        assert few or row["speed_low"] <= row["speed"] <= row["speed_high"]
+        speed = row["speed"]
+        assert speed.estimate == pytest.approx(statistics.median(copy / took for copy, took in pairs))
+        assert speed.known == (len(sample.seconds) >= FEWEST)
+        assert not speed.known or speed.low <= speed.estimate <= speed.high
         work = sample.sizes["moved_bytes"] / (2 * sample.sizes["element_bytes"])
-        assert row["of_copy"] == pytest.approx(row["speed"] * work)
+        assert row["of_copy"].estimate == pytest.approx(speed.estimate * work)
 
 
 def test_runs_of_one_machine_are_put_together() -> None:
     """Rounds of several runs count as one run's."""
-    once, twice = rows(codecs()), rows(codecs(), codecs())
-    assert list(twice["rounds"]) == [2 * rounds for rounds in once["rounds"]]
-    assert list(twice["speed"]) == list(once["speed"])
+    once, twice = tables(codecs())["codecs"], tables(codecs(), codecs())["codecs"]
+    assert [row["rounds"] for row in twice] == [2 * row["rounds"] for row in once]
+    assert [row["speed"].estimate for row in twice] == [row["speed"].estimate for row in once]
 
 
 def test_times_gloo() -> None:
     """Times gloo is gloo's seconds over ours."""
-    found = rows(collectives(ratio=5.0))
-    assert found["times"].to_list() == pytest.approx([5.0] * len(found))
+    rows = tables(collectives(ratio=5.0))["collectives"]
+    assert [row["times"].estimate for row in rows] == pytest.approx([5.0] * len(rows))
 
 
 def test_what_overlap_hides() -> None:
     """A step stands beside compute alone of its round, chunks beside the shorter hop of theirs."""
-    found = {
-        board.name: numbers(board, data) for board, data in boards_of([overlap(of_alone=1.05, hidden=0.9)])
-    }
-    assert found["steps"]["of_alone"].to_list() == pytest.approx([1.05, 1.05])
-    assert found["steps"]["room_forward"].to_list() == pytest.approx([1.26, 1.26])
-    assert found["hops"]["hidden"].to_list() == pytest.approx([0.9])
-    assert found["hops"]["first_milliseconds"].to_list() == pytest.approx([25.0])
+    found = tables(overlap(of_alone=1.05, hidden=0.9))
+    for row in found["steps"]:
+        assert row["of_alone"].estimate == pytest.approx(1.05)
+        assert row["room_forward"].estimate == pytest.approx(1.26)
+    (hops,) = found["hops"]
+    assert hops["hidden"].estimate == pytest.approx(0.9)
+    assert hops["first_milliseconds"].estimate == pytest.approx(25.0)
 
 
 PAGES: dict[str, tuple[Callable[[], Bench], tuple[str, ...], tuple[str, ...]]] = {
-    "codecs": (codecs, ("codecs",), ("codecs-fp32-cpu",)),
-    "collectives": (collectives, ("collectives",), ("collectives-all_gather", "collectives-reduce_scatter")),
-    "overlap": (overlap, ("steps", "hops"), ("steps", "hops")),
+    "codecs": (codecs, ("codecs",), ("codecs-1", "codecs-5")),
+    "collectives": (collectives, ("collectives",), ("collectives-1", "collectives-2")),
+    "overlap": (overlap, ("steps", "hops"), ("steps-1", "hops-1")),
 }
 
 
@@ -114,36 +110,10 @@ def test_a_terminal_says_how_to_read_its_tables() -> None:
         out = Console(width=200, file=io.StringIO(), color_system=None)
         show([record], out)
         said[record.subject] = " ".join(out.file.getvalue().split())  # type: ignore[attr-defined]
-        assert "in brackets 95 % intervals of ratios formed inside a round" in said[record.subject]
+        assert "ratios are formed inside a round" in said[record.subject]
     assert "GB/s: bytes moved / (10^9 * seconds)" in said["codecs"]
     assert "'carried error' adds" in said["codecs"]
     assert "GB/s:" not in said["collectives"]
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("seconds", "scatters"), [([1.0, 1.1, 1.0, 1.1], False), ([1.0, 1.6, 1.0, 1.6], True)]
-)
-def test_rounds_that_scatter_are_told(seconds: list[float], scatters: bool, tmp_path: Path) -> None:
-    """A middle half beyond a fifth of the median is told, with its contender; less is not."""
-    record = collectives()
-    samples = [
-        sample.model_copy(
-            update={
-                "seconds": seconds if sample.names["algorithm"] == "one_hop" else [1.0] * 4,
-                "reference_seconds": [1.0] * 4,
-                "parts": {name: [1.0] * 4 for name in sample.parts},
-            }
-        )
-        for sample in record.samples
-    ]
-    record = record.model_copy(update={"samples": samples})
-    ((board, data),) = boards_of([record])
-    said = scattering(board, data)
-    assert (said is not None) is scatters
-    assert said is None or "one_hop" in said
-    bench_record.write(tmp_path, record)
-    assert ("Rounds scatter" in build(tmp_path).read_text(encoding="utf-8")) is scatters
 
 
 def test_what_is_not_put_together(tmp_path: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pandas as pd
-
 from harness.suites.trial import Cluster, Trial
 from report.data import emulation
 from report.data.frames import frames_of
+from tests.report.bench.bench_records import codecs, collectives, overlap
 from tests.report.records import record_of
 
 
@@ -39,8 +38,9 @@ def test_interfaces_that_were_shaped_are_told() -> None:
 
 
 def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
-    """A link with a rate is of namespaces; without one nothing holds it."""
-    rounds = pd.DataFrame({"nodes": [2, 1], "rate_mbit": [100.0, None]})
-    assert "namespaces" in emulation.of_benches([rounds])
-    assert "nothing holds" in emulation.of_benches([rounds.assign(rate_mbit=None)])
-    assert not emulation.of_benches([rounds.assign(nodes=1), pd.DataFrame({"codec": ["int8"]})])
+    """A link with a rate is of namespaces; without one nothing holds it; one node has none."""
+    shaped = overlap()
+    bare = [one.model_copy(update={"names": one.names | {"rate_mbit": None}}) for one in shaped.samples]
+    assert "namespaces" in emulation.of_benches([shaped])
+    assert "nothing holds" in emulation.of_benches([shaped.model_copy(update={"samples": bare})])
+    assert not emulation.of_benches([collectives(), codecs()])
