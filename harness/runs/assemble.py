@@ -149,8 +149,8 @@ def _wrong_gradients(ranks: Sequence[Compared], *, later: bool) -> Iterator[str]
             if bool(error.step) == later and not error.share <= 1:
                 yield (
                     f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an "
-                    f"element {error.found:.6g}, a single process's {error.expected:.6g}: they differ by more "
-                    f"than the codecs allow, {error.allowed:.3g}"
+                    f"element {error.found:.6g}, a single process's {error.expected:.6g}: they differ by "
+                    f"more than the codecs allow, {error.allowed:.3g}"
                 )
 
 

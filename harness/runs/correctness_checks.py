@@ -177,7 +177,7 @@ class Comparison:
     def _single_process(
         self, model: nn.Module, step: int = 0, clock: Clock | None = None
     ) -> tuple[ComparedLoss, FirstGradient | None]:
-        """Loss and gradient of the unsharded model on this rank's batches of ``step``; all ranks must call it.
+        """Loss and gradient of the unsharded model on this rank's batches of ``step``; all ranks call it.
 
         The model is left as it was. ``clock`` says how weights are rounded at random; by default the first
         step's.

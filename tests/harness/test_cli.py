@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from harness.records.record import (
     Step,
     write,
 )
+from harness.runs.further_repeats import Batch
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
@@ -420,9 +422,9 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """A sweep and a report that only note how they were called."""
     calls: list[tuple[Any, ...]] = []
 
-    def run_sweep(suite: Suite, trials: list[Trial], results: Path, console: object, **_: object) -> object:
+    def run_sweep(suite: Suite, batches: Iterator[Batch], results: Path, *_: object, **__: object) -> object:
         name = suite.name
-        calls.append(("sweep", name, len(trials), results))
+        calls.append(("sweep", name, len(next(batches).trials), results))
         return types.SimpleNamespace(ok=1, failed=name.count("bad"), skipped=0, interrupted=False)
 
     def build(results: Path, *, columns: object = None, width: float = 178) -> Path:

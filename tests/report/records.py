@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from report.docs_from_records import REFERENCE, ROOT
 
+from docs.tables.from_records import REFERENCE, ROOT
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records import archive
 from harness.records.packet_sizes import HEADER_BYTES

@@ -26,6 +26,11 @@ def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
     return word, rank.rank, rank.node, int(total), torch.get_num_threads()
 
 
+def environment(rank: Rank, name: str) -> str | None:
+    """An environment variable as a rank sees it."""
+    return os.environ.get(name)
+
+
 def crash(rank: Rank, how: str) -> None:
     """Rank 1 fails in the given way, while the others wait for it in a collective."""
     print(f"rank {rank.rank} was here")

@@ -181,7 +181,7 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
         with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
-        with pytest.raises(ValueError, match=r"on \['cpu', 'meta'\]"):
+        with pytest.raises(ValueError, match="tensors on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
         with pytest.raises(ValueError, match=r"\(16, 32\) elements carry as many errors .* got \(16, 31\)"):
             kernels.encode(codec, x, frames, carried=reference.Carried(torch.zeros(16, 31)))
