@@ -4,9 +4,8 @@ A :class:`Share` is what a policy's budget has to choose from: :mod:`impl.engine
 errors, and :func:`impl.plan.traffic.predict` follows the decisions.
 
 Pure: no torch.  A knapsack with one choice for each part, taken greedily: from the smallest codecs on, the
-change that saves most error for a byte of those that still fit, which is the best of the relaxed problem but
-for the last step.  The result never exceeds the budget, and is no worse than the best uniform choice within
-it.
+change that saves most error for a byte of those that still fit.  The result never exceeds the budget, and is
+no worse than the best uniform choice within it.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ class Cost(NamedTuple):
 
 
 def choose(parts: Sequence[Mapping[str, Cost]], budget: int) -> list[str]:
-    """The codec of each part, by name.
-
-    Args:
-        parts: costs by codec; all parts have the same codecs.
-        budget: bytes of all parts together.
+    """The codec of each part, by name, within ``budget`` bytes of all; all parts have the same codecs.
 
     Raises:
         ValueError: if even the smallest codecs take more, naming both.

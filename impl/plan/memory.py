@@ -14,7 +14,7 @@ from impl.codecs.codec import ITEM_BYTES
 from impl.plan.policy import Policy, SecondaryFormat
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import MASTER_BYTES, kept_units, placements_of, secondary_bytes
+from impl.plan.traffic import MASTER_BYTES, kept_units, placements_of, reduction_hops, secondary_bytes
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
 _EITHER_WAY: Final[tuple[SecondaryFormat, SecondaryFormat]] = ("frames", "bf16")
@@ -35,25 +35,21 @@ def memory(
     micro_batches: int = 1,
     backward: bool = True,
 ) -> dict[str, int]:
-    """Bytes that one rank holds, by part, at the worst moment of a step.
+    """Bytes that one rank holds, by part, at the worst moment of a step; S is the sum of shards.
 
     ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
     for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
-    frames, of a budget in the largest codec, or 16 bits (facts A4: 2 alpha M / P); ``feedback`` the kept
-    errors, of hop k as many as that hop encodes; ``gathered`` in the compute type, unsharded: all below
-    stage 3, else what is in use around all blocks and the largest block (:func:`_largest_block`) or, if more,
-    those that stay for backward;
-    ``local_gradients``: everything, in fp32, where several micro-batches are added up locally, else those of
-    the root and of the largest block in the compute type.  S is the sum of shards.  Units gathered ahead come
-    on top: at most ``prefetch`` elements.  Without ``backward`` passes nothing stays for one.
+    frames, of a budget in the largest codec, or 16 bits; ``feedback`` the kept errors; ``gathered`` in the
+    compute type, unsharded: all below stage 3, else what is in use around all blocks and the largest block
+    (:func:`_largest_block`) or, if more, those that stay for backward; ``local_gradients``: everything, in
+    fp32, where several micro-batches are added up locally, else those of the root and of the largest block
+    in the compute type.  Units gathered ahead come on top: at most ``prefetch`` elements.  Without
+    ``backward`` passes nothing stays for one.
 
-    What lies in host memory has ``host_`` before its name (:mod:`impl.plan.traffic`).  For it the
-    device holds ``frames``, those of offloaded masters unless frames are offloaded too, and ``staging``, two
-    of the largest mean gradients on their way; the host holds ``host_frames``, those of all fp32 shards
-    there, and its gradients twice where several micro-batches are added up in shards.
-
-    Reduces to facts A10 (16 bytes per parameter over P) for stage 3 in 16 bits, less the 16-bit
-    shard, which is encoded from the master on the way out.
+    What lies in host memory has ``host_`` before its name.  For it the device holds ``frames``, those of
+    offloaded masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on
+    their way; the host holds ``host_frames``, those of all fp32 shards there, and its gradients twice where
+    several micro-batches are added up in shards.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -136,9 +132,7 @@ def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> i
     """Bytes of kept errors of one rank's reductions of a unit."""
     if policy.feedback is None:
         return 0
-    elements, slices = 0, topology.world
-    hops = zip(policy.reduce_axes(topology), policy.feedback_hops(topology), strict=True)
-    for (axis, _), kept in hops:
-        elements += unit.piece * slices if kept else 0
-        slices //= axis.size
-    return ITEM_BYTES[policy.feedback.state] * elements
+    hops = reduction_hops(policy, topology, unit.piece, policy.grain)
+    kept = zip(hops, policy.feedback_hops(topology), strict=True)
+    pieces = sum(axis.size * slices for (axis, _, slices, _), keeps in kept if keeps)
+    return ITEM_BYTES[policy.feedback.state] * pieces * unit.piece

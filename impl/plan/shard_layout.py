@@ -1,8 +1,7 @@
 """Where each parameter, pad and shard of a unit lies.
 
-Pure: no torch.  A unit is one flat buffer per block of the model.  Every parameter starts on the
-grain (a multiple of all codec blocks), so no quantisation block straddles two parameters and
-shards are cut on block boundaries (architecture, decision 2).
+Pure: no torch.  A unit is one flat buffer per block of the model.  Every parameter starts on the grain, a
+multiple of all codec blocks, so no block straddles two parameters and shards are cut on block boundaries.
 """
 
 from __future__ import annotations
@@ -115,10 +114,9 @@ class UnitGeometry:
         return self.padded // self.world
 
     def piece_stride(self, stride: int) -> int:
-        """Pieces, in the order of the unit, from one rank's to that of the rank ``stride`` further.
+        """Pieces, in the order of the unit, from one rank's to that of the rank an axis's ``stride`` further.
 
         The pieces of a shard lie together: rank ``k * group + i`` has piece ``i * (world / group) + k``.
-        ``stride`` is an axis's: it stays inside a group, or is a multiple of the group's ranks.
         """
         return stride * (self.world // self.shards) if stride < self.shards else stride // self.shards
 
@@ -148,19 +146,15 @@ class UnitGeometry:
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """(first, end) elements of the unit: a piece of the mean that ``rank`` holds; all ranks' fill it.
-
-        With several groups it is a piece that another one reduced.
-        """
+        """(first, end) elements of the unit: a piece of the mean that ``rank`` holds; all ranks' fill it."""
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative.
+        """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative; maybe empty.
 
-        Padding belongs to the group before it; a group that does not reach into the shard has
-        an empty span, so that all ranks have the same spans.
+        Padding belongs to the group before it.
         """
         bounds: list[tuple[int, int]] = []  # (group, first element in the unit)
         for slot in self.slots:
@@ -185,10 +179,7 @@ class UnitGeometry:
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Bands of ``rows`` whole rows of the matrices in ``rank``'s shard, from the first whole row on.
-
-        Of matrices whose columns are no multiple of ``rows`` there are none.
-        """
+        """Bands of ``rows`` whole rows of those matrices in ``rank``'s shard whose columns they divide."""
         found = []
         low, _ = self.bounds(rank)
         for slot in self.slots:
@@ -213,8 +204,7 @@ def lay_out(
 ) -> UnitGeometry:
     """Place parameters one after the other, ordered by group and then as given, each on the grain.
 
-    ``max_padding`` is a share of the unit's elements, ``grain_in_words`` says for a refusal whose blocks the
-    grain is of; all else is as in :class:`UnitGeometry`.
+    ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
 
     Raises:
         PaddingError: if padding exceeds ``max_padding``.
@@ -251,12 +241,8 @@ def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of the chunks of a piece, in their order, none empty.
 
     From three chunks on the first and the last weigh 1 and those between them 3, as near as multiples of
-    ``grain`` allow: nothing travels on the second hop until the first chunk's first hop is done, and nothing
-    on the first hop while the last chunk's second is on its way.  Of ``n`` equal chunks at most ``1 - 1 / n``
-    of the shorter hop is hidden behind the longer; of 1:3:3:1 seven eighths.
-
-    There are at most ``chunks``; they start on ``grain`` elements, so that no block straddles two, and a rest
-    below it belongs to the last.
+    ``grain`` allow: of ``n`` equal chunks at most ``1 - 1 / n`` of the shorter hop is hidden behind the
+    longer; of 1:3:3:1 seven eighths.  There are at most ``chunks``, which start on ``grain`` elements.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

@@ -22,17 +22,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import UnitGeometry, chunked
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.timeline import NOTHING, Collective, Hop, Load, PassTime, pass_time
 from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import destinations, secondary_bytes
+from impl.plan.traffic import destinations, reduction_hops, secondary_bytes
 
 Overlap = Literal["none", "full", "schedule"]
+_OVERLAPS: Final = ", ".join(get_args(Overlap))
 BACKWARD: Final = 2.0  # a backward pass computes so many times what a forward pass does
 FLOPS_PER_TOKEN: Final = 8  # of each parameter: forward 2, again for activation checkpointing 2, backward 4
 
@@ -52,55 +53,34 @@ class Machine:
     Seconds are of one processor (a core, or a GPU); where more ranks than processors share a host, each takes
     so many times longer.
 
-    Attributes:
-        overlap: how the system hides messages.
-        fixed: seconds of a step for each parameter of the model, whatever the batch.
-        launch: further seconds for each unit of the model.
-        per_token: further seconds for each parameter and each token of a rank.
-        efficiency: share of an adapter's nominal rate that messages achieve, above 0 and at most 1.
-        fewest, most: tokens of a rank between which ``fixed`` and ``per_token`` were measured.
-        smallest, largest: parameters of models that they were measured with; 0 for any.
-        latency: seconds from the end of sending a message to its arrival.
-        inside: bytes a second that a rank sends to others inside its node; 0 for any number.
-        unit: the engine's seconds for each unit in each half of a pass.
-        element: the engine's seconds for each element of a unit in each half of a pass.
-        message: the engine's seconds for each message that a rank sends.
-        sent: further seconds for each of its bytes that goes to another node.
-        optimizer: seconds for each element that a rank's optimizer steps.
-        processors: of a host; 0 for one for each rank.
-        emulated: all nodes are one host, whose processors they share.
-        codecs: by their text, such as ``int4:128``.
-        date, host: when and on what it was calibrated; empty for one that was published.
-        spread: relative standard deviation of a step around its prediction.
-
     Raises:
         ValueError: naming the field that is negative, not finite, or out of its range.
     """
 
     name: str
     source: str
-    fixed: float
-    per_token: float
-    efficiency: float
-    fewest: float
+    fixed: float  # seconds of a step for each parameter of the model, whatever the batch
+    per_token: float  # further seconds for each parameter and each token of a rank
+    efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
+    fewest: float  # tokens of a rank between which ``fixed`` and ``per_token`` were measured
     most: float
-    smallest: float = 0.0
+    smallest: float = 0.0  # parameters of models that they were measured with; 0 for any
     largest: float = 0.0
-    overlap: Overlap = "none"
-    latency: float = 0.0
-    inside: float = 0.0
-    launch: float = 0.0
-    unit: float = 0.0
-    element: float = 0.0
-    message: float = 0.0
-    sent: float = 0.0
-    optimizer: float = 0.0
-    processors: int = 0
-    emulated: bool = False
-    spread: float = 0.0
-    date: str = ""
+    overlap: Overlap = "none"  # how the system hides messages
+    latency: float = 0.0  # seconds from the end of sending a message to its arrival
+    inside: float = 0.0  # bytes a second that a rank sends inside its node; 0 for any number
+    launch: float = 0.0  # further seconds for each unit of the model
+    unit: float = 0.0  # the engine's seconds for each unit in each half of a pass
+    element: float = 0.0  # the engine's for each element of a unit in each half of a pass
+    message: float = 0.0  # the engine's for each message that a rank sends
+    sent: float = 0.0  # further seconds for each of its bytes that goes to another node
+    optimizer: float = 0.0  # seconds for each element that a rank's optimizer steps
+    processors: int = 0  # of a host; 0 for one for each rank
+    emulated: bool = False  # all nodes are one host, whose processors they share
+    spread: float = 0.0  # relative standard deviation of a step around its prediction
+    date: str = ""  # when and on what it was calibrated; empty for one that was published
     host: str = ""
-    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # by their text, such as ``int4:128``
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -109,16 +89,13 @@ class Machine:
         for name, value in numbers.items():
             if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"machine {self.name}: {name} is {value}, not a finite number from 0 on")
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(
-                f"machine {self.name}: efficiency is {self.efficiency}, not above 0 and at most 1"
-            )
-        if self.fixed + self.per_token == 0:
-            raise ValueError(f"machine {self.name}: fixed and per_token are both 0, so nothing takes time")
-        if self.overlap not in ("none", "full", "schedule"):
-            raise ValueError(
-                f'machine {self.name}: overlap is "{self.overlap}", not "none", "full" or "schedule"'
-            )
+        for wrong, why in (
+            (not 0 < self.efficiency <= 1, f"efficiency is {self.efficiency}, not above 0 and at most 1"),
+            (self.fixed + self.per_token == 0, "fixed and per_token are both 0, so nothing takes time"),
+            (self.overlap not in get_args(Overlap), f'overlap is "{self.overlap}", not {_OVERLAPS}'),
+        ):
+            if wrong:
+                raise ValueError(f"machine {self.name}: {why}")
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
         """Seconds of one processor for the passes over ``tokens`` of a model."""
@@ -182,9 +159,7 @@ class StepTime:
     compute: float  # of the model's passes and the optimizer
     wire: float  # of the messages between nodes, hidden or not
     seconds: float  # of the step
-    calibrated: (
-        bool  # whether model and batch lie where the machine was measured, and codecs of their bits were
-    )
+    calibrated: bool  # whether the machine was measured with such models, batches and codecs
     forward: float = math.nan  # of all passes, where the schedule is known
     backward: float = math.nan
     exposed: float = math.nan  # in which the rank waits for messages
@@ -217,12 +192,7 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns what no step undercuts: the wire at its nominal rate, and the computation at the peak rate.
-
-    Args:
-        work: of the step.
-        peak_flops: floating-point operations a second that one rank can do; infinite if unknown.
-    """
+    """Returns what no step undercuts: the wire at its nominal rate, and operations at ``peak_flops``."""
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
 
@@ -254,15 +224,8 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     schedule = Schedule.of(policy, units)
     passes: list[PassTime] = []
     for index in range(step.micro_batches):
-        last = index == step.micro_batches - 1
-        loads = loads_of(
-            machine,
-            step,
-            forward=forward,
-            backward=backward,
-            first=index == 0,
-            reduces=last or policy.reduces_each_micro_batch,
-        )
+        reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
+        loads = loads_of(machine, step, forward=forward, backward=backward, first=index == 0, reduces=reduces)
         passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket))
     optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
     return StepTime(
@@ -280,15 +243,9 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 def loads_of(
     machine: Machine, step: Step, *, forward: float, backward: float, first: bool = True, reduces: bool = True
 ) -> list[Load]:
-    """Returns what each unit asks for in a pass.
+    """Returns what each unit asks for in a pass of a step, whose computation is divided by elements.
 
-    Args:
-        machine: whose seconds they are.
-        step: of which the pass is a part.
-        forward: seconds of the pass's computation, divided among units by their elements.
-        backward: likewise.
-        first: whether it is the first after an optimizer step: then no copy of the weights is kept.
-        reduces: whether gradients are reduced after it.
+    In the ``first`` pass after an optimizer step no copy of the weights is kept.
     """
     elements = sum(unit.padded for unit in step.units)
     seconds = _Seconds(machine, step.topology, step.rate)
@@ -296,15 +253,14 @@ def loads_of(
     for unit in step.units:
         policy = step.policy.of(unit)
         share = unit.padded / elements
-        stays = policy.stage < 3
         spared = policy.gather_axes(step.topology)[1] > 0
-        whole, copied = seconds.gather(policy, unit, again=False), seconds.gather(policy, unit, again=True)
+        again = NOTHING if policy.stage < 3 else seconds.gather(policy, unit, again=spared)
         loads.append(
             Load(
                 forward=forward * share,
                 backward=backward * share,
-                gather=whole if first else NOTHING if stays else copied if spared else whole,
-                regather=NOTHING if stays else copied if spared else whole,
+                gather=seconds.gather(policy, unit, again=False) if first else again,
+                regather=again,
                 reduce=seconds.reduction(policy, unit) if reduces and unit.trainable else NOTHING,
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
@@ -333,10 +289,12 @@ class _Seconds:
         hops, ring = list[Hop](), policy.gather == "flat"
         for index, axis in enumerate(axes):
             if index == spared and (again or policy.sends_copy):
-                size, copied = secondary_bytes(policy, self.topology, unit), policy.kept
-                rows = math.prod(one.size for one in axes[:spared])
+                size, rows = (
+                    secondary_bytes(policy, self.topology, unit),
+                    math.prod(a.size for a in axes[:index]),
+                )
                 before = 0.0 if again else self._coding(codec, rows * unit.shard, "decode")
-                codec = copied
+                codec = policy.kept
             if axis.size > 1 and not (again and index < spared):
                 hops.append(self.hop(axis, size, ring=ring, before=before))
                 before = 0.0
@@ -345,23 +303,17 @@ class _Seconds:
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
         """Of a unit's gradient, and of its mean between groups that hold copies."""
-        slices, hops, summed = self.topology.world, list[Hop](), 0.0
-        ring = policy.reduce == "ring"
-        for axis, codec in policy.reduce_axes(self.topology):
-            rows, slices = slices, slices // axis.size
-            chunks = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
-            size = sum(slices * codec.frame_bytes(chunk) for chunk in chunks)
-            before = summed + self._coding(codec, rows * unit.piece, "encode")
-            if axis.size > 1:
-                hops.append(self.hop(axis, size, ring=ring, before=before))
-            summed = self._coding(codec, rows * unit.piece, "decode")
+        hops, summed, ring = list[Hop](), 0.0, policy.reduce == "ring"
+        for axis, codec, slices, sizes in reduction_hops(policy, self.topology, unit.piece, policy.grain):
+            elements = slices * axis.size * unit.piece
+            before = summed + self._coding(codec, elements, "encode")
+            hops.append(self.hop(axis, sum(sizes), ring=ring, before=before))
+            summed = self._coding(codec, elements, "decode")
         axes, codec = policy.replica_axes(self.topology)
         size = codec.frame_bytes(unit.piece)
         for axis in axes:
-            if axis.size > 1:
-                hops.append(self.hop(axis, size, before=summed))
-                summed = 0.0
-            size *= axis.size
+            hops.append(self.hop(axis, size, before=summed))
+            summed, size = 0.0, size * axis.size
         return Collective(hops=tuple(hops), after=summed)
 
     def hop(self, axis: Axis, size: int, *, ring: bool = False, before: float = 0.0) -> Hop:

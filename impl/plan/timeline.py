@@ -7,9 +7,9 @@ are waited for; a reduction's first hop when the unit's last gradient is there, 
 unit's first gradient is.
 
 Three resources carry one thing at a time, in the order in which they are asked: the rank's *processor* (or
-GPU stream), which computes, encodes and decodes; the node's *adapter* to other nodes; what connects the ranks
-*inside* the node.  :func:`pass_time` is the prediction; :func:`least_pass_seconds`, the same walk where
-nothing but computation and the adapter takes time, is the bound that no measurement undercuts.
+GPU stream), the node's *adapter* to other nodes, and what connects the ranks *inside* the node.
+:func:`pass_time` is the prediction; :func:`least_pass_seconds`, the same walk where nothing but computation
+and the adapter takes time, is the bound that no measurement undercuts.
 """
 
 from __future__ import annotations
@@ -29,19 +29,12 @@ FIRST_GRADIENT: Final = 1 / 3  # of a unit's backward pass has run when the firs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One exchange of a collective, in seconds.
+    """One exchange of a collective, in seconds."""
 
-    Attributes:
-        adapter: that all messages of a node take on its adapter.
-        inside: that all messages of a rank take inside its node.
-        latency: from the end of sending to the arrival, beside other messages.
-        before: of the processor, to encode what is sent, or to copy it.
-    """
-
-    adapter: float
-    inside: float = 0.0
-    latency: float = 0.0
-    before: float = 0.0
+    adapter: float  # that all messages of a node take on its adapter
+    inside: float = 0.0  # that all messages of a rank take inside its node
+    latency: float = 0.0  # from the end of sending to the arrival, beside other messages
+    before: float = 0.0  # of the processor, to encode what is sent, or to copy it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,38 +50,24 @@ NOTHING: Final = Collective()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one unit asks for in a pass.
+    """What one unit asks for in a pass."""
 
-    Attributes:
-        forward, backward: seconds of computation; or (n,) of n passes, that are walked together.
-        gather: of its weights, before its forward pass.
-        regather: of its weights, before its backward pass.
-        reduce: of its gradient.
-        engine: seconds of the processor in each of the two passes, for whatever else the engine does.
-    """
-
-    forward: Seconds
+    forward: Seconds  # of computation; or (n,) of n passes, that are walked together
     backward: Seconds
-    gather: Collective = NOTHING
-    regather: Collective = NOTHING
-    reduce: Collective = NOTHING
-    engine: float = 0.0
+    gather: Collective = NOTHING  # of its weights, before its forward pass
+    regather: Collective = NOTHING  # before its backward pass
+    reduce: Collective = NOTHING  # of its gradient
+    engine: float = 0.0  # seconds of the processor in each of the two, for whatever else the engine does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTime:
-    """Seconds of one forward and backward pass, until the last gradient is reduced.
-
-    Attributes:
-        forward, backward: of the two halves; their sum is the pass.
-        exposed: in which the processor waited for messages.
-        adapter: in which the node's adapter was busy.
-    """
+    """Seconds of one forward and backward pass, until the last gradient is reduced."""
 
     forward: Seconds
     backward: Seconds
-    exposed: Seconds
-    adapter: float
+    exposed: Seconds  # in which the processor waited for messages
+    adapter: float  # in which the node's adapter was busy
 
     @property
     def seconds(self) -> Seconds:
@@ -97,15 +76,10 @@ class PassTime:
 
 
 def pass_time(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> PassTime:
-    """Predict one forward and backward pass.
+    """Predict one forward and backward pass, of loads by index, ``bucket`` elements being reduced at once.
 
     Of the units around all others (an embedding before the blocks, a head after them) the computation lies
     where the most of it is done: after the blocks in forward, before them in backward.
-
-    Args:
-        schedule: of the units.
-        loads: by index.
-        bucket: elements whose reduction may be under way at once.
     """
     run, turned = _walk(schedule, loads, bucket)
     return PassTime(forward=turned, backward=run.now - turned, exposed=run.exposed, adapter=run.adapter_busy)
@@ -172,11 +146,11 @@ def _walk(
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A collective under way: which hop was posted last, and when it arrives."""
+    """A collective under way: hops that are left, seconds after them, and when the last posted arrives."""
 
-    collective: Collective
-    hop: int = -1
-    arrival: Seconds = 0.0
+    left: list[Hop]
+    after: float
+    arrival: Seconds
 
 
 class _Run:
@@ -228,32 +202,30 @@ class _Run:
     def post_next_hops(self) -> None:
         """Every reduction under way posts its next hop, once what it needs has arrived."""
         for under_way in self._reductions.values():
-            if under_way.hop + 1 < len(under_way.collective.hops):
-                self._post(under_way)
+            self._post(under_way)
 
     def finish_reductions(self) -> None:
         """Wait for all reductions."""
         for under_way in self._reductions.values():
             self._finish(under_way)
-        self._reductions.clear()
 
     def _start(self, collective: Collective) -> _UnderWay:
-        under_way = _UnderWay(collective, arrival=self.now)
-        if collective.hops:
-            self._post(under_way)
+        under_way = _UnderWay(list(collective.hops), collective.after, self.now)
+        self._post(under_way)
         return under_way
 
     def _finish(self, under_way: _UnderWay) -> None:
-        while under_way.hop + 1 < len(under_way.collective.hops):
+        while under_way.left:
             self._post(under_way)
         self._wait(under_way.arrival)
-        self.compute(under_way.collective.after)
+        self.compute(under_way.after)
 
     def _post(self, under_way: _UnderWay) -> None:
-        """Wait for the hop that was posted last, and post the next."""
+        """Wait for the hop that was posted last, and post the next, if there is one."""
+        if not under_way.left:
+            return
         self._wait(under_way.arrival)
-        under_way.hop += 1
-        hop = under_way.collective.hops[under_way.hop]
+        hop = under_way.left.pop(0)
         self.compute(hop.before)
         under_way.arrival = self.now
         if hop.adapter:

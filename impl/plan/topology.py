@@ -1,8 +1,7 @@
 """Topology: nodes, ranks per node, and the axes along which collectives hop.
 
-Pure: no torch.  A topology is a *value* chosen by the caller; it does not follow from the number
-of devices, so that two-node algorithms run and are tested on one machine (architecture,
-decision 9).  ``rank = node * ranks_per_node + local``.
+Pure: no torch.  A topology is a *value* chosen by the caller, so that two-node algorithms run and are tested
+on one machine.  ``rank = node * ranks_per_node + local``.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            raise ValueError(
-                f"a topology needs at least 1 node and 1 rank per node, got "
-                f"{self.nodes}x{self.ranks_per_node}"
-            )
+            raise ValueError(f"a topology needs at least 1 node and 1 rank per node, got {self}")
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node}"
@@ -82,8 +78,7 @@ class Topology:
         """Refuse a group size, of ``what``, that this topology cannot hold; 0 is no group.
 
         Raises:
-            ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them
-                that divides the world.
+            ValueError: unless it divides a node's ranks, or is a multiple of them that divides the world.
         """
         inside = ranks > 0 and self.ranks_per_node % ranks == 0
         across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
@@ -97,12 +92,9 @@ class Topology:
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
         """Hops of the hierarchical gather, first hop first, and how many come before hpZ's copy.
 
-        Hop by hop every rank comes to hold the frames of the ranks that share its remaining
-        digits.  What it holds after the returned number of hops is the secondary shard: a
-        backward gather repeats the later hops alone (architecture, decision 5).
-
-        ``secondary`` ranks share one such copy; 0 for none.  The product of the sizes is the world; a hop of
-        size 1 sends nothing.
+        What a rank holds after the returned number of hops is the secondary shard, which ``secondary`` ranks
+        share, 0 for none: a backward gather repeats the later hops alone.  The product of the sizes is the
+        world; a hop of size 1 sends nothing.
 
         Raises:
             ValueError: for a group size that does not fit, see :meth:`check_group`.

@@ -1,8 +1,7 @@
 """Bytes that a policy sends, from the policy alone.
 
-Pure: no torch.  The engine's ledger must equal :func:`predict` to the byte; a test demands it for
-every policy, shape and topology tried.  Counting rule (architecture, decision 8): a logical
-message counts once per destination, self excluded; a ring counts what it sends to its neighbour.
+Pure: no torch.  The engine's ledger must equal :func:`predict` to the byte.  A message counts once per
+destination, self excluded; a ring counts what it sends to its neighbour.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -69,20 +68,14 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A codec that a budget chose for what a unit sends, from the gathers and reductions of a step on.
+    """A codec that a budget chose for what a unit sends, from the gathers and reductions of a step on."""
 
-    Attributes:
-        step: optimizer steps before it.
-        hop: name of the axis; empty of weights.
-        vnmse: measured in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros.
-    """
-
-    step: int
+    step: int  # optimizer steps before it
     what: Budgeted
     unit: str
-    hop: str
+    hop: str  # name of the axis; empty of weights
     codec: Codec
-    vnmse: float
+    vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +141,23 @@ class Book:
 
     def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
         """Hops of a reduction of which every rank ends with ``piece`` elements; chunks start on ``grain``."""
-        slices, tag = self.topology.world, Tag("backward", "gradients", unit)
-        for axis, codec in policy.reduce_axes(self.topology):
-            slices //= axis.size
-            for start, end in chunked(piece, policy.chunks, grain):
-                size = slices * codec.frame_bytes(end - start)
-                self.exchange(tag, axis, size, ring=policy.reduce == "ring")
+        for axis, _, _, sizes in reduction_hops(policy, self.topology, piece, grain):
+            for size in sizes:
+                self.exchange(Tag("backward", "gradients", unit), axis, size, ring=policy.reduce == "ring")
+
+
+def reduction_hops(
+    policy: Policy, topology: Topology, piece: int, grain: int
+) -> Iterator[tuple[Axis, Codec, int, list[int]]]:
+    """Each hop of a reduction of which every rank ends with ``piece`` elements, in chunks from ``grain`` on.
+
+    Its axis and codec; the pieces in a rank's message to another; bytes of such a message of each chunk.
+    """
+    slices = topology.world
+    lengths = [end - start for start, end in chunked(piece, policy.chunks, grain)]
+    for axis, codec in policy.reduce_axes(topology):
+        slices //= axis.size
+        yield axis, codec, slices, [slices * codec.frame_bytes(length) for length in lengths]
 
 
 def predict(
@@ -168,17 +172,15 @@ def predict(
 ) -> Book:
     """Everything that ``rank`` sends, and copies between host and device for what is offloaded.
 
-    Copies are the same on every rank: of offloaded masters 4 S to the host per reduction, and the frame to
-    the device once after a step, or, where frames are offloaded, whenever it is sent; of offloaded secondary
-    frames what the spared hops brought, to the host when it is kept and to the device when it is used again.
+    Of offloaded masters 4 S go to the host per reduction, and the frame to the device once after a step, or,
+    where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
+    brought, to the host when it is kept and to the device when it is used again.
 
     ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
-    sequence of passes; a ``step`` changes the trained weights, ``changed``
-    (:meth:`impl.zero.Zero.weights_changed`) all, and after ``forgotten``
-    (:meth:`impl.zero.Zero.forget_gathered`) all are gathered anew; after ``dropped``
-    (:meth:`impl.zero.Zero.drop_gradients`) what is gathered next is no difference.  ``buffer_bytes`` are of
-    the model's persistent buffers, which all ranks keep equal.  ``decisions`` are those of a budget, whose
-    steps count from the beginning of ``load``; without them all units stay with the policy's own codecs.
+    sequence of passes; a ``step`` changes the trained weights, ``changed`` (``Zero.weights_changed``) all,
+    after ``forgotten`` (``Zero.forget_gathered``) all are gathered anew, and after ``dropped``
+    (``Zero.drop_gradients``) what is gathered next is no difference.  ``buffer_bytes`` are of the model's
+    persistent buffers.  ``decisions`` of a budget count steps from the beginning of ``load``.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -232,9 +234,7 @@ def predict(
 class Placement:
     """What of one unit lies in host memory."""
 
-    # This rank's shard itself: the fp32 master with its mean gradient and optimizer state, or the frozen
-    # shard, as fp32 or as codes.
-    shard: bool = False
+    shard: bool = False  # the master with its mean gradient and optimizer state, or the frozen shard
     frames: bool = False  # what is sent of the weights: the encoded shard, and hpZ's secondary frames
 
     @property
@@ -247,11 +247,7 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Where every unit's states lie; ``units`` are in model order, shares are of padded elements.
-
-    Of a trained unit whose master stays on the device there is no frame to offload, since it is encoded from
-    the master on its way out; hpZ's secondary frames of it go to the host all the same.
-    """
+    """Where every unit's states lie; ``units`` are in model order, shares are of padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     return [
@@ -263,8 +259,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[UnitGeometry]) -> Offload:
     """The shares of elements of which something lies in host memory.
 
-    That is at least what was asked for and less than a unit more, but for weights of which there is nothing
-    to offload: of trained units whose master stays on the device, and of which hpZ keeps no frames.
+    Of weights there is nothing to offload of trained units whose master stays on the device, without hpZ.
     """
     trained = stepped = framed = 0
     for placement, unit in zip(placements, units, strict=True):
@@ -367,11 +362,9 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
 
     What lies outside all blocks ends the one and begins the other, so it stays unless ``max_reuse`` is 0.  On
     one rank everything does: gathering again would cast the masters again, 6 bytes a parameter, to save 2.
-    Of blocks the last are needed again first: from the last one on they stay while fewer than ``max_reuse``
-    elements run between their forward and their backward, and all that is gathered at once stays within
-    ``max_live``.  Of two planes none stays: backward computes with another than forward.
-
-    ``units`` are in model order; blocks are kept as a whole, all their units or none.
+    Blocks, as a whole, stay from the last one on while fewer than ``max_reuse`` elements run between their
+    forward and their backward, and all that is gathered at once stays within ``max_live``.  Of two planes
+    none stays: backward computes with another than forward.  ``units`` are in model order.
     """
     if policy.planes > 1:
         return frozenset()
