@@ -1,7 +1,6 @@
-"""DDP with our collectives: it averages gradients through its communication hook.
+"""DDP with our collectives: its communication hook averages gradients as a policy of stage 0 does.
 
-As a policy of stage 0 does: reduced in hops, then the mean gathered.  Everything goes through one
-:class:`~impl.comm.wire.Wire`, and :mod:`impl.adapters.traffic` predicts its ledger.
+They are reduced in hops, then the mean is gathered; :mod:`impl.adapters.traffic` predicts the bytes.
 """
 
 from __future__ import annotations
@@ -63,19 +62,14 @@ class InDDP(Joined):
         model.register_comm_hook(None, self._taker())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their 2-norm is at most ``max_norm``; every rank has all of them.
-
-        Returns the () norm before.
-        """
+        """Scale all gradients, which each rank has, to a norm of at most ``max_norm``; returns the one before."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:
-        """The hook: DDP keeps it where Python's garbage collector cannot look, so it holds us weakly.
-
-        Without annotations, which DDP would compare with its own types.
-        """
+        """The hook: DDP keeps it where Python's garbage collector cannot look, so it holds us weakly."""
         reference = weakref.ref(self)
 
+        # Without annotations, which DDP would compare with its own types.
         def take(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
             joined = reference()
             if joined is None:

@@ -1,7 +1,6 @@
 """FSDP2 with our collectives: it gathers weights (qwZ) and scatters gradients (qgZ) through them.
 
-They come in by the protocols of ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.  Everything goes
-through one :class:`~impl.comm.wire.Wire`, and :mod:`impl.adapters.traffic` predicts its ledger::
+By its ``set_custom_all_gather`` and ``set_custom_reduce_scatter``::
 
     for block in blocks:
         fully_shard(block, mesh=device_mesh)
@@ -37,18 +36,17 @@ _TINY: Final = 1e-6  # added to a norm before dividing by it, as torch.nn.utils.
 
 
 class InFSDP2(Joined):
-    """A model that ``fully_shard`` sharded, with its gathers and scatters carried; all ranks must make it.
+    """A model that ``fully_shard`` sharded, with its gathers and scatters carried.
 
-    Make it before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
+    All ranks make it before the first forward pass.  Gathered weights and mean gradients are what FSDP2's
     own collectives bring, but for the codecs, and for the order of sums from three ranks on.
 
     ``model`` is the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.  ``policy`` says codecs
     of weights and gradients, gather, reduce and chunks; all else is as it is by default.
 
     Raises:
-        HostError: for a model that is not sharded as a whole, a device mesh that is not all ranks in one
-            dimension, or a mesh that is not on the CPU; in the first pass, for modules that share one
-            parameter group.
+        HostError: for a model that is not sharded as a whole over all ranks in one dimension, or not on the
+            CPU; in the first pass, for modules that share one parameter group.
         PolicyError: for a policy that FSDP2 cannot carry out (:func:`~impl.adapters.traffic.check_host`).
     """
 
@@ -57,10 +55,8 @@ class InFSDP2(Joined):
     def __init__(self, model: nn.Module, wire: Wire, policy: Policy) -> None:
         super().__init__("fsdp2", wire, policy)
         _check_sharded(model, wire.mesh.topology)
-        modules: dict[str, Any] = {
-            name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)
-        }
-        blocks = [module for name, module in modules.items() if name]
+        modules: dict[str, Any] = dict(model.named_modules())
+        blocks = [one for name, one in modules.items() if name and isinstance(one, FSDPModule)]
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self.phase: Phase = "forward"
@@ -75,8 +71,7 @@ class InFSDP2(Joined):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
-        ``torch.nn.utils.clip_grad_norm_`` would send its sums past the wire.  Returns the () fp64 norm before
-        scaling.
+        Through the wire, which ``torch.nn.utils.clip_grad_norm_`` passes by.  Returns the norm before.
         """
         found = [parameter.grad for parameter in self._model.parameters()]
         gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
@@ -97,18 +92,15 @@ class InFSDP2(Joined):
 
     def check(self, group: GroupGeometry, what: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Refuse a message that is not the group's, naming the group and what does not fit."""
-        world = self.wire.mesh.topology.world
+        world, does = self.wire.mesh.topology.world, f"FSDP2 {what} {group.name!r}"
         if ranks != world:
-            raise HostError(
-                f"FSDP2 {what} {group.name!r} over {ranks} ranks, the mesh has {world}: groups after forward "
-                "are not carried; use reshard_after_forward=True"
-            )
+            raise HostError(f"{does} over {ranks} of {world} ranks: use reshard_after_forward=True")
         if dtype not in NAMES:
-            raise HostError(f"FSDP2 {what} {group.name!r} in {dtype}; expected {', '.join(NAMES.values())}")
+            raise HostError(f"{does} in {dtype}; expected {', '.join(NAMES.values())}")
         if what == "gathers" and numel != group.shard:
             raise HostError(
-                f"FSDP2 gathers {numel} elements of each rank for {group.name!r}, its parameters make "
-                f"{group.shard}: call fully_shard() on one module at a time, without a placement of your own"
+                f"{does} of {numel} elements a rank, its parameters make {group.shard}: "
+                "call fully_shard() on one module at a time, without a placement of your own"
             )
 
 
@@ -137,8 +129,7 @@ class _OfGroup(DefaultAllocMixin):
 class _Gather(_OfGroup, AllGather):
     """FSDP2's all-gather of one parameter group.
 
-    The work is handed back also where FSDP2 would block, so that the gather for the next block's backward
-    travels while this block computes; all ranks post and wait in FSDP2's one order.
+    The work is handed back also where FSDP2 would block, so that it travels while a block computes.
     """
 
     def __call__(
@@ -147,11 +138,10 @@ class _Gather(_OfGroup, AllGather):
         """Gather ``input_tensor`` (S,), which may lie in ``output_tensor`` (world * S,)."""
         joined, name = self._joined, self._group.name
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
-        policy, tag = joined.policy, Tag(joined.phase, "weights", name)
-        axes, _ = policy.gather_axes(joined.wire.mesh.topology)
-        shard, ring = input_tensor, policy.gather == "flat"
+        wire, policy, tag = joined.wire, joined.policy, Tag(joined.phase, "weights", name)
+        axes, ring = policy.gather_axes(wire.mesh.topology)[0], policy.gather == "flat"
         return _Pending(
-            Gathering(joined.wire, policy.weights, axes, shard, output_tensor, tag=tag, ring=ring)
+            Gathering(wire, policy.weights, axes, input_tensor, output_tensor, tag=tag, ring=ring)
         )
 
 
@@ -181,9 +171,8 @@ class _Scatter(_OfGroup, ReduceScatter):
 def _check_sharded(model: nn.Module, topology: Topology) -> None:
     """Refuse a model that is not sharded as a whole over all ranks, in one dimension."""
     if not isinstance(model, FSDPModule):
-        raise HostError(
-            f"{type(model).__name__} is not sharded: call fully_shard() on it and its blocks first"
-        )
+        kind = type(model).__name__
+        raise HostError(f"{kind} is not sharded: call fully_shard() on it and its blocks first")
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise HostError(f"parameter {name!r} is not sharded: fully_shard() must not ignore it")

@@ -76,8 +76,7 @@ class Joined:
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
     """What FSDP2 gathers together: each of ``blocks``, and the rest with ``model``, the root, first.
 
-    ``model`` may be sharded, or not yet, or on the meta device.  On ``blocks`` ``fully_shard`` is called by
-    themselves; they may lie in one another.
+    ``model`` may be sharded, or not yet; ``blocks``, each sharded by itself, may lie in one another.
 
     Raises:
         HostError: for a parameter without dimensions, which FSDP2 cannot cut.

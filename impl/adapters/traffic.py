@@ -1,9 +1,8 @@
 """What other engines send through our collectives, from the policy and their layout alone.
 
-Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time,
-each parameter cut along its first dimension; DDP reduces gradients, which are laid out as a policy of
-stage 0 lays them out.  The adapters' ledgers must equal these predictions to the byte, by the counting rule
-of :mod:`impl.plan.traffic`.
+Pure: no torch.  Two hosts: FSDP2 gathers weights and scatters gradients one parameter group at a time, each
+parameter cut along its first dimension; DDP reduces gradients, laid out as a policy of stage 0 does.  The
+adapters' ledgers must equal these predictions to the byte.
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
 class GroupGeometry:
     """What FSDP2 gathers and scatters in one message: the parameters of one module that it shards.
 
-    Every parameter is cut along its first dimension into ``world`` parts of equal size, the last ones
-    padded or empty; a rank's message is its parts side by side.  So a block of a codec may straddle
-    parameters.
+    Every parameter is cut along its first dimension into ``world`` parts of equal size, the last ones padded
+    or empty; a rank's message is its parts side by side, so a codec's block may straddle parameters.
     """
 
     name: str  # of the module; ``root`` for the model itself
@@ -135,15 +133,13 @@ def predict_hosted(
     rank: int,
     events: Iterable[Event],
 ) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends inside ``host``.
+    """Everything that ``rank`` sends inside ``host``, which refuses policies that it cannot carry out.
 
     FSDP2, as it is by default, gathers every group in each pass, but the root, which it keeps after forward,
     until the backward pass is done or the weights are said to have changed.  It reduces every group in each
-    backward pass, whatever the micro-batch.  DDP reduces in the last micro-batch of a step alone, and norms
-    cost nothing, since every rank has all gradients.
+    backward pass.  DDP reduces in the last micro-batch of a step alone, and norms cost nothing.
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
-    A policy that the host cannot carry out is refused.
     """
     check_host(host, policy)
     if host == "ddp":

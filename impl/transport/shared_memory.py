@@ -1,20 +1,15 @@
 """Shared-memory transport inside a node on a CPU: one arena that the ranks of a group read and write.
 
-Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts
-the exchange's number, and reads the others' rows *in place* once theirs are posted; nothing is
-copied on the way.  A slot is written again only after all have marked it read.
+Not a process-group backend: slots, in each slot one row per rank.  A rank writes its row, posts the
+exchange's number, and reads the others' rows *in place* once theirs are posted.  A slot is written again only
+after all have marked it read.  Which slot an exchange takes is decided by each rank alone: the first that it
+has itself finished with.  Ranks open and finish exchanges in the same order, so they choose alike.
 
-Which slot an exchange takes is decided by each rank alone: the first that it has itself finished
-with.  Ranks open and finish exchanges in the same order, so they choose alike; and no rank ever
-waits for itself, however long an exchange stays open.
+Waits are Linux's futex through the C library, where there is one: where there are more ranks than cores, a
+rank that spins, or sleeps for a guessed time, takes its time from the rank that it waits for.
 
-Waits are Linux's futex through the C library, where there is one: they take no core.  Where there are more
-ranks than cores, a rank that spins, or sleeps for a guessed time, takes its time from the rank that it waits
-for.
-
-The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through
-``/proc``: it has no name to clean up, needs no space in ``/dev/shm``, and is gone with its last
-user, however that ends.
+The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through ``/proc``:
+it has no name to clean up, and is gone with its last user, however that ends.
 """
 
 from __future__ import annotations
@@ -41,7 +36,6 @@ SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 _LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
 
-
 _NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 # A futex is 32 bits; of a 64-bit word the lower half must lie first.
 _FITS: Final = sys.platform == "linux" and sys.byteorder == "little"
@@ -66,10 +60,9 @@ class SharedMemoryError(RuntimeError):
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """What ``Work.wait`` of a backend is given to wait no longer than ``limit``: nothing if it takes none.
+    """What ``Work.wait`` of a backend is given to wait no longer than ``limit``.
 
-    gloo alone takes a limit.  Given one, NCCL's blocks the host instead of the stream, and that of
-    thread ranks raises.
+    gloo alone takes a limit: NCCL's would block the host, and thread ranks' raises.
     """
     return (limit,) if backend == "gloo" else ()
 
@@ -85,17 +78,9 @@ class Waiting:
 
 
 def shared_file(waiting: Waiting, total: int) -> int:
-    """An anonymous file of zeros that all ranks of a group have open; all must call it.
+    """An anonymous file of ``total`` zeros that all ranks of a group have open; all must call it.
 
-    Args:
-        waiting: how the group's ranks wait for each other.
-        total: bytes; a page costs memory once it is written.
-
-    Returns:
-        This rank's handle, which the caller closes.
-
-    Raises:
-        SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
+    Returns this rank's handle, which the caller closes; a SharedMemoryError says why there is none.
     """
     if not hasattr(os, "memfd_create"):
         raise SharedMemoryError("transport 'shm' needs Linux (memfd_create); use transport 'backend'")
@@ -124,12 +109,9 @@ def shared_file(waiting: Waiting, total: int) -> int:
 
 
 class Arena:
-    """Slots shared by the ranks of one group on one node.
+    """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
 
-    All ranks of ``waiting``'s group must construct it together, for messages of up to ``row_bytes`` a rank.
-
-    Raises:
-        SharedMemoryError: where anonymous shared files do not exist or cannot be opened.
+    All ranks of the group must construct it together; a SharedMemoryError says why it cannot be.
     """
 
     def __init__(self, row_bytes: int, waiting: Waiting) -> None:
@@ -144,9 +126,8 @@ class Arena:
         self._posted = Flags(words[0], waiting)  # numbers of the exchanges last written
         self._read = Flags(words[1], waiting)  # numbers of the exchanges last read
         self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
-        self.rows = whole[flags:].view(SLOTS, size, self.row_bytes)  # (slot, rank, byte)
-        # Views made once: making one takes longer than reading a flag.
-        self._whole = list(self.rows.unbind())  # by slot
+        # Views made once, (rank, byte) by slot: making one takes longer than reading a flag.
+        self._whole = list(whole[flags:].view(SLOTS, size, self.row_bytes).unbind())
         self._mine: list[Tensor] = [rows[group.index] for rows in self._whole]
         self._count = 0
         self._free = list(range(SLOTS))
@@ -154,10 +135,7 @@ class Arena:
         self._last = [0] * SLOTS  # number of the exchange that used the slot last
 
     def claim(self) -> int:
-        """Take a slot for the next exchange; waits until all have read what it held.
-
-        Returns:
-            The exchange's number.
+        """Take a slot for the next exchange, once all have read what it held; returns its number.
 
         Raises:
             SharedMemoryError: if all slots are in use by this rank itself.
@@ -181,12 +159,7 @@ class Arena:
         return self._mine[self._slots[number]]
 
     def post(self, number: int, mark: int) -> None:
-        """Tell the others that this rank's row is written.
-
-        Args:
-            number: of the exchange.
-            mark: 64 bits of what this rank believes it to be.
-        """
+        """Tell the others that this rank's row is written, and in 64 bits what it believes it to be."""
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
 
@@ -214,11 +187,7 @@ class Arena:
 
 
 class Flags:
-    """A number for each slot and rank, which only grows, and which others wait for.
-
-    Args:
-        words: (slot, rank, words of a cache line) int64, in shared memory.
-    """
+    """A number for each slot and rank, which only grows, in (slot, rank, words of a cache line) int64."""
 
     def __init__(self, words: Tensor, waiting: Waiting) -> None:
         self._size, self._first, self._waiting = words.shape[1], words.data_ptr(), waiting
@@ -232,17 +201,7 @@ class Flags:
             futex_wake(self._address(slot, rank))
 
     def wait(self, slot: int, number: int, what: str) -> None:
-        """Wait until all ranks' flags of ``slot`` have reached ``number``.
-
-        Args:
-            slot: of which.
-            number: that they are to reach.
-            what: those did that have not reached it, for the message.
-
-        Raises:
-            TimeoutError: after the timeout, naming who is missing.
-            ConnectionError: once a missing rank has exited, naming it.
-        """
+        """Wait until all ranks' flags of ``slot`` have reached ``number``; those that have not ``what``."""
         if min(self._numbers[slot].tolist()) >= number:
             return
         begin, timeout = time.monotonic(), self._waiting.timeout
@@ -251,9 +210,8 @@ class Flags:
             while (seen := int(self._numbers[slot, rank])) < number:
                 now = time.monotonic()
                 if now > begin + timeout:
-                    raise TimeoutError(
-                        f"waited {timeout:g} s: {ranks_in_words(self._late(slot, number))} {what}"
-                    )
+                    late = ranks_in_words(self._late(slot, number))
+                    raise TimeoutError(f"waited {timeout:g} s: {late} {what}")
                 if now > look:
                     look = now + _LOOK_SECONDS
                     if gone := self._waiting.exited(self._late(slot, number)):
@@ -281,12 +239,9 @@ def futex_available() -> bool:
 
 
 def futex_wait(address: int, value: int, seconds: float) -> None:
-    """Sleep while the word at ``address`` is ``value``, at most ``seconds``; may return early.
+    """Sleep while the lower 32 bits at ``address`` are ``value``'s, at most ``seconds``; may return early.
 
-    Args:
-        address: of 32 bits, in memory that all processes map.
-        value: its lower 32 bits, as last seen: if it has changed, this returns at once.
-        seconds: at most.
+    The address is in memory that all processes map.
     """
     assert _syscall is not None  # noqa: S101  # futex_available() was asked
     whole = int(seconds)
