@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.codecs import reference
-from impl.codecs.codec import FP32, Codec, IntCodec, parse
+from impl.codecs.codec import Codec, parse
 from impl.codecs.rounding_noise import Clock, Noise
-from impl.comm.all_gather import FrameGather, are_elements, placed
+from impl.comm.all_gather import FrameGather, placed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
@@ -77,10 +77,3 @@ def test_stochastic_weights_do_not_depend_on_the_world(text: str) -> None:
     ]
     for other in found[1:]:
         assert torch.equal(other, found[0])
-
-
-def test_raw_frames_of_their_own_type_are_elements() -> None:
-    """A frame is its elements only for the raw codec of their own type."""
-    assert are_elements(FP32, torch.float32, 64)
-    assert not are_elements(FP32, torch.bfloat16, 64)
-    assert not are_elements(IntCodec(8, 2048), torch.float32, 2048)

@@ -138,34 +138,6 @@ def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
     )
 
 
-def _orphaned(mesh: Mesh, folder: str) -> str:
-    """The ranks' store lives in rank 1, which dies."""
-    port = Path(folder, "port")
-    if mesh.rank == 1:
-        server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(server.port), encoding="utf-8")
-        port.with_suffix(".new").rename(port)
-    while not port.exists():
-        time.sleep(0.02)
-    number = int(port.read_text(encoding="utf-8"))
-    store = dist.TCPStore("127.0.0.1", number, 2, is_master=False)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", rank=mesh.rank, world_size=2, store=store)
-    wire = Wire(Mesh.create(Topology(1, 2)), timeout=5)
-    _exchange(wire, "a")
-    if mesh.rank == 1:
-        os._exit(3)
-    return _fails(wire, "b")
-
-
-def test_a_lost_store_is_said_to_be_lost(tmp_path: Path) -> None:
-    """Where the store went with the rank that held it, the error still names the exchange, in one line."""
-    text = _survivors(tmp_path, 2, _orphaned, str(tmp_path))[0]
-    assert text.startswith(f"rank 0 could not finish exchange 2, {GATHER} (2 ranks) for forward weights b: ")
-    assert "the other ranks cannot be asked, their store is lost (" in text
-    assert "\n" not in text
-
-
 def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together() -> None:
     """What a rank says of itself arrives as it was; ranks that say the same are named in one place."""
     store, logs = dist.HashStore(), [CollectiveLog() for _ in range(3)]

@@ -16,13 +16,12 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import Carried
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
-from impl.plan.memory import memory
-from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
+from impl.plan.policy import Feedback, MemoryLimits, Policy
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
 from tests.support.ranks import each_rank, on_threads
-from tests.support.strategies import blocks_of_values, engine_codecs, feedbacks, topologies
+from tests.support.strategies import blocks_of_values, engine_codecs, topologies
 from tests.support.training import batch, sgd, update
 
 STEPS = 40
@@ -165,31 +164,6 @@ def test_an_overflow_clears_the_errors_of_all_ranks(mesh: Mesh) -> None:
     _loss(zero, 1, mesh.rank, scale=torch.inf if mesh.rank == 3 else 1.0).backward()
     assert not zero.clip_grad_norm_(1.0).isfinite()
     assert not _any_error(zero)
-
-
-def _held(mesh: Mesh, policy: Policy) -> None:
-    zero = _engine(mesh, policy)
-    _loss(zero, 0, mesh.rank).backward()
-    formula = memory(policy, mesh.topology, [unit.geometry for unit in zero.units])["feedback"]
-    assert zero.memory()["feedback"] == formula
-    assert (formula > 0) == (mesh.topology.world > 1)
-
-
-@given(topologies(6), feedbacks, st.sampled_from(["two_hop", "one_hop"]))
-def test_kept_errors_are_the_formulas(topology: Topology, feedback: Feedback, reduce: str) -> None:
-    """The bytes of kept errors are what impl.plan.memory says: sharded inside the node for hops=last."""
-    policy = replace(preset("zeropp", memory=MemoryLimits(max_padding=1e9)), reduce=reduce, feedback=feedback)
-    on_threads(topology, _held, policy)
-
-
-def test_foreign_state_is_refused() -> None:
-    """Errors of other hops or shapes raise, naming what does not fit."""
-    errors = Errors(Policy(feedback=Feedback()), Topology(2, 2), 8, torch.device("cpu"))
-    state = errors.state()
-    with pytest.raises(ValueError, match="'hop0' is on one side only"):
-        errors.load({**state, "hop0": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"'hop1' is \(3, 8\) torch.float32, expected \(2, 8\)"):
-        errors.load({**state, "hop1": torch.zeros(3, 8)})
 
 
 @each_rank(2, 2)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from impl.codecs.codec import BF16, FP32, Codec, parse
 from impl.codecs.rounding_noise import Clock
-from impl.comm.all_gather import placed
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, average
@@ -60,17 +59,6 @@ def test_each_rank_receives_its_own_partition(mesh: Mesh, topology: Topology, re
     gradient = torch.arange(topology.world).repeat_interleave(32).float()
     got = reduced(mesh, Policy(gradients=(FP32, FP32), reduce=reduce), gradient)
     assert got.tolist() == [mesh.rank] * 32
-
-
-def test_without_the_transpose_values_end_at_wrong_ranks() -> None:
-    """Hopping over slices in rank order, rank r = (n, g) would get partition g * nodes + n (facts A9)."""
-    topology = Topology(2, 4)
-    axes = [topology.local_axis, topology.node_axis]
-    naive = torch.arange(8).view(4, 2, 1)  # (local, node, shard) without the transpose
-    right = placed(torch.arange(8), axes, 1)
-    landed = {topology.ranks_per_node * n + g: int(naive[g, n]) for g in range(4) for n in range(2)}
-    assert [landed[rank] for rank in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert [int(right[rank % 4, rank // 4]) for rank in range(8)] == list(range(8))
 
 
 def values(mesh: Mesh, numel: int, seed: int = 0) -> torch.Tensor:

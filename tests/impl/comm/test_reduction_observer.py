@@ -19,8 +19,8 @@ from impl.comm.wire import Hop, Wire
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.ranks import each_rank, on_threads
-from tests.support.strategies import ROOMY, policies, topologies
+from tests.support.ranks import on_threads
+from tests.support.strategies import policies, topologies
 from tests.support.training import batch, model
 
 
@@ -118,15 +118,3 @@ def test_a_rehearsal_leaves_no_trace_and_tells_what_the_step_will_do(data: st.Da
         if policy.feedback is None and all(codec.bits >= 16 for codec in policy.gradients):
             exact = sum(sum(told.gradients[unit.name]) for _, (*_, told, _, _) in results) / topology.world
             assert torch.allclose(whole, exact, rtol=2e-2, atol=2e-2)
-
-
-@each_rank(2, 1)
-def test_what_is_sent_while_observed_is_in_no_other_ledger(mesh: Mesh) -> None:
-    """Messages of a rehearsal are booked apart, and forgotten."""
-    zero = shard(net := model(), mesh=mesh, policy=Policy(memory=ROOMY))
-    before = zero.wire.ledger.rows()
-    with zero.wire.observed(Told()), zero.rehearsing():
-        net(batch(0, mesh.rank)).backward()
-        assert zero.wire.ledger.rows()
-    assert zero.wire.ledger.rows() == before
-    assert zero.wire.observer is None

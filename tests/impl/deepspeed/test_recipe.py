@@ -28,63 +28,25 @@ from tests.support.training import batch, mean_losses, model, single, train
 
 FOUR: Final = Topology(2, 2)
 
-# As they stand in the tutorials, character for character.
-SNIPPETS: Final = {
-    "zero_tutorial stage 1": """\
-{
-    "zero_optimization": {
-        "stage":1,
-        "reduce_bucket_size": 5e8
-    }
-}
-""",
-    "zero_tutorial stage 2": """\
-{
-    "zero_optimization": {
-        "stage":2,
-        "contiguous_gradients": true,
-        "overlap_comm": true,
-        "reduce_scatter": true,
-        "reduce_bucket_size": 5e8,
-        "allgather_bucket_size": 5e8
-    }
-}
-""",
-    "zero_tutorial stage 3 offload": """\
-{
-  "zero_optimization": {
-    "stage": 3,
-    "cpu_offload": true,
-    "cpu_offload_params": true,
-    "overlap_comm": true,
-    "contiguous_gradients": true,
-    "stage3_max_live_parameters": 6000000,
-    "stage3_max_reuse_distance": 100000000,
-    "stage3_prefetch_bucket_size": 200000,
-    "stage3_param_persitance_threshold": 100000,
-    "reduce_bucket_size": 3000000,
-    "sub_group_size": 1e6
-  }
-}
-""",
-    "zeropp_tutorial": """\
-{
-    "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 10000000,
-        "reduce_scatter": true,
-
-        "zero_quantized_weights": true,
-        "zero_hpz_partition_size": 16,
-        "zero_quantized_gradients": true,
-
-        "contiguous_gradients": true,
-        "overlap_comm": true
-    }
-}
-""",
-}
-ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, _, ZEROPP_TUTORIAL = SNIPPETS.values()
+# Of DeepSpeed's tutorials, section ``zero_optimization``.
+SNIPPETS: Final[dict[str, dict[str, Any]]] = {
+    "zero_tutorial stage 1": {"stage": 1, "reduce_bucket_size": 5e8},
+    "zero_tutorial stage 2": {
+        "stage": 2, "contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True,
+        "reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8,
+    },
+    "zero_tutorial stage 3 offload": {
+        "stage": 3, "cpu_offload": True, "cpu_offload_params": True, "overlap_comm": True,
+        "contiguous_gradients": True, "stage3_max_live_parameters": 6_000_000,
+        "stage3_max_reuse_distance": 100_000_000, "stage3_prefetch_bucket_size": 200_000,
+        "stage3_param_persitance_threshold": 100_000, "reduce_bucket_size": 3_000_000, "sub_group_size": 1e6,
+    },
+    "zeropp_tutorial": {
+        "stage": 3, "reduce_bucket_size": 10_000_000, "reduce_scatter": True,
+        "zero_quantized_weights": True, "zero_hpz_partition_size": 16, "zero_quantized_gradients": True,
+        "contiguous_gradients": True, "overlap_comm": True,
+    },
+}  # fmt: skip
 
 
 def of(found: Recipe, name: str) -> Finding:
@@ -120,7 +82,7 @@ def test_zero_tutorial_stages_1_and_2(stage: Stage) -> None:
     """A bucket of 5e8 elements; without fp16 or bf16, all in fp32 as DeepSpeed has it; the knobs of stage 2's
     buffers are accepted and said to be without effect.
     """
-    found = recipe(SNIPPETS[f"zero_tutorial stage {stage}"], topology=Topology(2, 16))
+    found = recipe({ZERO: SNIPPETS[f"zero_tutorial stage {stage}"]}, topology=Topology(2, 16))
     limits = MemoryLimits(reduce_bucket=500_000_000)
     assert found.policy == Policy(stage=stage, weights=FP32, gradients=(FP32, FP32), memory=limits)
     assert (found.clip, found.accumulation, found.micro_batch, found.optimizer) == (None, 1, None, None)
@@ -130,7 +92,7 @@ def test_zero_tutorial_stages_1_and_2(stage: Stage) -> None:
 
 def test_zero_tutorial_stage_3_offload() -> None:
     """Both offloads by their deprecated switches, and the misspelt threshold, understood and reported."""
-    found = recipe(SNIPPETS["zero_tutorial stage 3 offload"], topology=FOUR)
+    found = recipe({ZERO: SNIPPETS["zero_tutorial stage 3 offload"]}, topology=FOUR)
     assert found.policy.stage == 3
     assert found.policy.offload == Offload(optimizer=1.0, weights=1.0)
     assert found.policy.memory == MemoryLimits(
@@ -151,7 +113,8 @@ def test_zeropp_tutorial() -> None:
     none where a rank is alone.
     """
     on_64, on_4, on_a_node, alone = (
-        recipe(ZEROPP_TUTORIAL, topology=Topology(*shape)) for shape in ((4, 16), (2, 2), (1, 4), (1, 1))
+        recipe({ZERO: SNIPPETS["zeropp_tutorial"]}, topology=Topology(*shape))
+        for shape in ((4, 16), (2, 2), (1, 4), (1, 1))
     )
     policy = on_64.policy
     assert (policy.stage, policy.weights, policy.gradients, policy.secondary) == (3, QWZ, (QGZ, QGZ), 16)
@@ -168,10 +131,10 @@ def test_zeropp_tutorial() -> None:
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_a_snippet_is_one_recipe_as_text_table_and_file(name: str, tmp_path: Path) -> None:
     """However it is given."""
-    text, file = SNIPPETS[name], tmp_path / "ds.config"
-    file.write_text(text, encoding="utf-8")
+    table, file = {ZERO: SNIPPETS[name]}, tmp_path / "ds.config"
+    file.write_text(text := json.dumps(table, indent=2), encoding="utf-8")
     wanted = recipe(text, topology=FOUR)
-    assert recipe(json.loads(text), topology=FOUR) == wanted
+    assert recipe(table, topology=FOUR) == wanted
     assert recipe(file, topology=FOUR) == recipe(str(file), topology=FOUR) == wanted
 
 
@@ -182,7 +145,7 @@ def test_a_model_trains_with_a_snippet(name: str, persistent: bool) -> None:
 
     Within 1e-5 in fp32, within 2 % where ZeRO++ quantises.
     """
-    keys = json.loads(SNIPPETS[name])[ZERO]
+    keys = dict(SNIPPETS[name])
     if not persistent and keys["stage"] == 3:
         keys.pop("stage3_param_persitance_threshold", None)
         keys["stage3_param_persistence_threshold"] = 0

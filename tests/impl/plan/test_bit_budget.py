@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,21 +45,6 @@ def test_an_ample_budget_gives_the_least_errors(parts: list[dict[str, Cost]]) ->
     assert total(parts, choose(parts, budget)).error == sum(
         min(cost.error for cost in part.values()) for part in parts
     )
-
-
-def test_errors_of_convex_costs_are_the_least_of_all_choices_at_the_greedy_bytes() -> None:
-    """Halving errors for each further byte: no choice of as many bytes errs less."""
-    parts = [
-        {name: Cost(n, weight / 4**n) for n, name in enumerate("abcd", 1)} for weight in (1.0, 8.0, 64.0)
-    ]
-    for budget in range(3, 13):
-        spent = total(parts, choose(parts, budget))
-        best = min(
-            total(parts, one).error
-            for one in itertools.product("abcd", repeat=3)
-            if total(parts, one).bytes <= budget
-        )
-        assert spent.error == pytest.approx(best)
 
 
 def test_a_budget_that_is_too_small_is_refused() -> None:

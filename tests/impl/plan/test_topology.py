@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 
-from impl.plan.topology import Axis, Topology
+from impl.plan.topology import Topology
 from tests.support.strategies import secondaries, topologies
 
 
@@ -38,12 +38,6 @@ def test_group_size_that_does_not_fit_is_refused_with_numbers(ranks: int) -> Non
     """A group size that divides neither node nor world is refused, naming all three numbers."""
     with pytest.raises(ValueError, match=rf"{ranks} ranks does not fit 2 nodes x 4 ranks.*4.*8"):
         Topology(2, 4).gather_axes(ranks)
-
-
-def test_axis_groups() -> None:
-    """A group holds the ranks that differ only in the axis's digit, ascending."""
-    assert Axis("node", 3, 2).group(3) == (1, 3, 5)
-    assert Axis("node", 3, 2).digit(3) == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (-1, 1)])

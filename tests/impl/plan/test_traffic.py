@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,9 +110,3 @@ def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None
     held = memory(policy, Topology(1, 1), units)["gathered"]
     assert held == 4 * (64 + 320 + 32 + 128)
     assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]
-
-
-def test_a_regular_load_is_its_events() -> None:
-    """A load's events hold its passes, norms and evaluations, and nothing else."""
-    events = Counter(Load(micro_batches=2, steps=3, evaluations=4, norms=3).events(preset("zero3")))
-    assert events == {"forward": 6, "backward": 6, "norm": 3, "step": 3, "evaluate": 4}

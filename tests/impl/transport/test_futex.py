@@ -23,12 +23,6 @@ def test_a_changed_word_is_not_waited_for() -> None:
     assert time.monotonic() - begin < 30
 
 
-def test_waiting_ends_by_itself() -> None:
-    """Nobody wakes it: it returns after its time."""
-    word = torch.tensor([7], dtype=torch.int64)
-    futex_wait(word.data_ptr(), 7, 0.05)
-
-
 def _write(name: int, ready: object) -> None:
     """In a process: write the shared word, then wake."""
     with mmap.mmap(name, 4096) as memory:
