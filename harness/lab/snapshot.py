@@ -22,7 +22,7 @@ from harness.strategies.optimizers import built, set_rates
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Data
+from harness.workloads.rank_batches import RankBatches
 from impl.plan.policy import MemoryLimits, Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.zero import plan_units
@@ -50,7 +50,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
     topology = trial.topology()
     policy = Policy(memory=MemoryLimits(max_padding=float("inf")))
     units = plan_units(model, topology, policy)
-    single = Data(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
+    single = RankBatches(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
     optimizer, schedule = built(trial.optimizer, model.parameters()), trial.schedule()
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def _laid_out(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]
 
 
 def _gradients(
-    model: nn.Module, units: Sequence[UnitGeometry], data: Data, step: int, world: int
+    model: nn.Module, units: Sequence[UnitGeometry], data: RankBatches, step: int, world: int
 ) -> dict[str, Tensor]:
     """(ranks, P) of each unit: the sums of each rank's micro-batches."""
     whole = {unit.name: torch.zeros(world, unit.padded) for unit in units}

@@ -57,10 +57,8 @@ def identity() -> str:
 
 
 def code() -> dict[str, Any]:
-    """Identity of the code: version, commit, whether the checkout is dirty, digest of the sources, and the
-    C++ kernels that they, compiler and flags make here (:func:`impl.cpu.build.identity`).
-
-    ``commit`` and ``dirty`` are None outside a git checkout; ``source`` and ``kernels`` are always there.
+    """Identity of the code: version, commit and whether the checkout is dirty, None outside of one, digest of
+    the sources, and the C++ kernels that they, compiler and flags make here.
     """
     commit = git(ROOT, "rev-parse", "HEAD")
     status = git(ROOT, "status", "--porcelain", "--untracked-files=no")
@@ -104,12 +102,8 @@ def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or its control group's limit if lower."""
     total = int(psutil.virtual_memory().total)
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            total = min(total, int(text))
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            total = min(total, int(Path(name).read_text(encoding="ascii")))
     return total
 
 
@@ -134,13 +128,10 @@ def shared_memory_bytes() -> int:
 
 
 def _cpu_model() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
+            return found[1]
     return platform.processor() or platform.machine() or None
 
 

@@ -31,7 +31,7 @@ from harness.measure.communication_error import measured_steps
 from harness.records.checks import Checked
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
-from harness.workloads.data import Batch, Data
+from harness.workloads.rank_batches import Batch, RankBatches
 from impl import ops
 from impl.codecs.codec import Codec, OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
@@ -60,7 +60,7 @@ class _Replayed:
 class TrainingChecks:
     """The checks of one rank, which :class:`harness.strategies.training.TrainingLoop` calls."""
 
-    def __init__(self, trial: Trial, data: Data, rank: int, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, trial: Trial, data: RankBatches, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self.found = Checked()
         self._data, self._world = data, trial.topology().world
         self._rank, self._sequences = rank, trial.accumulation * trial.tokens_per_rank // trial.sequence
@@ -90,9 +90,9 @@ class TrainingChecks:
     def _held_out(self, trial: Trial) -> Iterator[Batch]:
         """This rank's validation batches, drawn again: samples spread evenly over the validation split.
 
-        Written a second time on purpose: what :meth:`Samples.validation_batches` does wrong is not done here.
+        Written a second time on purpose: what :meth:`Dataset.validation_batches` does wrong is not done here.
         """
-        drawn, ours = self._data.samples, trial.tokens_per_rank // trial.sequence
+        drawn, ours = self._data.dataset, trial.tokens_per_rank // trial.sequence
         last = drawn.count(drawn.validation) - 1
         gaps = max(trial.validation_batches * self._world * ours - 1, 1)
         for part in (self._rank,) if self._data.parts == 1 else range(self._world):
@@ -117,7 +117,7 @@ class TrainingChecks:
         """Note what the model read in a step that is due."""
         if step in self._due:
             begin = time.perf_counter()
-            digest, draws = _digest(batches), self._data.samples
+            digest, draws = _digest(batches), self._data.dataset
             many = draws.count(draws.train) ** self._sequences > _CHANCES
             if many and digest in self.found.batches.values() and self.found.wrong is None:
                 self.found.wrong = f"rank {self._rank} read in step {step} what it had read in a step before"

@@ -29,7 +29,10 @@ _BARRIERS: Final = 4  # about what is counted once, and about each validation, w
 
 def first_difference(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> str | None:
     """The first row in which a rank's ledger is not its prediction, in words; None if they are equal."""
-    ours, theirs = ({_key(row): (row.bytes, row.messages) for row in rows} for rows in (found, expected))
+    ours, theirs = (
+        {(row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in rows}
+        for rows in (found, expected)
+    )
     for key in sorted(ours.keys() | theirs.keys()):
         sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
         if sent != predicted:
@@ -40,22 +43,16 @@ def first_difference(rank: int, found: Sequence[LedgerRow], expected: Sequence[L
     return None
 
 
-def _key(row: LedgerRow) -> tuple[str, str, str, str, str]:
-    return row.phase, row.purpose, row.unit, row.hop, row.link
-
-
 def unpredicted(record: Record) -> str | None:
     """In what the ledgers on record are not the predictions on record; None if equal, or without a ledger."""
     if record.predicted is None:
         return None
     if len(record.predicted.ledgers) != len(record.ranks):
         return f"{len(record.predicted.ledgers)} ledgers are predicted for {len(record.ranks)} ranks"
-    pairs = zip(record.ranks, record.predicted.ledgers, strict=True)
-    found = (first_difference(rank.rank, rank.ledger or [], ledger) for rank, ledger in pairs)
-    told = next((words for words in found if words is not None), None)
-    if told is None and not record.predicted.equal:
-        return "the record says itself that its ledgers are not its predictions"
-    return told
+    for rank, ledger in zip(record.ranks, record.predicted.ledgers, strict=True):
+        if (words := first_difference(rank.rank, rank.ledger or [], ledger)) is not None:
+            return words
+    return None if record.predicted.equal else "the record says that its ledgers are not its predictions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +127,12 @@ class Checked:
     wrong: str | None = None  # what this rank saw go wrong first while it trained, in words
     replayed: int = 0  # steps of the optimizer that were replayed
     linked: int = 0  # steps whose optimizer had the gradients of a rehearsal just before them
-    # SHA-256 of what the model read and was to answer, by step
-    batches: dict[int, str] = field(default_factory=dict)
-    # of the batches that the seed gives the next rank, by step
-    of_next_rank: dict[int, str] = field(default_factory=dict)
-    # that passed over this rank's timed steps, without what belongs to no step between them
-    seconds: float = 0.0
+    batches: dict[int, str] = field(default_factory=dict)  # SHA-256 of what was read and answered, by step
+    of_next_rank: dict[int, str] = field(default_factory=dict)  # of what the seed gives the next rank
+    seconds: float = 0.0  # that passed over the timed steps, without what belongs to none of them
     each: list[float] = field(default_factory=list)  # seconds of every step by a clock around it
-    # of them, those in which the thread neither ran nor waited for a processor; empty if unknown
-    slept: list[float] = field(default_factory=list)
-    untimed: float = 0.0  # what belongs to none, so far
+    slept: list[float] = field(default_factory=list)  # of them, in which the thread slept; empty if unknown
+    untimed: float = 0.0  # what belongs to no step, so far
 
 
 def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:

@@ -53,10 +53,8 @@ class Interval:
 
 
 def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
-    """Where one further sweep, of as many repeats, is expected to find it: Student's prediction interval.
-
-    It spreads as each of the k sweeps did, and their mean has its own error: sqrt(1 + k) times as wide as the
-    mean's interval; of a ratio on logarithms.
+    """Where one further sweep, of as many repeats, is expected to find it: Student's prediction interval, of
+    k sweeps sqrt(1 + k) times as wide as the mean's; of a ratio on logarithms.
     """
     low, middle, high = (math.log(x) if ratio else x for x in (found.low, found.estimate, found.high))
     wider = math.sqrt(1 + found.sweeps)
@@ -66,14 +64,8 @@ def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
 
 
 def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Median with the interval between two order statistics, interpolated to 95 %.
-
-    Hettmansperger and Sheather, "Confidence intervals based on interpolated order statistics", 1986: between
-    the d-th values from both ends, whose coverage is binomial, and the next ones inside. Of several sweeps,
-    inside which values are independent, the order statistics are those of their medians.
-
-    Raises:
-        ValueError: without values.
+    """Median with the interval between two order statistics, of several sweeps those of their medians,
+    interpolated to 95 % (Hettmansperger and Sheather, 1986); a ValueError without values.
     """
     data = _data(values)
     n, median = len(data), float(np.median(data))
@@ -86,7 +78,9 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
 
 
 def _order_statistics(data: _Floats) -> tuple[float, float]:
-    """The ends of the interval of the median of sorted ``data``."""
+    """The ends of the interval of the median of sorted ``data``: between the d-th values from both ends,
+    whose coverage is binomial, and the next ones inside.
+    """
     n, d = len(data), 1
     while (inner := _coverage(n, d + 1)) >= CONFIDENCE:
         d += 1
@@ -109,42 +103,28 @@ def paired_ratio_interval(
 ) -> Interval:
     """Geometric mean of the ratios above/below of positive values, paired by key, with its interval.
 
-    Student's t on the logarithms of the ratios; keys on one side only are left out. Of several sweeps the
-    values are the sweeps' mean logarithms, and the estimate is the mean of these.
-
-    Raises:
-        ValueError: if no key is shared, or a value is not positive (or NaN).
+    Student's t on the logarithms of the ratios, of several sweeps on their means; keys on one side only are
+    left out.  A ValueError if no key is shared, or a value is not positive (or NaN).
     """
     both = [key for key in above if key in below]
     for value in (*(above[key] for key in both), *(below[key] for key in both)):
         if not value > 0:  # NaN is neither
             raise ValueError(f"a ratio needs positive values, got {value}")
-    logs = _data([math.log(above[key]) - math.log(below[key]) for key in both])
+    logs = [math.log(above[key]) - math.log(below[key]) for key in both]
     found = mean_interval(logs, None if sweeps is None else [sweeps[key] for key in both])
     ends = (math.exp(found.estimate), math.exp(found.low), math.exp(found.high))
     return Interval(*ends, found.n, found.sweeps)
 
 
 def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = None) -> Interval:
-    """Geometric mean of positive values, with the interval of their mean logarithm.
-
-    Raises:
-        ValueError: without values, or for one that is not positive.
-    """
-    numbered = dict(enumerate(values))
-    return paired_ratio_interval(
-        numbered, dict.fromkeys(numbered, 1.0), None if sweeps is None else dict(enumerate(sweeps))
-    )
+    """Geometric mean of positive values, with the interval of their mean logarithm; else a ValueError."""
+    of = None if sweeps is None else dict(enumerate(sweeps))
+    return paired_ratio_interval(dict(enumerate(values)), dict.fromkeys(range(len(values)), 1.0), of)
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
-    """Mean with Student's interval, of several sweeps that of the sweeps' means.
-
-    The latter holds the truth as often as it says however large the spread between sweeps is; with few sweeps
-    it is wide.
-
-    Raises:
-        ValueError: without values.
+    """Mean with Student's interval, of several sweeps that of the sweeps' means, which holds the truth as
+    often as it says however large the spread between them is; a ValueError without values.
     """
     data = _data(values)
     means = _by_sweep(data, sweeps, np.mean)
@@ -173,9 +153,8 @@ def quantile(freedom: float) -> float:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Probability that the upper end would lie below ``margin`` if there were no difference at all.
-
-    Of Student's t, noncentral, with the spread that the interval shows; NaN without an interval.
+    """Probability that the upper end would lie below ``margin`` if there were no difference at all, by the
+    noncentral t with the spread that the interval shows; NaN without an interval.
     """
     if not difference.known:
         return math.nan
@@ -192,9 +171,8 @@ def power(difference: Interval, margin: float) -> float:
 def verdict(difference: Interval, margin: float) -> str:
     """What paired differences (more is worse) say of a contender: a test of non-inferiority.
 
-    ``inferior``: the lower end lies above the margin; ``no power``: it does not, and equal contenders would
-    too seldom be found within the margin; ``not inferior``: the upper end lies below it; ``cannot tell``: the
-    margin lies between both.  The first and the third are wrong in at most 2.5 % of samples.
+    ``inferior``, ``not inferior``: the interval lies above, below the margin, wrong in at most 2.5 % of
+    samples; ``cannot tell``: it holds it; ``no power``: equal contenders would too seldom be found within it.
     """
     if difference.known and difference.low > margin:
         return "inferior"
@@ -211,16 +189,14 @@ def crossing(
     """Where a straight line between two means crosses zero, with its interval (place, low, high), as parts of
     the way from ``left`` to ``right``, whose mean has the other sign.
 
-    Fieller's: all places at which the line differs from zero by less than Student's t times its error there.
-    Values are paired by key, so that what both sides share is in that error; keys on one side only are left
-    out. An end beyond both means is -inf or inf: it was not measured; of too few values or sweeps it is NaN.
+    Fieller's: all places at which the line differs from zero by less than Student's t times its error there,
+    of values paired by key. An end beyond both means is -inf or inf; of too few values or sweeps it is NaN.
     """
     both = [key for key in left if key in right]
     of = None if sweeps is None else [sweeps[key] for key in both]
     a, b = (_data([side[key] for key in both]) for side in (left, right))
-    several = of is not None and len(set(of)) > 1
     few = len(both) < FEWEST
-    if several:
+    if of is not None and len(set(of)) > 1:
         a, b = (_by_sweep(side, of, np.mean) for side in (a, b))
         few |= len(a) < FEWEST_SWEEPS
     first, rise = float(a.mean()), float(b.mean() - a.mean())

@@ -48,7 +48,7 @@ from harness.strategies.training import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batches, batches_of
+from harness.workloads.rank_batches import Batches, batches_of
 from impl.adapters.joined import fsdp2_groups
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock

@@ -34,7 +34,7 @@ from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import RECIPE, Trial
-from harness.workloads import samples
+from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import CodecError
@@ -145,7 +145,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     codecs = () if policy is None else policy.own_codecs
     complaints = [
         _check_ranks(trial, host),
-        _refused(lambda: samples.check(trial)),
+        _refused(lambda: trial_dataset.check(trial)),
         _check_link(trial, host),
         _refused(lambda: check_devices(torch.device(cluster.device), codecs)),
         optimizer if isinstance(optimizer, str) else None,
@@ -366,7 +366,7 @@ def _batch_bytes(trial: Trial) -> int:
     """Bytes of a micro-batch and of all validation batches of one rank."""
     batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
     parts = trial.topology().world if trial.strategy == "single" else 1
-    return samples.micro_batch_bytes(trial) * batches * parts
+    return trial_dataset.micro_batch_bytes(trial) * batches * parts
 
 
 def _check_ranks(trial: Trial, host: Host) -> str | None:

@@ -53,8 +53,8 @@ from harness.strategies.training import TrainingLoop, unread_clock
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Batches, Data, Given, batches_of
-from harness.workloads.generation import Counted, Generator
+from harness.workloads.generation import Counts, Generator
+from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_of
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
@@ -116,7 +116,7 @@ class TrialRun:
         trial = assignment.trial
         self.rank, self.assignment, self.trial = rank, assignment, trial
         self.device = device_of(trial, rank)
-        self.data = Data(trial, rank.rank, self.device)
+        self.data = RankBatches(trial, rank.rank, self.device)
         torch.manual_seed(trial.seed)
         with self.device:
             actor = actor_of(trial) if trial.workload == "rlhf" else None
@@ -318,14 +318,14 @@ class TrialRun:
         shape = models.shape_of(self.trial.model)
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counted, self.device)
 
-    def _counted(self) -> Counted:
+    def _counted(self) -> Counts:
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
-            return Counted(exposed, None, None)
+            return exposed, None, None
         inter, intra = (
             sum(sent.bytes for key, sent in ledger.items() if key.link == link) for link in ("inter", "intra")
         )
-        return Counted(exposed, inter, intra)
+        return exposed, inter, intra
 
     def _train(self, index: int) -> None:
         checked, clock = self.checked_training, ThreadClock()

@@ -8,15 +8,15 @@ from torch import nn
 from harness.measure.step_clock import StepClock
 from harness.measure.unsharded_loss import evaluating
 from harness.suites.trial import Trial
-from harness.workloads.data import Data, Given, batches_of
 from harness.workloads.generation import decode
 from harness.workloads.models import shape_of
+from harness.workloads.rank_batches import Given, RankBatches, batches_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 
 
 def collect(
     trial: Trial,
-    data: Data,
+    data: RankBatches,
     actor: nn.Module,
     judges: nn.Module,
     *,

@@ -15,7 +15,7 @@ from harness.measure.training_checks import TrainingChecks
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
-from harness.workloads.data import Batches, Data, Given
+from harness.workloads.rank_batches import Batches, Given, RankBatches
 from impl.engine.optimizer_step import Stepped
 from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
@@ -70,7 +70,7 @@ class TrainingLoop:
 
     trial: Trial
     strategy: Strategy
-    data: Data
+    data: RankBatches
     optimizer: torch.optim.Optimizer
     schedule: Schedule | None
     clock: StepClock  # with the times and the loss of each step so far
@@ -80,7 +80,7 @@ class TrainingLoop:
     collect: Callable[[int, StepClock], Given] | None = None
 
     @classmethod
-    def of(cls, trial: Trial, strategy: Strategy, data: Data, device: torch.device) -> TrainingLoop:
+    def of(cls, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> TrainingLoop:
         """The loop of a strategy that has not trained yet.
 
         Raises:

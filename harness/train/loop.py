@@ -24,7 +24,7 @@ from harness.strategies.training import TrainingLoop
 from harness.suites.model_sizes import GPTShape, tflops_per_rank
 from harness.suites.trial import Trial
 from harness.workloads import models
-from harness.workloads.data import Data
+from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
 from impl.parameters.init import Init
@@ -62,7 +62,7 @@ class _Training:
         trial = job.trial
         self.rank, self.job, self.trial = rank, job, trial
         self.device = device_of(trial, rank)
-        self.data = Data(trial, rank.rank, self.device)
+        self.data = RankBatches(trial, rank.rank, self.device)
         policy = trial.resolved_policy()
         assert policy is not None  # noqa: S101  # a recipe is one
         wire = wire_of(trial, rank, self.device)

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from harness.errors import CorpusError
 from harness.suites import folder
+from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.masked_text import masked
 from harness.workloads.own_pairs import OwnPairs, are_pairs
-from harness.workloads.sampling import Pair, Samples
 from impl.errors import raised, told
 from impl.named_object import NamedObjectError, import_object, is_name
 
@@ -47,11 +47,10 @@ class Corpus:
     largest: int = BYTES - 1  # largest token
 
 
-class Text(Samples):
+class Text(Dataset):
     """Windows of a corpus: (B, T) int64 tokens, and (B, T) int64 the token after each or, of masked text,
-    what :func:`harness.workloads.masked_text.masked` makes of them.
-
-    Refuses a corpus that does not hold one window, or has a token beyond ``vocab``, if the model says one.
+    what :func:`harness.workloads.masked_text.masked` makes of them; a CorpusError for a corpus that does not
+    hold one, or has a token beyond ``vocab``.
     """
 
     def __init__(
@@ -170,11 +169,8 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
     """Of text, by a user's function; a character that the cut halves is replaced."""
     whose = f"tokenizer {tokenizer!r}"
-    parts = [
-        _checked(whose, _called(whose, tokenizer, part.decode(errors="replace")))
-        for part in (train, validation)
-    ]
-    return _corpus(source, *parts)
+    texts = (part.decode(errors="replace") for part in (train, validation))
+    return _corpus(source, *(_checked(whose, _called(whose, tokenizer, text)) for text in texts))
 
 
 def _corpus(source: str, train: NDArray[Any], validation: NDArray[Any]) -> Corpus:

@@ -10,16 +10,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from harness.records.record import Token
 from harness.workloads.models import KeysAndValues
-
-Number = TypeVar("Number", int, float)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -50,23 +46,17 @@ def decode(
         given = chosen[:, None]
 
 
-@dataclass(slots=True)
-class Counted:
-    """Seconds that a rank has waited, and bytes it has sent, so far; None if not known."""
-
-    exposed: float | None
-    inter: int | None
-    intra: int | None
+Counts = tuple[float | None, int | None, int | None]  # seconds waited, bytes sent between and inside nodes
 
 
 class Generator:
     """Runs generations, each from the same prompt, and times them token by token.
 
-    ``count`` returns what this rank has waited and sent so far.
+    ``count`` returns what this rank has waited and sent so far; None for what is not known.
     """
 
     def __init__(
-        self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counted], device: torch.device
+        self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counts], device: torch.device
     ) -> None:
         self._prompt, self._tokens, self._layers = prompt, tokens, layers
         self._count, self._device = count, device
@@ -79,15 +69,19 @@ class Generator:
         before, start = self._count(), self._now()
         for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):
             seconds, after = self._now() - start, self._count()
+            exposed, inter, intra = (
+                None if now is None or then is None else now - then
+                for now, then in zip(after, before, strict=True)
+            )
             self.measured.append(
                 Token(
                     step=index,
                     warmup=warmup,
                     index=place,
                     seconds=seconds,
-                    exposed=_less(after.exposed, before.exposed),
-                    inter_bytes=_less(after.inter, before.inter),
-                    intra_bytes=_less(after.intra, before.intra),
+                    exposed=exposed,
+                    inter_bytes=None if inter is None else int(inter),
+                    intra_bytes=None if intra is None else int(intra),
                 )
             )
             decoded.append(chosen)
@@ -99,7 +93,3 @@ class Generator:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _less(after: Number | None, before: Number | None) -> Number | None:
-    return None if after is None or before is None else after - before

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE
-from harness.workloads.sampling import Pair, Samples, draw
+from harness.workloads.dataset import Dataset, Pair, draw
 
 GLYPHS: Final = "glyphs"
 VALIDATION_EVERY: Final = 20  # one item in so many
@@ -45,7 +45,7 @@ class Item:
     label: int
 
 
-class Glyphs(Samples):
+class Glyphs(Dataset):
     """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes.
 
     ``sha256`` is of the fonts' files, the characters and how they are drawn; no item is in both parts.

@@ -1,9 +1,9 @@
 """Models: presets of GPT, BERT and ViT by name, or a user's own ``module:function``.
 
-A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both
-are (sequences, T) int64 (``harness.workloads.samples`` has the other forms).  Its repeated blocks stand in a
-``ModuleList``, by which strategies find the units.  Presets have no biases, so that units need
-almost no padding.
+A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both are
+(sequences, T) int64 (``harness.workloads.trial_dataset`` has the other forms).  Its repeated blocks stand in
+a ``ModuleList``, by which strategies find the units.  Presets have no biases, so that units need almost no
+padding.
 """
 
 from __future__ import annotations
@@ -271,13 +271,10 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have each block of ``model``, which must have some, keep its inputs alone, and run again in backward.
+    """Have each block of ``model`` keep its inputs alone, and run again in backward; a Refusal without
+    blocks.
 
-    Blocks are those of :func:`impl.zero.find_blocks`, gathered as a whole. Their class is changed, not an
-    attribute, so that copies of the model run their own blocks.
-
-    Raises:
-        Refusal: for a model without blocks.
+    Their class is changed, not an attribute, so that copies of the model run their own blocks.
     """
     check_blocks(model)
     for block in find_blocks(model):
@@ -304,15 +301,14 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _user_function(model: Model, sequence: int) -> Callable[..., object]:
-    """The function of ``module:function``."""
+    """The function of ``module:function``, whose signature takes what it will be called with."""
     name = model.name
-    function_name = name.partition(":")[2]
     try:
         function: Callable[..., object] = import_object(name)
     except NamedObjectError as error:
         raise Refusal(f"model {error}") from error
     if not callable(function):
-        raise Refusal(f"model {name!r}: {function_name!r} is no function")
+        raise Refusal(f"model {name!r}: expected a function")
     if "sequence" in model.arguments:
         raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
     try:
@@ -325,8 +321,8 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
     except TypeError as error:
         call = ", ".join(f"{key}={value!r}" for key, value in given.items())
         raise Refusal(
-            f"model {name!r}: called as {function_name}({call}), with model.arguments beside the suite's "
-            f"sequence, but it is {function_name}{signature}: {error}"
+            f"model {name!r}: called with ({call}), model.arguments beside the suite's sequence, but it is "
+            f"{name.partition(':')[2]}{signature}: {error}"
         ) from None
     return function
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import CorpusError
-from harness.workloads.sampling import Pair, Samples
+from harness.workloads.dataset import Dataset, Pair
 from impl.errors import raised
 
 _PARTS: Final = ("training", "validation")
@@ -17,40 +17,36 @@ _SIDES: Final = ("input", "target")
 _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
-class OwnPairs(Samples):
-    """Examples of a function that returned ``(input, target)`` for training and for validation.
+class OwnPairs(Dataset):
+    """Examples of a function that returned ``(input, target)`` for training and for validation; a CorpusError
+    names the array that cannot be, its shape and its type.
 
     Every array has one entry an example in its first dimension. Floating numbers reach the model as float32,
-    whole numbers and truth values as int64; they stay what they are until a batch is drawn.
-
-    Raises:
-        CorpusError: naming the array, its shape and its type.
+    whole numbers and truth values as int64.
     """
 
     def __init__(self, source: str, parts: Any) -> None:
+        checked: list[_Arrays] = []
         for part, pair in zip(_PARTS, parts, strict=True):
             if not _is_pair(pair) or len(pair) != len(_SIDES):
                 found = f"{len(pair)} arrays" if _is_pair(pair) else type(pair).__name__
                 raise CorpusError(f"corpus {source!r}: {found} for {part}; expected a pair, input and target")
-        checked = [
-            [_array(f"corpus {source!r}: {name} for {part}", a) for name, a in zip(_SIDES, pair, strict=True)]
-            for part, pair in zip(_PARTS, parts, strict=True)
-        ]
-        for part, (read, answer) in zip(_PARTS, checked, strict=True):
+            read, answer = (
+                _array(f"corpus {source!r}: {name} for {part}", side)
+                for name, side in zip(_SIDES, pair, strict=True)
+            )
             if len(read) != len(answer):
-                raise CorpusError(
-                    f"corpus {source!r}: {len(read)} inputs and {len(answer)} targets for {part}; expected "
-                    "as many of both"
-                )
-        for side, train, validation in zip(_SIDES, *checked, strict=True):
+                counts = f"{len(read)} inputs and {len(answer)} targets for {part}"
+                raise CorpusError(f"corpus {source!r}: {counts}; expected as many of both")
+            checked.append((read, answer))
+        for side, (train, validation) in zip(_SIDES, zip(*checked, strict=True), strict=True):
             if (train.shape[1:], train.dtype) != (validation.shape[1:], validation.dtype):
+                said = [f"{array.shape[1:]} of {array.dtype}" for array in (train, validation)]
                 raise CorpusError(
-                    f"corpus {source!r}: {side}s are {_said(train)} for training and {_said(validation)} "
-                    "for validation; expected the same"
+                    f"corpus {source!r}: {side}s are {said[0]} for training and {said[1]} for validation; "
+                    "expected the same"
                 )
-        self.train: _Arrays
-        self.validation: _Arrays
-        self.train, self.validation = ((read, answer) for read, answer in checked)
+        self.train, self.validation = checked
         digest = hashlib.sha256()
         for array in (*self.train, *self.validation):
             digest.update(str((array.dtype.str, array.shape)).encode())
@@ -85,10 +81,6 @@ def _is_pair(part: Any) -> bool:
 def _sent(array: NDArray[Any]) -> np.dtype[Any]:
     """The type in which a model gets an array's entries."""
     return np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
-
-
-def _said(array: NDArray[Any]) -> str:
-    return f"{array.shape[1:]} of {array.dtype}"
 
 
 def _array(whose: str, value: Any) -> NDArray[Any]:

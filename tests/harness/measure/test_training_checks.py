@@ -28,8 +28,8 @@ from harness.strategies import training
 from harness.strategies.strategy import Sharded
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
-from harness.workloads.data import Data
-from harness.workloads.sampling import Pair, Samples
+from harness.workloads.dataset import Dataset, Pair
+from harness.workloads.rank_batches import RankBatches
 from impl import ops
 from impl.codecs.codec import FORMATS, parse
 from impl.comm.watchdog import Watchdog
@@ -52,12 +52,12 @@ Patch = contextlib.AbstractContextManager[Any]
 
 def other_batches(rank: Rank) -> Patch:
     """Rank 1 reads what rank 0 reads."""
-    drawn = Data.step
+    drawn = RankBatches.step
 
-    def step(self: Data, index: int) -> Iterator[list[Any]]:
+    def step(self: RankBatches, index: int) -> Iterator[list[Any]]:
         return (list(self.of_rank(index, 0)) for _ in (0,)) if rank.rank == 1 else drawn(self, index)
 
-    return mock.patch.object(Data, "step", step)
+    return mock.patch.object(RankBatches, "step", step)
 
 
 def _stepping(change: Callable[[torch.optim.AdamW, int, Rank], bool]) -> Callable[[Rank], Patch]:
@@ -230,21 +230,21 @@ def a_late_update(_: Rank) -> Patch:
 
 def batches_without_a_step(_: Rank) -> Patch:
     """Every step draws what the first one draws, on all ranks and in what is drawn to compare."""
-    drawn = Data._batch
+    drawn = RankBatches._batch
     return mock.patch.object(
-        Data, "_batch", lambda self, _, micro_batch, rank: drawn(self, 0, micro_batch, rank)
+        RankBatches, "_batch", lambda self, _, micro_batch, rank: drawn(self, 0, micro_batch, rank)
     )
 
 
 def validation_on_training(_: Rank) -> Patch:
     """Validation samples are taken from the training split."""
-    drawn = Samples.validation_batches
+    drawn = Dataset.validation_batches
 
-    def batches(self: Samples, **of: int) -> list[Pair]:
+    def batches(self: Dataset, **of: int) -> list[Pair]:
         with mock.patch.object(self, "validation", self.train):
             return drawn(self, **of)
 
-    return mock.patch.object(Samples, "validation_batches", batches)
+    return mock.patch.object(Dataset, "validation_batches", batches)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from harness.strategies.controls import keep_rank_order, never_renew_secondary, renew_secondary_late
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
-from harness.workloads.data import Data
+from harness.workloads.rank_batches import RankBatches
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
@@ -73,7 +73,7 @@ def test_a_late_secondary_is_one_step_old() -> None:
 def test_half_a_batch_is_its_first_half(text: str) -> None:
     """Each micro-batch has the first half of its sequences; validation has all of them."""
     whole, half = (
-        Data(trial(text, "zero3", tokens_per_rank=32, control=control), 1, torch.device("cpu"))
+        RankBatches(trial(text, "zero3", tokens_per_rank=32, control=control), 1, torch.device("cpu"))
         for control in (None, "half_batch")
     )
     for theirs, ours in zip(whole.step(3), half.step(3), strict=True):

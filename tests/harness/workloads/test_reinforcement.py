@@ -17,9 +17,9 @@ from harness.runs.predict import units_of
 from harness.strategies.rollouts import collect
 from harness.strategies.training import unread_clock
 from harness.suites.contradictions import check
-from harness.suites.trial import Reinforcement, Trial
-from harness.workloads.data import Data
+from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
+from harness.workloads.rank_batches import RankBatches
 from harness.workloads.reinforcement import (
     Experience,
     actor_of,
@@ -134,7 +134,7 @@ def test_continuations_of_a_group_begin_with_one_prompt_of_the_corpus() -> None:
     """Each group continues the beginning of a sequence that was drawn; the actor began as the reference."""
     one = trial("zero3")
     torch.manual_seed(one.seed)
-    data, actor = Data(one, 0, torch.device("cpu")), actor_of(one)
+    data, actor = RankBatches(one, 0, torch.device("cpu")), actor_of(one)
     judges = judges_of(one, actor)
     found = collect(one, data, actor, judges, rank=0, index=0, clock=unread_clock())
     tokens, experience = found.batch
@@ -150,7 +150,7 @@ def test_an_actor_learns_to_write_what_is_rewarded() -> None:
     """The mean reward of a batch rises within some steps of one process."""
     one = trial("zero3", tokens_per_rank=60 * (PROMPT + TOKENS), rlhf={"group": 10, "kl": 0.0})
     torch.manual_seed(0)
-    data, actor = Data(one, 0, torch.device("cpu")), actor_of(one)
+    data, actor = RankBatches(one, 0, torch.device("cpu")), actor_of(one)
     judges, rewards = judges_of(one, actor), list[float]()
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-3)
     judges.register_forward_hook(lambda _, __, scores: rewards.append(float(scores[1].mean())))
@@ -266,9 +266,3 @@ def test_what_such_a_step_cannot_be_is_refused(changes: dict[str, Any], words: s
     """One line says which fields do not go together."""
     with pytest.raises(ValueError, match=words):
         trial(**{"strategy": "zero3", **changes})
-
-
-def test_what_came_later_changes_no_id() -> None:
-    """Trials of other workloads have no field of this one in what their id is of."""
-    assert "rlhf" not in Trial(workload="generate").canonical()
-    assert Trial(workload="rlhf", rlhf=Reinforcement(kl=1.0)).id != Trial(workload="rlhf").id

@@ -7,11 +7,11 @@ import torch
 
 from harness.errors import CorpusError
 from harness.suites.trial import Model, Trial
-from harness.workloads import samples
+from harness.workloads import trial_dataset
 from harness.workloads.corpus import Text
-from harness.workloads.data import Data
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.models import build
+from harness.workloads.rank_batches import RankBatches
 
 IMAGES = {"corpus": "glyphs", "sequence": 64}
 
@@ -31,8 +31,8 @@ def trial(name: str, **changes: object) -> Trial:
 def test_single_has_all_ranks_batches(name: str) -> None:
     """What one process draws for every rank is what the ranks draw, in training and in validation."""
     asked = {"validate_every": 0, "validation_batches": 2, "accumulation": 2}
-    whole = Data(trial(name, strategy="single", **asked), 0, torch.device("cpu"))
-    ranks = [Data(trial(name, **asked), rank, torch.device("cpu")) for rank in range(4)]
+    whole = RankBatches(trial(name, strategy="single", **asked), 0, torch.device("cpu"))
+    ranks = [RankBatches(trial(name, **asked), rank, torch.device("cpu")) for rank in range(4)]
     assert whole.parts == 4
     for micro, parts in zip(whole.step(3), zip(*(data.step(3) for data in ranks), strict=True), strict=True):
         for (read, answer), (part,) in zip(micro, parts, strict=True):
@@ -46,7 +46,7 @@ def test_single_has_all_ranks_batches(name: str) -> None:
 def test_a_model_reads_its_data(name: str) -> None:
     """Every preset computes a loss near a uniform guess on its own form of data."""
     one = trial(name)
-    ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
+    ((batch,),) = RankBatches(one, 0, torch.device("cpu")).step(0)
     torch.manual_seed(0)
     loss = build(one.model, one.sequence)(*batch).item()
     assert abs(loss - {"g": 5.545, "b": 5.545, "v": 5.545}[name[0]]) < 0.4
@@ -54,7 +54,10 @@ def test_a_model_reads_its_data(name: str) -> None:
 
 def test_masked_text_is_of_the_corpus() -> None:
     """A BERT's targets are the bytes that a GPT reads in the same place."""
-    pairs = [next(Data(trial(name), 1, torch.device("cpu")).step(5))[0] for name in ("gpt-tiny", "bert-tiny")]
+    pairs = [
+        next(RankBatches(trial(name), 1, torch.device("cpu")).step(5))[0]
+        for name in ("gpt-tiny", "bert-tiny")
+    ]
     (text, _), (_, targets) = pairs
     asked = targets != NO_TARGET
     assert torch.equal(targets[asked], text[asked])
@@ -70,32 +73,15 @@ def test_masked_text_is_of_the_corpus() -> None:
 def test_another_form_is_refused(one: Trial, words: str) -> None:
     """Text for a model of images, or images for a model of text, is refused in one line."""
     with pytest.raises(CorpusError, match=words):
-        samples.check(one)
+        trial_dataset.check(one)
 
 
 def test_a_users_model_reads_what_the_corpus_is() -> None:
     """``module:function`` gets text, and images where its corpus is the images."""
-    text = samples.load(Trial(model=Model(name="a:b")))
+    text = trial_dataset.load(Trial(model=Model(name="a:b")))
     assert isinstance(text, Text)
     assert not text.masks
-    images, _ = samples.load(Trial(model=Model(name="a:b"), corpus="glyphs")).batch(
+    images, _ = trial_dataset.load(Trial(model=Model(name="a:b"), corpus="glyphs")).batch(
         seed=0, step=0, micro_batch=0, rank=0, sequences=2
     )
     assert images.shape == (2, 32, 32)
-
-
-def test_a_vision_model_learns_by_heart() -> None:
-    """On a few images, seen again and again, its loss falls by half: pixels reach the classes."""
-    one = trial("vit-tiny")
-    ((batch,),) = Data(one, 0, torch.device("cpu")).step(0)
-    torch.manual_seed(0)
-    model = build(one.model, one.sequence)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(15):
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2

@@ -1,4 +1,4 @@
-"""Which samples of a data set make a batch: what a draw gives follows from its key alone.  No torch."""
+"""A data set, and which of its samples each rank reads at each step.  No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 Pair = tuple[NDArray[Any], NDArray[np.int64]]  # what a model reads, and what it is to answer
 
 
-class Samples(ABC):
-    """A data set from which batches are drawn."""
+class Dataset(ABC):
+    """A data set from which batches are drawn: what a draw gives follows from its key alone."""
 
     sha256: str  # of the whole data set
     train: Any  # what training samples are taken from
@@ -37,10 +37,7 @@ class Samples(ABC):
         return self.at(self.train, [draw(key, count) for key in keys], keys)
 
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
-        """A rank's ``batches`` of B samples, spread evenly over the split and dealt to all ranks.
-
-        They depend on neither seed nor step.
-        """
+        """A rank's ``batches`` of B samples, spread evenly over the split and dealt to all ranks."""
         last, gaps = self.count(self.validation) - 1, max(batches * world * sequences - 1, 1)
         found = []
         for batch in range(batches):

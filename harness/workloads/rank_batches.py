@@ -1,4 +1,4 @@
-"""Batches of one rank as tensors on its device."""
+"""The batches that a rank reads at each step, as tensors on its device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from harness.suites.trial import Trial
-from harness.workloads import samples
-from harness.workloads.sampling import Pair
+from harness.workloads import trial_dataset
+from harness.workloads.dataset import Pair
 
 Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
@@ -46,20 +46,18 @@ class Given:
         yield [self.batch]
 
 
-class Data:
-    """Batches of one rank of a trial; of strategy ``single``, those of all ranks.
-
-    Raises:
-        CorpusError: if the data cannot be read, or does not fit the model.
+class RankBatches:
+    """Batches of one rank of a trial, of strategy ``single`` those of all ranks; a CorpusError if the data
+    cannot be read, or does not fit the model.
     """
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
-        samples.check(trial)
-        self.samples, self._trial, self._device = samples.load(trial), trial, device
+        trial_dataset.check(trial)
+        self.dataset, self._trial, self._device = trial_dataset.load(trial), trial, device
         world = trial.topology().world
         self._ranks = range(world) if trial.strategy == "single" else (rank,)
         self.parts = len(self._ranks)  # number of ranks whose batches these are
-        self.sha256 = self.samples.sha256
+        self.sha256 = self.dataset.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
         self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
         self.validation: list[Batch] = []  # of the fixed split
@@ -67,7 +65,7 @@ class Data:
             self.validation = [
                 self._tensors(pair)
                 for part in self._ranks
-                for pair in self.samples.validation_batches(
+                for pair in self.dataset.validation_batches(
                     batches=trial.validation_batches, rank=part, world=world, sequences=self._sequences
                 )
             ]
@@ -84,11 +82,10 @@ class Data:
             yield from (self._batch(index, micro_batch, part) for part in ranks)
 
     def _batch(self, step: int, micro_batch: int, rank: int) -> Batch:
-        read, answer = self.samples.batch(
+        read, answer = self.dataset.batch(
             seed=self._trial.seed, step=step, micro_batch=micro_batch, rank=rank, sequences=self._sequences
         )
         return self._tensors((read[: self._read], answer[: self._read]))
 
     def _tensors(self, pair: Pair) -> Batch:
-        read, answer = (torch.tensor(array).to(self._device) for array in pair)
-        return read, answer
+        return torch.tensor(pair[0]).to(self._device), torch.tensor(pair[1]).to(self._device)

@@ -1,0 +1,71 @@
+"""The data set of a trial, in the form that its model reads.  No torch.
+
+A BERT reads masked text, a vision transformer images, every other preset text; a user's ``module:function``
+reads what the trial's corpus is: text, images, or pairs of arrays of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from harness.errors import CorpusError
+from harness.suites.model_sizes import IMAGE_SIDE, PRESETS, BERTShape, ViTShape
+from harness.suites.trial import Trial
+from harness.workloads import corpus, glyph_images
+from harness.workloads.dataset import Dataset
+from harness.workloads.glyph_images import GLYPHS
+from harness.workloads.own_pairs import OwnPairs
+
+_TOKEN_BYTES: Final = 2 * 8  # int64; windows are drawn whole, then cut
+_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32; drawn, then copied to where tensors live
+
+
+def load(trial: Trial) -> Dataset:
+    """The data set; a CorpusError names the corpus, if it cannot be read, is too small or no model's."""
+    if trial.corpus == GLYPHS:
+        return glyph_images.load()
+    shape = PRESETS.get(trial.model.name)
+    vocab = trial.model.arguments.get("vocab", getattr(shape, "vocab", None))
+    found = corpus.load(trial.corpus, trial.tokenizer)
+    if not isinstance(found, OwnPairs):
+        masks = isinstance(shape, BERTShape)
+        return corpus.Text(
+            found, trial.sequence, vocab=vocab if isinstance(vocab, int) else None, masks=masks
+        )
+    if shape is not None:
+        raise CorpusError(
+            f"corpus {trial.corpus!r}: pairs of arrays, and model {trial.model.name!r} reads "
+            f"{'images' if isinstance(shape, ViTShape) else 'text'} of ours; expected model.name = "
+            "'module:function'"
+        )
+    return found
+
+
+def check(trial: Trial) -> None:
+    """Refuse data that is missing, too small, or does not fit the model, by a CorpusError."""
+    shape, name = PRESETS.get(trial.model.name), trial.model.name
+    if isinstance(shape, ViTShape) and trial.corpus != GLYPHS:
+        raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads images; expected {GLYPHS!r}")
+    if trial.corpus == GLYPHS and trial.tokenizer is not None:
+        raise CorpusError(f"corpus {GLYPHS!r}: images; expected no tokenizer")
+    if trial.corpus == GLYPHS and shape is not None and not isinstance(shape, ViTShape):
+        raise CorpusError(f"corpus {GLYPHS!r}: images, and model {name!r} reads text; expected a text")
+    if trial.corpus != GLYPHS:
+        if corpus.holds_arrays(trial.corpus) or trial.tokenizer is not None:
+            load(trial)
+        else:
+            corpus.check(trial.corpus, trial.sequence)
+
+
+def micro_batch_bytes(trial: Trial) -> int:
+    """Bytes of memory that one micro-batch of one rank takes while it is made; of refused data a guess."""
+    examples = trial.tokens_per_rank // trial.sequence
+    if trial.corpus == GLYPHS:
+        return examples * _IMAGE_BYTES
+    try:
+        found = corpus.load(trial.corpus) if corpus.holds_arrays(trial.corpus) else None
+    except CorpusError:
+        found = None
+    if isinstance(found, OwnPairs):
+        return 2 * examples * found.example_bytes  # drawn, then copied to where tensors live
+    return 2 * _TOKEN_BYTES * trial.tokens_per_rank
