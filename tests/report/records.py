@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -79,32 +79,27 @@ def units_of(topology: Topology, grain: int = 2048) -> list[UnitGeometry]:
 
 def record_of(
     trial: Trial,
+    /,
     *,
-    suite: str = "quickstart",
     order: int = 0,
-    pool: str = POOL,
     failure: Failure | None = None,
-    change: Callable[[dict[str, Any]], None] | None = None,
+    ran: Mapping[str, Any] = {},
+    **fields: Any,
 ) -> Record:
-    """The record of one trial, without results if it failed; ``change`` edits its fields before all else."""
+    """The record of one trial, without results if it failed, with more in ``ran`` and other ``fields``."""
     at = f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00"
-    fields: dict[str, Any] = {
-        "id": trial.id,
-        "suite": suite,
-        "trial": trial.canonical(),
-        "started": at,
-        "finished": at,
-        "order": order,
-        "machine": MACHINE,
-        "code": CODE,
-        "pool": pool,
-        "failure": failure,
-    }
-    if failure is None:
-        fields |= _results(trial, trial.topology(), trial.resolved_policy())
-    if change is not None:
-        change(fields)
-    return signed(Record(**fields))
+    found = {} if failure else _results(trial, trial.topology(), trial.resolved_policy())
+    found |= {"ran": found["ran"] | ran} if ran else {}
+    usual = {
+        "id": trial.id, "suite": "quickstart", "trial": trial.canonical(), "started": at, "finished": at,
+        "order": order, "machine": MACHINE, "code": CODE, "pool": POOL, "failure": failure,
+    }  # fmt: skip
+    return signed(Record(**{**usual, **found, **fields}))
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    """``record`` with other fields, and the digest that it had."""
+    return record.model_copy(update=fields)
 
 
 def ending_at(trial: Trial, loss: float, *, seconds: float = 100.0) -> Record:
@@ -112,14 +107,12 @@ def ending_at(trial: Trial, loss: float, *, seconds: float = 100.0) -> Record:
     last = trial.warmup + trial.steps
     curve = [
         Validation(
-            step=last * part // 4,
-            loss=5.0 + (loss - 5.0) * part / 4,
-            train_seconds=seconds * part / 4,
+            step=last * part // 4, loss=5.0 + (loss - 5.0) * part / 4, train_seconds=seconds * part / 4,
             inter_bytes=part,
         )
         for part in range(1, 5)
-    ]
-    return record_of(trial, change=lambda fields: fields.update(validations=curve))
+    ]  # fmt: skip
+    return record_of(trial, validations=curve)
 
 
 def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> Record:
@@ -128,7 +121,7 @@ def changed_steps(record: Record, change: Callable[[Step], dict[str, Any]]) -> R
         rank.model_copy(update={"steps": [step.model_copy(update=change(step)) for step in rank.steps]})
         for rank in record.ranks
     ]
-    return record.model_copy(update={"ranks": ranks})
+    return changed(record, ranks=ranks)
 
 
 def busy_while_waiting(record: Record, seconds: float = 1.0) -> Record:
@@ -149,23 +142,18 @@ def with_alone(record: Record, forward: float, backward: float, optimizer: float
     """``record`` with two samples of computation by itself on every rank, of one thread."""
     samples = [
         Alone(
-            when=when,
-            forward=forward,
-            backward=backward,
-            optimizer=optimizer,
-            cpu_seconds=forward + backward,
-            optimizer_cpu_seconds=optimizer,
+            when=when, forward=forward, backward=backward, optimizer=optimizer,
+            cpu_seconds=forward + backward, optimizer_cpu_seconds=optimizer,
         )
         for when in ("before", "after")
-    ]
-    ranks = [rank.model_copy(update={"alone": samples}) for rank in record.ranks]
-    return record.model_copy(update={"ranks": ranks})
+    ]  # fmt: skip
+    return changed(record, ranks=[rank.model_copy(update={"alone": samples}) for rank in record.ranks])
 
 
 def on_link(record: Record, mbit: float) -> Record:
     """``record`` whose probe after the trial found this rate."""
     assert record.link is not None
-    return record.model_copy(update={"link": record.link.model_copy(update={"probed_mbit": [mbit]})})
+    return changed(record, link=record.link.model_copy(update={"probed_mbit": [mbit]}))
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
@@ -174,7 +162,7 @@ def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record
     assert use is not None
     had = use.seconds * use.processors
     changes = {"user": use.ranks - use.system + others * had, "steal": steal * had}
-    return record.model_copy(update={"processor_use": use.model_copy(update=changes)})
+    return changed(record, processor_use=use.model_copy(update=changes))
 
 
 def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
@@ -184,14 +172,9 @@ def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
     computed = sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
     had = seconds * int(str(MACHINE["cores"]))
     return ProcessorUse(
-        seconds=seconds,
-        processors=int(str(MACHINE["cores"])),
-        ranks=computed,
-        user=0.9 * computed + 0.01 * had,
-        system=0.1 * computed,
-        interrupts=0.02 * had,
-        steal=0.0,
-    )
+        seconds=seconds, processors=int(str(MACHINE["cores"])), ranks=computed,
+        user=0.9 * computed + 0.01 * had, system=0.1 * computed, interrupts=0.02 * had, steal=0.0,
+    )  # fmt: skip
 
 
 def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
@@ -402,6 +385,8 @@ def trials_of(suite: str, *, repeats: int = 3) -> list[Trial]:
 
 
 def records_of(suite: str, *, repeats: int = 3) -> list[Record]:
+    if suite not in _SUITES:
+        return committed(suite)
     return [
         record_of(trial, suite=suite, order=order)
         for order, trial in enumerate(trials_of(suite, repeats=repeats))

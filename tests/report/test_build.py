@@ -6,11 +6,11 @@ import json
 import re
 import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+from unittest import mock
 from urllib.parse import unquote
 
 import pytest
@@ -19,7 +19,8 @@ from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError
-from tests.report.records import CRASHED, record_of, records_of, taken_by_others
+from tests.harness.records.test_checks import halved
+from tests.report.records import CRASHED, changed, record_of, records_of, taken_by_others
 from tests.support.params import nightly
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" $\\input{x}$ |pipe| `tick` {{ 7 * 7 }}"
@@ -140,14 +141,12 @@ def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> No
     [
         (("ddp", "zero3", "qwz", "zeropp"), "DDP, qwZ and ZeRO++ against ZeRO-3"),
         (("zero3", "zero0"), "ZeRO-0 against ZeRO-3"),
-        (
-            ("fsdp2", "fsdp2-kept-prefetch", "ddp-tuned", "ddp-bf16", "deepspeed-hpz", "zero3"),
-            "5 contenders against ZeRO-3",
-        ),
+        (("fsdp2", "fsdp2-kept-prefetch", "ddp-tuned", "ddp-bf16", "deepspeed-hpz", "zero3"),
+         "5 contenders against ZeRO-3"),
         (("zeropp",), "ZeRO++"),
         (("zero3",), "ZeRO-3"),
     ],
-)
+)  # fmt: skip
 def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, tmp_path: Path) -> None:
     """ZeRO++ stands in it only where one of its trials has finished."""
     for strategy in strategies:
@@ -164,9 +163,8 @@ def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
     """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
     for repeat in range(6):
         for weights, role in (("int8:64", "baseline"), ("int6:64", "contrast")):
-            policy = PolicyChanges(weights=weights)
-            one = record_of(Trial(strategy="zeropp", policy=policy, repeat=repeat), suite="asked")
-            write(tmp_path, one.model_copy(update={"role": role}))
+            trial = Trial(strategy="zeropp", policy=PolicyChanges(weights=weights), repeat=repeat)
+            write(tmp_path, record_of(trial, suite="asked", role=role))
         if not without:
             write(tmp_path, record_of(Trial(strategy="zero3", repeat=repeat), suite="asked"))
     text = build(tmp_path).read_text()
@@ -187,7 +185,7 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
     have no warning; of records without the machine's seconds the facts say that nothing is on record.
     """
     first, *rest = records_of("quickstart", repeats=1)
-    unknown = [one.model_copy(update={"processor_use": None}) for one in (first, *rest)]
+    unknown = [changed(one, processor_use=None) for one in (first, *rest)]
     folders = {"taken": [taken_by_others(first, 0.5), *rest], "quiet": [first, *rest], "unknown": unknown}
     page = {}
     for name, records in folders.items():
@@ -211,14 +209,10 @@ def test_what_rows_share_stands_above_them_on_the_page(tmp_path: Path) -> None:
     once, over the whole width, above its rows; files keep it in columns.
     """
     rates, sizes = ("50 Mbit/s", "200 Mbit/s"), (256, 512)
-    places = [(rate, tokens) for rate in rates for tokens in sizes]
-    for rate, tokens in places:
-        for strategy in ("zero3", "zeropp"):
-            cluster = Cluster(rate=rate)
-            trial = Trial(
-                strategy=strategy, tokens_per_rank=tokens, cluster=cluster, steps=100, validate_every=0
-            )
-            write(tmp_path, record_of(trial))
+    places = list(product(rates, sizes))
+    for (rate, tokens), strategy in product(places, ("zero3", "zeropp")):
+        asked = {"tokens_per_rank": tokens, "cluster": Cluster(rate=rate), "steps": 100, "validate_every": 0}
+        write(tmp_path, record_of(Trial(strategy=strategy, **asked)))
     text = build(tmp_path).read_text()
     section = text.split('<section id="table-summary">')[1].split("</section>")[0]
     heads = re.findall(r"<th scope=\"col\"[^>]*>([^<]*)</th>", section)
@@ -263,17 +257,6 @@ def test_a_figure_whose_data_went_away_is_removed(tmp_path: Path) -> None:
     assert kept.exists()
 
 
-@contextmanager
-def _files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to let a file grow beyond ``size`` bytes, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def _snapshot(folder: Path) -> dict[Path, bytes | None]:
     """Every file with its bytes, every folder with None."""
     return {
@@ -287,26 +270,23 @@ def test_a_full_disk_leaves_the_previous_report(size: int, quickstart: Path, tmp
     folder = tmp_path / "results"
     shutil.copytree(quickstart, folder)
     (folder / "report.html").write_text("previous")
-    before = _snapshot(folder)
-    with _files_of_at_most(size), pytest.raises(ReportError, match="cannot write the report"):
-        build(folder)
+    before, limits = _snapshot(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # files grow no further, as on a full disk
+    try:
+        with pytest.raises(ReportError, match="cannot write the report"):
+            build(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert _snapshot(folder) == before
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_an_interrupted_build_leaves_the_previous_report(
-    quickstart: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_build_leaves_the_previous_report(quickstart: Path, tmp_path: Path) -> None:
     """Ctrl-C while the page is made leaves the folder as it was."""
     folder = tmp_path / "results"
     shutil.copytree(quickstart, folder)
     before = _snapshot(folder)
-
-    def interrupted(*_: object) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("report.page.render", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with mock.patch("report.page.render", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         build(folder)
     assert _snapshot(folder) == before
 
@@ -355,24 +335,13 @@ def test_what_cannot_be_reported_raises_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("link", ["none", "auto"])
 def test_peers_and_unmeasured_links_are_reported(link: Literal["none", "auto"], tmp_path: Path) -> None:
     """A sweep of peers beside policies, with no rate known, has a page without a best step."""
-
-    def unmeasured(fields: dict[str, Any]) -> None:
-        fields["link"] = None
-
     for name in ("single", "ddp", "fsdp2", "exact", "zero3", "zeropp"):
-        trial = Trial(strategy=name, cluster=Cluster(link=link), validate_every=0)
-        write(tmp_path, record_of(trial, change=unmeasured if link == "none" else None))
+        one = record_of(Trial(strategy=name, cluster=Cluster(link=link), validate_every=0))
+        write(tmp_path, changed(one, link=None) if link == "none" else one)
     page = _Page(build(tmp_path).read_text())
     for told in ("single process", "DDP", "FSDP2", "exact (fp32)", "ZeRO-3", "ZeRO++"):
         assert told in page.text
     assert any(alt.startswith("Speed-up. How much faster") for alt in page.all("img", "alt"))
-
-
-def _without_digest(folder: Path) -> None:
-    for path in folder.glob("*.json"):
-        data = json.loads(path.read_text())
-        del data["digest"]
-        path.write_text(json.dumps(data))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -385,20 +354,15 @@ def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
         for name in ("zeropp", "zero3")
         for repeat in range(2)
     ]
-    ranks = [
-        rank.model_copy(
-            update={"ledger": [r.model_copy(update={"bytes": r.bytes // 2}) for r in rank.ledger or []]}
-        )
-        for rank in bad.ranks
-    ]
     for one in (good, bad, *others):
-        path = write(tmp_path, one)
-    halved = bad.model_copy(update={"ranks": ranks})
-    path = tmp_path / f"{bad.id}.json"
-    path.write_text(halved.model_dump_json())
+        write(tmp_path, one)
+    (tmp_path / f"{bad.id}.json").write_text(halved(bad).model_dump_json())
     with pytest.raises(RecordError, match="edited or damaged since it was written"):
         build(tmp_path)
-    _without_digest(tmp_path)
+    for path in tmp_path.glob("*.json"):
+        data = json.loads(path.read_text())
+        del data["digest"]
+        path.write_text(json.dumps(data))
     page = " ".join(_Page(build(tmp_path).read_text()).text.split())
     assert f"The ledger differs from the prediction in 1 trial: {bad.id}" in page
     assert f"The interfaces did not send what the ledger holds in 1 trial: {bad.id}" in page
@@ -411,13 +375,10 @@ def test_halved_ledgers_are_marked(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
     """Where a pacer stood for the link, title, headline, every caption and every place say "modelled"."""
-
-    def paced(fields: dict[str, Any]) -> None:
-        fields["link"] = fields["link"].model_copy(update={"kind": "paced"})
-        fields["interfaces"] = None
-
     for name in ("zero3", "zeropp"):
-        write(tmp_path, record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")), change=paced))
+        one = record_of(Trial(strategy=name, cluster=Cluster(rate="50 Mbit/s")))
+        paced = one.link.model_copy(update={"kind": "paced"})
+        write(tmp_path, changed(one, link=paced, interfaces=None))
     text = build(tmp_path).read_text()
     assert "modelled link</title>" in text
     page = " ".join(_Page(text).text.split())

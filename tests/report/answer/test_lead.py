@@ -18,6 +18,7 @@ from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.report.records import (
     CRASHED,
+    changed,
     changed_steps,
     committed,
     ending_at,
@@ -37,10 +38,7 @@ def at(record: Record, seconds: float) -> Record:
 
 def asked(records: Sequence[Record], question: str, **more: Any) -> Answer:
     """The answer to a question by records."""
-    told = [
-        one.model_copy(update={"question": question, "order": place, **more})
-        for place, one in enumerate(records)
-    ]
+    told = [changed(one, question=question, order=place, **more) for place, one in enumerate(records)]
     return answer(derive(frames_of(told)))
 
 
@@ -175,8 +173,7 @@ def test_a_verdict_on_losses_is_against_the_suites_baseline(worse: float, verdic
     noise = np.array(LOSS_NOISE)
     records = trained({"int8:2048": BASE, "int4:128": BASE + worse + noise})
     roles = [
-        one.model_copy(update={"role": "contrast" if "int4" in str(one.trial["policy"]) else "baseline"})
-        for one in records
+        changed(one, role="contrast" if "int4" in str(one.trial["policy"]) else "baseline") for one in records
     ]
     found = asked(
         roles, "Is int4 with block 128 as good as int8 with block 2048: by loss, by bytes, by seconds?"
@@ -204,7 +201,7 @@ def test_short_runs_show_their_losses_without_a_verdict() -> None:
 def test_a_loss_that_was_validated_once_in_a_short_run_is_said_not_to_be_compared() -> None:
     """Seconds answer, and one sentence says what a verdict on losses takes."""
     records = [
-        one.model_copy(update={"trial": {**one.trial, "validate_every": 0}})
+        changed(one, trial={**one.trial, "validate_every": 0})
         for one in trained({"": BASE, "int8:64": BASE}, steps=30)
     ]
     found = asked(records, "Does int8 train as well as 16 bits?")
@@ -260,7 +257,7 @@ def ran(
     fields = {"cluster": Cluster(rate="50 Mbit/s"), **fields}
     made = record_of(Trial(strategy=strategy, repeat=repeat, **fields), failure=CRASHED if failed else None)
     made = made if failed else at(made, took * NOISE[(2 * repeat + len(strategy)) % len(NOISE)])
-    return made.model_copy(update={"sweep": sweep})
+    return changed(made, sweep=sweep)
 
 
 def test_a_baseline_that_failed_in_one_cell_leaves_the_others() -> None:
@@ -344,7 +341,7 @@ def test_sweeps_are_counted_as_sweeps() -> None:
 def test_no_records_break_the_answer(answer_by: str) -> None:
     """Trials that decode beside training that failed, peers alone, one contender alone, by any quantity."""
     decoded = [one for one in committed("generation") if one.trial["strategy"] in ("zero3", "zeropp")]
-    failed = ran("zero3", 0, 1.0, failed=True).model_copy(update={"pool": decoded[0].pool})
+    failed = changed(ran("zero3", 0, 1.0, failed=True), pool=decoded[0].pool)
     mixed = [*decoded[:4], failed]
     peers = [ran(name, repeat, 1.0) for name in ("ddp", "fsdp2") for repeat in (0, 1)]
     single = [ran("zero3", repeat, 1.0) for repeat in (0, 1)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import statistics
 from typing import Any
 
 import pytest
@@ -14,28 +14,7 @@ from harness.records.record import Record, Step
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from tests.report.records import changed_steps, record_of, records_of, with_alone
-
-
-def test_zero_bytes_between_nodes_leave_the_computation() -> None:
-    """Where nothing crosses, the best step is what the rank that computed most did in a step; the median."""
-    record = next(record for record in records_of("quickstart") if record.trial["strategy"] == "zero3")
-    ranks = [
-        rank.model_copy(update={"ledger": [row for row in rank.ledger or [] if row.link != "inter"]})
-        for rank in record.ranks
-    ]
-    (row,) = derive(frames_of([record.model_copy(update={"ranks": ranks})])).trials.to_dict("records")
-    computed = [
-        [
-            s.total - (s.exposed_forward or 0.0) - (s.exposed_backward or 0.0)
-            for s in rank.steps
-            if not s.warmup
-        ]
-        for rank in ranks
-    ]
-    slowest = [max(of_step) for of_step in zip(*computed, strict=True)]
-    assert row["best_seconds"] == pytest.approx(statistics.median(slowest))
-
+from tests.report.records import changed, changed_steps, record_of, with_alone
 
 FEW = settings(max_examples=max(5, settings().max_examples // 4))  # each derives tables of several trials
 
@@ -61,18 +40,9 @@ def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(data: st.DataObject
 
 def _computing(record: Record, seconds: list[list[float | None]], cores: object = 2) -> Record:
     """``record`` on a machine of ``cores``, with processor seconds for each step of each rank."""
-    ranks = [
-        rank.model_copy(
-            update={
-                "steps": [
-                    step.model_copy(update={"cpu_seconds": value})
-                    for step, value in zip(rank.steps, of_rank, strict=True)
-                ]
-            }
-        )
-        for rank, of_rank in zip(record.ranks, seconds, strict=True)
-    ]
-    return record.model_copy(update={"ranks": ranks, "machine": record.machine | {"cores": cores}})
+    values = iter(itertools.chain(*seconds))
+    found = changed_steps(record, lambda _: {"cpu_seconds": next(values)})
+    return changed(found, machine=record.machine | {"cores": cores})
 
 
 def _derived(record: Record) -> dict[str, Any]:

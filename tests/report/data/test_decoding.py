@@ -6,7 +6,7 @@ import pytest
 
 from report.data.decoding import generations, speedup
 from report.data.frames import frames_of
-from tests.report.records import committed
+from tests.report.records import changed, committed
 
 
 def test_rates_equal_those_recomputed_by_hand() -> None:
@@ -30,7 +30,7 @@ def test_ratios_are_of_the_same_generation() -> None:
     of two generations each are six pairs.
     """
     records = committed("generation")
-    again = [one.model_copy(update={"id": f"{one.id[::-1]}"}) for one in records]
+    again = [changed(one, id=one.id[::-1]) for one in records]
     for table in (generations(frames_of(records)), generations(frames_of([*records, *again]))):
         for contender, group in table.groupby("contender"):
             assert group["baseline"].nunique() == 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from harness.records.record import Failure
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.data import metrics
 from report.data.frames import ReportError, frames_of
-from tests.report.records import SUITES, committed, record_of, records_of, trials_of
+from tests.report.records import MACHINE, SUITES, changed, committed, record_of, records_of, trials_of
 
 
 @pytest.mark.parametrize("suite", [*SUITES, "generation", "rlhf"])
@@ -89,20 +88,17 @@ def test_two_pools_are_refused_naming_what_differs() -> None:
     whole sweeps of two machines are, and of two codes never.
     """
     first, second = trials_of("quickstart", repeats=1)[:2]
-
-    def elsewhere(fields: dict[str, Any]) -> None:
-        fields["machine"] = {**fields["machine"], "cpu": "Another CPU"}
-
-    records = [record_of(first), record_of(second, pool="ffff00000000", change=elsewhere)]
+    elsewhere = record_of(second, pool="ffff00000000", machine=MACHINE | {"cpu": "Another CPU"})
+    records = [record_of(first), elsewhere]
     with pytest.raises(ReportError, match=r"2 pools") as refused:
         frames_of(records)
     for named in ("0123456789ab", "ffff00000000", "machine.cpu", "Example CPU", "Another CPU"):
         assert named in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(frames_of(records, across_pools=True).pools) == 2
-    apart = [records[0], records[1].model_copy(update={"sweep": 1})]
+    apart = [records[0], changed(records[1], sweep=1)]
     assert len(frames_of(apart).pools) == 2
-    other = apart[1].model_copy(update={"code": {**apart[1].code, "source": "other"}})
+    other = changed(apart[1], code={**apart[1].code, "source": "other"})
     with pytest.raises(ReportError, match=r"2 pools \(other machine or code\) .*code.source"):
         frames_of([apart[0], other])
 
@@ -113,8 +109,8 @@ def test_trials_that_ran_different_kernels_are_refused() -> None:
     """
     records = records_of("quickstart", repeats=1)
     ran = [{**records[0].ran, "device": "cpu", "kernels": name} for name in ("cpu", "reference")]
-    mixed = [r.model_copy(update={"ran": of}) for r, of in zip(records[:2], ran, strict=True)]
-    peer = records[2].model_copy(update={"ran": {"device": "cpu"}})
+    mixed = [changed(r, ran=of) for r, of in zip(records[:2], ran, strict=True)]
+    peer = changed(records[2], ran={"device": "cpu"})
     with pytest.raises(ReportError, match="different kernels") as refused:
         frames_of([*mixed, peer])
     for named in (f"cpu: 1 records, such as {mixed[0].id}", f"reference: 1 records, such as {mixed[1].id}"):
@@ -128,29 +124,25 @@ def test_failures_of_another_pool_are_left_out() -> None:
     records = records_of("quickstart", repeats=1)
     failure = Failure(kind="crashed", message="it broke", log=None)
     old = {"failure": failure, "ranks": [], "pool": "other", "started": "1"}
-    mixed = [records[0].model_copy(update=old), *records[1:]]
+    mixed = [changed(records[0], **old), *records[1:]]
     frames = frames_of(mixed)
     assert (frames.left_out, len(frames.failures), frames.pools) == (1, 0, (records[1].pool,))
-    frames = frames_of([mixed[0], records[1].model_copy(update={"failure": failure, "ranks": []})])
+    frames = frames_of([mixed[0], changed(records[1], failure=failure, ranks=[])])
     assert (frames.left_out, len(frames.failures), frames.pools) == (1, 1, (records[1].pool,))
     assert frames_of(mixed, across_pools=True).left_out == 0
 
 
 def test_a_trial_that_this_version_does_not_know_gives_one_clear_line() -> None:
     """An unknown strategy in a record is refused, naming the record and the field."""
-
-    def unknown(fields: dict[str, Any]) -> None:
-        fields["trial"] = {**fields["trial"], "strategy": "zero9"}
-
     with pytest.raises(ReportError, match=r"record .*: trial.strategy") as refused:
-        frames_of([record_of(Trial(), change=unknown)])
+        frames_of([record_of(Trial(), trial=Trial().canonical() | {"strategy": "zero9"})])
     assert "\n" not in str(refused.value)
 
 
 def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     """Its trials are read as any others, under the name that the record holds."""
     new = [record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]
-    old = [one.model_copy(update={"trial": one.trial | {"model": {"name": "gpt-old"}}}) for one in new]
+    old = [changed(one, trial=one.trial | {"model": {"name": "gpt-old"}}) for one in new]
     frames = frames_of(old)
     assert {trial.model.name for trial in frames.ran.values()} == {"gpt-old"}
     assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]

@@ -15,7 +15,7 @@ from report.data.frames import frames_of
 from report.data.loss_verdicts import MARGIN, losses
 from report.data.metrics import derive
 from report.tables import registry
-from tests.report.records import ending_at, record_of
+from tests.report.records import changed, ending_at, record_of
 
 STEPS = 120
 
@@ -66,7 +66,7 @@ def test_a_margin_in_steps_is_what_the_baseline_gains_in_them(margin: int, verdi
         (last,) = [share for share in one.validations if share.step == 120]
         curve = [last.model_copy(update={"step": step, "loss": last.loss + more})
                  for step, more in ((60, 0.9), (90, 0.1), (120, 0.0))]  # fmt: skip
-        found.append(one.model_copy(update={"validations": curve, "margin": margin}))
+        found.append(changed(one, validations=curve, margin=margin))
     row = of(found)
     assert row["margin"] == pytest.approx(margin * 0.1 / 30)
     assert row["verdict"] == verdict
@@ -74,7 +74,7 @@ def test_a_margin_in_steps_is_what_the_baseline_gains_in_them(margin: int, verdi
 
 def test_a_margin_in_steps_takes_a_validation_before_the_last() -> None:
     """Of one validation there is none: no power, and nothing is claimed."""
-    found = [one.model_copy(update={"validations": one.validations[-1:], "margin": 10})
+    found = [changed(one, validations=one.validations[-1:], margin=10)
              for one in records({"zero3": BASE, "zeropp": np.array(BASE) + NOISE})]  # fmt: skip
     assert math.isnan(of(found)["margin"])
     assert of(found)["verdict"] == "no power"

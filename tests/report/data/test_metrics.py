@@ -14,7 +14,15 @@ from report.data import metrics
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import sizes
-from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
+from tests.report.records import (
+    changed,
+    changed_steps,
+    committed,
+    on_link,
+    record_of,
+    records_of,
+    taken_by_others,
+)
 
 
 def _step_seconds(record: Record) -> float:
@@ -23,15 +31,10 @@ def _step_seconds(record: Record) -> float:
 
 
 def _compute_seconds(record: Record) -> float:
-    timed = [
-        [
-            step.total - (step.exposed_forward or 0) - (step.exposed_backward or 0)
-            for step in rank.steps
-            if not step.warmup
-        ]
-        for rank in record.ranks
-    ]
-    return statistics.median(max(ranks) for ranks in zip(*timed, strict=True))
+    computed = changed_steps(
+        record, lambda s: {"total": s.total - (s.exposed_forward or 0) - (s.exposed_backward or 0)}
+    )
+    return _step_seconds(computed)
 
 
 def _sent(record: Record) -> float:
@@ -67,6 +70,17 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
         packets = sum(row.messages * math.ceil(row.bytes / row.messages / 1448) for row in rows)
         assert row["segment_bytes"] == pytest.approx(_sent(record) + 66 * packets / record.trial["steps"])
+
+
+def test_zero_bytes_between_nodes_leave_the_computation() -> None:
+    """Where nothing crosses, the best step is what the rank that computed most did in a step; the median."""
+    record = next(record for record in records_of("quickstart") if record.trial["strategy"] == "zero3")
+    ranks = [
+        rank.model_copy(update={"ledger": [row for row in rank.ledger or [] if row.link != "inter"]})
+        for rank in record.ranks
+    ]
+    (row,) = derive(frames_of([changed(record, ranks=ranks)])).trials.to_dict("records")
+    assert row["best_seconds"] == pytest.approx(_compute_seconds(record))
 
 
 def test_speedup_pairs_equal_repeats() -> None:
@@ -147,9 +161,7 @@ def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
     ]
     made = [record_of(one, order=order) for order, one in enumerate(trials)]
     units = [made[0].units, made[0].units[:-1]]
-    records = [
-        one.model_copy(update={"units": units[one.trial["model"]["arguments"]["layers"] - 1]}) for one in made
-    ]
+    records = [changed(one, units=units[one.trial["model"]["arguments"]["layers"] - 1]) for one in made]
     derived = derive(frames_of(records))
     assert metrics.break_even(derived.pairs).empty
     assert derived.trials["m_bytes"].nunique() == 2
@@ -175,7 +187,7 @@ def test_others_share_is_what_no_rank_had() -> None:
         assert row["others_share"] == pytest.approx(max(others, 0.0), abs=1e-9)
         assert row["steal_share"] == pytest.approx(steal)
         assert row["taken_share"] == pytest.approx(max(others, 0.0) + steal, abs=1e-9)
-    derived = derive(frames_of([record.model_copy(update={"processor_use": None})]))
+    derived = derive(frames_of([changed(record, processor_use=None)]))
     assert derived.trials["taken_share"].isna().all()
     assert not derived.disturbed
 

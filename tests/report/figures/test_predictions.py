@@ -10,7 +10,7 @@ from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.figures.predictions import measured_over, score, score_in_words
 from report.figures.speed import PREDICTED
-from tests.report.records import records_of
+from tests.report.records import changed, records_of
 
 
 def _derived(factor: dict[str, float]) -> Derived:
@@ -26,7 +26,7 @@ def _derived(factor: dict[str, float]) -> Derived:
         if record.trial["strategy"] in factor
     }  # fmt: skip
     kept = [record for record in records if record.id in foreseen]
-    return derive(frames_of([one.model_copy(update={"foreseen": foreseen[one.id]}) for one in kept]))
+    return derive(frames_of([changed(one, foreseen=foreseen[one.id]) for one in kept]))
 
 
 def test_errors_are_those_that_were_made_up() -> None:

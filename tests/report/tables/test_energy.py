@@ -12,7 +12,7 @@ from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.provenance import HELD, energy
-from tests.report.records import record_of
+from tests.report.records import changed, record_of
 
 
 def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others: int = 0) -> Record:
@@ -27,7 +27,7 @@ def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others
         for index in range(4)
     ]  # fmt: skip
     nodes = [NodeUse(node=node, seconds=1, gpus=mine) for node, mine in enumerate((gpus[:2], gpus[2:]))]
-    return record_of(trial).model_copy(update={"machine_use": nodes})
+    return record_of(trial, machine_use=nodes)
 
 
 def tokens(record: Record) -> int:
@@ -51,5 +51,5 @@ def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others
 def test_without_gpus_there_is_no_table() -> None:
     """CPUs have no energy on record; one GPU's record has a row."""
     for machine_use, there in (([], False), (one(1.0).machine_use, True)):
-        derived = derive(frames_of([one(1.0).model_copy(update={"machine_use": machine_use})]))
+        derived = derive(frames_of([changed(one(1.0), machine_use=machine_use)]))
         assert energy(derived).data.empty != there

@@ -6,7 +6,6 @@ import io
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -311,12 +310,8 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
 
 def test_bytes_of_much_padding_are_marked() -> None:
     """In the summary, and in words among the warnings before all numbers; little padding is not."""
-
-    def padded(by: int) -> Callable[[dict[str, Any]], None]:
-        return lambda fields: fields.update(units=[("u", 1000, 1000 + by)])
-
     for by, mark in ((50, ""), (51, f" {PADDED}")):
-        found = derive(frames_of([record_of(Trial(strategy="zero3"), change=padded(by))]))
+        found = derive(frames_of([record_of(Trial(strategy="zero3"), units=[("u", 1000, 1000 + by)])]))
         told = _printed(registry.summary(found))["ZeRO-3"]["Sent, MB/step"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.data.warnings import of_page as warnings
 from report.tables.provenance import essentials, settings
-from tests.report.records import record_of
+from tests.report.records import changed, record_of
 
 SHA = "4cdcd8e30e688a37"
 GIVEN = Trial(
@@ -30,20 +29,13 @@ GIVEN = Trial(
     optimizer=Optimizer(name="SGD", arguments={"lr": 0.1}),
     clip=1.0,
 )
-
-
-def _ran(kernels: str = "reference") -> Any:
-    def change(fields: dict[str, Any]) -> None:
-        fields["ran"] = fields["ran"] | {"kernels": kernels, "corpus_sha256": SHA}
-        fields["question"] = "How fast?"
-
-    return change
+RAN = {"kernels": "reference", "corpus_sha256": SHA}
 
 
 def test_every_setting_is_told_from_the_records() -> None:
     """Model, sizes, steps, optimizer, seeds, repeats, corpus, link and kernels stand with their values."""
     trials = [GIVEN.model_copy(update={"repeat": repeat}) for repeat in range(3)]
-    records = [record_of(trial, change=_ran()) for trial in trials]
+    records = [record_of(trial, ran=RAN) for trial in trials]
     derived = derive(frames_of(records))
     told = dict(settings(derived.frames, derived.trials))
     assert told["seed"] == "0"
@@ -65,13 +57,9 @@ def test_every_setting_is_told_from_the_records() -> None:
 @pytest.mark.parametrize("kernels", ["reference", "cuda"])
 def test_kernels_are_told_by_contender_where_they_differ(kernels: str) -> None:
     """One backend is named alone; two, of two kinds of device, are named with who ran on each."""
-
-    def change(fields: dict[str, Any]) -> None:
-        fields["ran"] = fields["ran"] | {"kernels": kernels, "device": kernels}
-
     records = [
-        record_of(Trial(strategy="zero3"), change=_ran("reference")),
-        record_of(Trial(strategy="zeropp"), change=change),
+        record_of(Trial(strategy="zero3"), ran=RAN),
+        record_of(Trial(strategy="zeropp"), ran={"kernels": kernels, "device": kernels}),
     ]
     derived = derive(frames_of(records))
     told = dict(settings(derived.frames, derived.trials))["kernels"]
@@ -80,7 +68,7 @@ def test_kernels_are_told_by_contender_where_they_differ(kernels: str) -> None:
 
 def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment(tmp_path: Path) -> None:
     """Question where records hold it, essentials before the contents, the table before the environment."""
-    write(tmp_path, record_of(GIVEN, change=_ran()))
+    write(tmp_path, record_of(GIVEN, ran=RAN, question="How fast?"))
     page = build(tmp_path).read_text()
     head, rest = page.split("<nav")
     assert "How fast?" in head.split("</header>")[0]
@@ -90,42 +78,24 @@ def test_the_page_asks_the_question_and_tells_the_setting_before_the_environment
     assert SHA in (tmp_path / "tables" / "setting.csv").read_text()
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_corpus_that_changed_between_trials_is_warned_of(changed: bool) -> None:
+@pytest.mark.parametrize("other", [False, True])
+def test_a_corpus_that_changed_between_trials_is_warned_of(other: bool) -> None:
     """Two contents of one corpus in a cell stand among the warnings; one does not."""
-
-    def of(sha: str) -> Any:
-        def change(fields: dict[str, Any]) -> None:
-            fields["ran"] = fields["ran"] | {"corpus_sha256": sha}
-
-        return change
-
     records = [
-        record_of(Trial(strategy="zero3"), change=of("aa")),
-        record_of(Trial(strategy="zeropp"), change=of("bb" if changed else "aa")),
+        record_of(Trial(strategy=name), ran={"corpus_sha256": sha})
+        for name, sha in (("zero3", "aa"), ("zeropp", "bb" if other else "aa"))
     ]
     told = warnings(derive(frames_of(records)))
-    assert any("Corpus stdlib changed between trials" in text for text in told) is changed
+    assert any("Corpus stdlib changed between trials" in text for text in told) is other
 
 
 def test_kernels_that_are_missing_are_told_first() -> None:
     """A record that says why the reference did the kernels' work is the first warning, counted; others say
     nothing.
     """
-
-    def slowly(fields: dict[str, Any]) -> None:
-        fields["ran"] = fields["ran"] | {
-            "kernels": "reference", "kernels_warning": "no C++ kernels: no C++ compiler installed",
-        }  # fmt: skip
-
-    def unequal(fields: dict[str, Any]) -> None:
-        slowly(fields)
-        fields["predicted"] = fields["predicted"].model_copy(update={"equal": False})
-
-    records = [
-        record_of(Trial(strategy="zero3"), change=slowly),
-        record_of(Trial(strategy="zeropp"), change=unequal),
-    ]
+    slowly = {"kernels": "reference", "kernels_warning": "no C++ kernels: no C++ compiler installed"}
+    records = [record_of(Trial(strategy=name), ran=slowly) for name in ("zero3", "zeropp")]
+    records[1] = changed(records[1], predicted=records[1].predicted.model_copy(update={"equal": False}))
     told = warnings(derive(frames_of(records)))
     assert told[0].startswith("no C++ kernels: no C++ compiler installed; ")
     assert "2 trials" in told[0]
