@@ -1,8 +1,6 @@
-"""How a checkpoint becomes complete: begun in a folder of its own, and committed by one rename.
+"""How a checkpoint becomes complete: begun in a folder of its own, and committed by one rename.  No torch.
 
-Pure: no torch.  A file or folder counts once it, and the folder that names it, have been synced (POSIX
-``fsync``): only then does a rename put something whole in a name's place.  What has no manifest is no
-checkpoint.
+What a rename puts in a name's place is whole only if it, and the folder that names it, have been synced.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def named(folder: Path) -> list[Path]:
-    """What has a checkpoint's name in ``folder``, oldest first: broken, if it is not complete.
-
-    A save gives that name last, and removing one takes it first.
-    """
+    """What has a checkpoint's name in ``folder``, oldest first; broken, if it is not complete."""
     inside = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in inside if _NAME.fullmatch(path.name)), key=_number)
 
@@ -47,16 +42,11 @@ def _number(path: Path) -> int:
 
 def latest(folder: Path | str) -> Path | None:
     """The newest complete checkpoint in ``folder``; None if there is none."""
-    return next(reversed(checkpoints(Path(folder))), None)
+    return (checkpoints(Path(folder)) or [None])[-1]
 
 
 def resolve(folder: Path) -> Path:
     """The checkpoint that ``folder`` is, or the newest that it holds; a CheckpointError if there is none."""
-    if folder.is_file():
-        raise CheckpointError(
-            f"{folder}: is a file; expected a folder of checkpoints, or a checkpoint: "
-            f"a folder with a {MANIFEST}"
-        )
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
         raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
@@ -64,11 +54,7 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder in which the next checkpoint is written, and remove what broken saves have left.
-
-    Raises:
-        OSError: if there cannot be one.
-    """
+    """Make the folder in which the next checkpoint is written, and remove what broken saves have left."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -80,11 +66,7 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder.
-
-    Raises:
-        OSError: if that cannot be done; then it is not complete.
-    """
+    """Complete a checkpoint, whose other files are all on disk, by one rename; returns its folder."""
     path = partial.with_name(partial.name.split(".")[1])
     (partial / MANIFEST).write_text(manifest, encoding="utf-8")
     sync(partial / MANIFEST)
@@ -105,18 +87,14 @@ def sync(path: Path) -> None:
 
 
 def thin(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest; each leaves its name first, whole.
-
-    Of a link the name goes alone.  What cannot be removed is logged: the new checkpoint is there.
-    """
+    """Remove all checkpoints but the ``keep`` newest; each leaves its name first, whole."""
     for path in checkpoints(folder)[:-keep]:
         try:
             gone = path.rename(path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial"))
             sync(folder)
+            remove(gone)
         except OSError as error:
             _log.warning("%s: older than the %d to be kept, and stays: %s", path, keep, error.strerror)
-        else:
-            remove(gone)
 
 
 def remove(path: Path) -> None:
@@ -128,10 +106,6 @@ def remove(path: Path) -> None:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """(bytes, SHA-256 in hex) of a file.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """(bytes, SHA-256 in hex) of a file."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,22 +19,15 @@ from impl.checkpoint.resharding import Parts, write_tensors
 def consolidated(folder: Path | str) -> dict[str, Any]:
     """The unsharded model's state dict out of a checkpoint, or out of the newest in a folder of them.
 
-    ``load_state_dict(strict=True)`` takes it: fp32 parameters, tied ones under all their names, buffers and
-    extra states.  What is missing, foreign, of another version, cut short or altered is a CheckpointError.
+    Parameters are fp32, tied ones under all their names.  A CheckpointError says what cannot be read.
     """
     return dict(_entries(folder, torch.float32))
 
 
 def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
-    """Write the unsharded model's state as one safetensors file, tied parameters under all their names.
+    """Write the same, parameters in ``dtype``, as one safetensors file, which must not be there yet.
 
-    ``Zero.load_full_state_dict(safetensors.torch.load_file(path))`` takes it.  Its bytes are held in host
-    memory until they are written.  Extra states of modules that are no tensors are left out.
-
-    Args:
-        folder: as :func:`consolidated` takes it.
-        path: of the file, which must not be there.
-        dtype: of the parameters; buffers keep theirs.
+    Extra states that are no tensors are left out.  The host holds all bytes until they are written.
 
     Raises:
         CheckpointError: if the checkpoint cannot be read, or the file not be written.

@@ -1,8 +1,5 @@
-"""Values of checkpoints in JSON without loss.
-
-JSON has no tuples and no tensors; they become objects of one key, ``{"__tuple__": [...]}`` and, of a tensor
-without dimensions, ``{"__number__": ["float32", 3.0]}``.  Nothing else is guessed or pickled: what has no
-such form is refused by its place.
+"""Values of checkpoints in JSON without loss: tuples become ``{"__tuple__": [...]}``, and tensors without
+dimensions ``{"__number__": ["float32", 3.0]}``.  Nothing else is guessed or pickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint: what it says, and how its text is written and read.
-
-Pure: no torch.  docs/guide/checkpoints.md describes the files byte by byte.
-"""
+"""The manifest of a checkpoint, which docs/guide/checkpoints.md describes.  No torch."""
 
 from __future__ import annotations
 
@@ -21,22 +18,18 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds, and where."""
+    """What a checkpoint holds, and where: the keys of docs/guide/checkpoints.md."""
 
     writer: str
-    step: int  # optimizer steps before it
-    micro_batch: int  # backward passes since ``step``; with a loss scale, of steps that were skipped
+    step: int
+    micro_batch: int
     topology: str
-    of: dict[str, str]  # what the state of codecs, which only an equal run can take over, belongs to
-    # Entries of the state dict in order: of a ``parameter`` its own name, of which tied ones share one, and
-    # ``shape``; of a ``buffer`` its type, and ``shape``; the ``extra`` state of a module.
+    of: dict[str, str]
     state: dict[str, dict[str, Any]]
-    # Each one's class (``kind``), and of each of its ``parameters`` the ``options``, and the ``numbers`` of
-    # its state, None before its first step.
     optimizers: list[dict[str, Any]]
-    loss_scale: dict[str, Any] | None  # its ``setting``, and the state that a resumed run goes on with
-    extra: Any  # the caller's
-    files: list[tuple[int, str]]  # (bytes, SHA-256) of each rank's
+    loss_scale: dict[str, Any] | None
+    extra: Any
+    files: list[tuple[int, str]]
 
     @property
     def parameters(self) -> dict[str, list[int]]:
@@ -80,8 +73,6 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in folder ``path``; refuses what is none, or is altered."""
     file = path / MANIFEST
     try:
-        if file.exists() and not file.is_file():  # to open a pipe would wait for a writer
-            raise CheckpointError(f"{file}: not a regular file")
         held = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None

@@ -1,8 +1,8 @@
 """Optimizer states in checkpoints: saved and restored by parameter name instead of by shard.
 
-A master is the part of a shard that belongs to one optimizer group.  What an optimizer keeps for each of its
-elements is cut into ranges of parameters; options and numbers (Adam's ``step``) belong to every parameter of
-the master.  So another layout, whose masters join other parameters, can be given the state again.
+What an optimizer keeps for each element of a master is cut into ranges of parameters; options and numbers
+(Adam's ``step``) belong to every parameter of the master.  So another layout, whose masters join other
+parameters, can be given the state again.
 """
 
 from __future__ import annotations
@@ -42,46 +42,37 @@ class SavedMasters:
         for unit in units:
             geometry = unit.geometry
             spans = geometry.spans(rank) if geometry.trainable else ()
-            for (_, master), (group, start, end) in zip(unit.master_shard.masters, spans, strict=True):
-                specs = [slot.spec for slot in geometry.slots if slot.spec.group == group]
-                held, saved = (
-                    list(ranges(geometry, rank, (start, end), saved=part)) for part in (False, True)
-                )
-                self._owned[id(master)] = Owned([one.name for one in specs if one.numel], held, saved)
-        seen: set[int] = set()
+            for (_, master), (group, *span) in zip(unit.master_shard.masters, spans, strict=True):
+                specs = [slot.spec for slot in geometry.slots if slot.spec.group == group and slot.spec.numel]
+                held, saved = ([*ranges(geometry, rank, span, saved=part)] for part in (False, True))
+                self._owned[id(master)] = Owned([one.name for one in specs], held, saved)
+        free = set(self._owned)
         for number, optimizer in enumerate(optimizers):
             for one in map(id, _masters(optimizer)):
-                if (twice := one in seen) or one not in self._owned:
-                    why = "a master that is held twice" if twice else "what is no master of this engine"
-                    raise CheckpointError(f"optimizer {number} holds {why}: build it of Zero.param_groups()")
-                seen.add(one)
+                if one not in free:
+                    why = "twice a master of this" if one in self._owned else "what is no master of this"
+                    raise CheckpointError(
+                        f"optimizer {number} holds {why} engine: build it of Zero.param_groups()"
+                    )
+                free.remove(one)
+
+    def _names(self, masters: Sequence[Tensor]) -> list[str]:
+        return [name for master in masters for name in self._owned[id(master)].names]
 
     def described(self) -> list[dict[str, Any]]:
-        """What the manifest says of optimizers; the same on all ranks.
-
-        Raises:
-            CheckpointError: for state or options that are neither by element nor plain values.
-        """
-        return [self._described(number, one) for number, one in enumerate(self._optimizers)]
-
-    def _described(self, number: int, optimizer: Optimizer) -> dict[str, Any]:
-        parameters: dict[str, dict[str, Any]] = {}
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            written = to_json(options, f"optimizer {number}: options")
-            for master in group["params"]:
-                numbers: dict[str, Any] = {}
-                for key, value in optimizer.state.get(master, {}).items():
-                    if not _by_element(value):
-                        numbers[key] = to_json(value, f"optimizer {number}: {key!r}")
-                    elif value.numel() != master.numel():
-                        raise CheckpointError(
-                            f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
-                            f"{master.numel()}: it is not of each element, and cannot be cut"
-                        )
-                one = {"options": written, "numbers": numbers if optimizer.state.get(master) else None}
-                parameters |= dict.fromkeys(self._owned[id(master)].names, one)
-        return {"kind": type(optimizer).__name__, "parameters": parameters}
+        """What the manifest says of optimizers, the same on all ranks; refuses what JSON has not."""
+        said = []
+        for number, optimizer in enumerate(self._optimizers):
+            parameters: dict[str, dict[str, Any]] = {}
+            for group in optimizer.param_groups:
+                options = {key: value for key, value in group.items() if key != "params"}
+                written = to_json(options, f"optimizer {number}: options")
+                for master in group["params"]:
+                    state = optimizer.state.get(master)
+                    one = {"options": written, "numbers": _numbers(state, master, number) if state else None}
+                    parameters |= dict.fromkeys(self._owned[id(master)].names, one)
+            said.append({"kind": type(optimizer).__name__, "parameters": parameters})
+        return said
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank saves: each range of each state by element, (n,)."""
@@ -99,8 +90,7 @@ class SavedMasters:
             kind, held = type(optimizer).__name__, one["parameters"]
             if kind != one["kind"]:
                 raise CheckpointError(f"optimizer {number} is {kind}, it holds the state of {one['kind']}")
-            names = [name for master in _masters(optimizer) for name in self._owned[id(master)].names]
-            check_names(names, held, f"parameters of optimizer {number}")
+            check_names(self._names(_masters(optimizer)), held, f"parameters of optimizer {number}")
             for group in optimizer.param_groups:
                 self._shared(held, group["params"], "options")
                 for master in group["params"]:
@@ -108,18 +98,14 @@ class SavedMasters:
 
     def _shared(self, held: dict[str, Any], masters: Sequence[Tensor], what: str) -> Any:
         """The saved options, or numbers, that all parameters of some masters must share; None of none."""
-        names = [name for master in masters for name in self._owned[id(master)].names]
+        names = self._names(masters)
         for name in names:
             if held[name][what] != held[names[0]][what]:
                 raise CheckpointError(f"{names[0]!r} and {name!r} share {what} here, but not in it")
         return from_json(held[names[0]][what]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
-        """Take over state that :meth:`check` let pass.
-
-        Raises:
-            CheckpointError: if a file cannot be read.
-        """
+        """Take over state that :meth:`check` let pass."""
         for number, (optimizer, one) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters, prefix = _masters(optimizer), f"optimizer{number}."
@@ -127,7 +113,7 @@ class SavedMasters:
                 if (numbers := self._shared(one["parameters"], [master], "numbers")) is not None:
                     names, held, _ = self._owned[id(master)]
                     state[index] = numbers
-                    for kind in sorted(kind for kind in parts.kinds[names[0]] if kind.startswith(prefix)):
+                    for kind in sorted(one for one in parts.ranges[names[0]] if one.startswith(prefix)):
                         dtype = parts.read(kind, names[0], 0, 0).dtype
                         empty = torch.zeros(master.numel(), dtype=dtype)  # of its padding it stays so
                         state[index][kind.removeprefix(prefix)] = parts.fill(empty, kind, held)
@@ -145,6 +131,18 @@ class SavedMasters:
 
 def _masters(optimizer: Optimizer) -> list[Tensor]:
     return [master for group in optimizer.param_groups for master in group["params"]]
+
+
+def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
+    """What ``state`` of a master has that is not of each element, in JSON."""
+    for key, value in state.items():
+        if _by_element(value) and value.numel() != master.numel():
+            raise CheckpointError(
+                f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
+                f"{master.numel()}: it is not of each element, and cannot be cut"
+            )
+    plain = {key: value for key, value in state.items() if not _by_element(value)}
+    return {key: to_json(value, f"optimizer {number}: {key!r}") for key, value in plain.items()}
 
 
 def _by_element(value: object) -> bool:

@@ -1,16 +1,14 @@
 """Ranks' files, and resharding: reading any range of a saved layout for another one.
 
 The unit of saving is a *range*: elements [start, end) of one parameter, flattened, called
-``KIND/NAME@START`` in its file.  Ranges know nothing of units, blocks, shards or ranks, so a checkpoint is
-loaded onto another world size, stage, group or block size: each rank asks for the ranges that it holds,
-wherever other ranks saved their elements.  Files are safetensors (https://huggingface.co/docs/safetensors),
-written and read by the format's own library.
+``KIND/NAME@START`` in its file.  Ranges know nothing of units, shards or ranks: each rank of another layout
+asks for those that it holds, wherever they were saved.  Files are safetensors, by the format's own library.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from impl.checkpoint.commit import CheckpointError, digest_of, sync
 from impl.checkpoint.manifest import Manifest, file_name
+from impl.errors import raised
 from impl.plan.shard_layout import UnitGeometry
 
 
@@ -36,9 +35,9 @@ class Range(NamedTuple):
 
 
 def ranges(
-    geometry: UnitGeometry, rank: int, span: tuple[int, int] | None = None, *, saved: bool = False
+    geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """What elements [start, end) of a shard hold, by default all; padding is nobody's.
+    """What the ``span`` (start, end) of a shard holds, by default all; padding is nobody's.
 
     Of groups that hold copies of one another each saves a part, so nothing is ``saved`` twice.
     """
@@ -57,9 +56,6 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
     """Write and sync a file; returns its bytes, and their SHA-256 in hex.
 
     Each tensor is asked for once, and may go then: the host has a copy of all until they are written.
-
-    Raises:
-        CheckpointError: for a type that such files do not have, or if it cannot be written.
     """
     from safetensors import SafetensorError  # machines that keep no checkpoint may lack it
     from safetensors.torch import save_file
@@ -67,20 +63,14 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
     held = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
     try:
         save_file(held, path, {"format": "pt"})  # by which other readers know torch's tensors
-    except KeyError as error:
-        name = next(name for name, tensor in held.items() if tensor.dtype == error.args[0])
-        raise CheckpointError(f"{name}: type {error.args[0]} has no name in safetensors files") from None
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+    except (SafetensorError, KeyError) as error:  # or a type that such files do not have
+        raise CheckpointError(f"{path}: {raised(error)}") from None
     sync(path)
     return digest_of(path)
 
 
 class Parts:
     """The files of a checkpoint in folder ``path``, to be read by ranges of parameters.
-
-    Attributes:
-        kinds: of each parameter, what was saved of its elements.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -90,8 +80,8 @@ class Parts:
         from safetensors import SafetensorError, safe_open
 
         self.path, self.manifest = path, manifest
-        self.kinds = defaultdict[str, set[str]](set)
-        self._starts = defaultdict[tuple[str, str], list[tuple[int, int]]](list)  # and files
+        # Of each parameter, by kind: where ranges start, and the numbers of their files.
+        self.ranges = defaultdict[str, dict[str, list[tuple[int, int]]]](dict)
         names = [path / file_name(number) for number in range(len(manifest.files))]
         try:
             self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
@@ -102,30 +92,22 @@ class Parts:
                 kind, _, rest = key.partition("/")
                 name, at, start = rest.rpartition("@")
                 if at and (kind == "weight" or kind.startswith("optimizer")):
-                    self.kinds[name].add(kind)
-                    self._starts[kind, name].append((int(start), number))
+                    self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """(end - start,) elements of a parameter, in memory of their own.
-
-        Raises:
-            CheckpointError: if some of them were not saved.
-        """
+        """(end - start,) elements of a parameter, in memory of their own, if all of them were saved."""
         parts = []
-        for low, number in sorted(self._starts[kind, name]):
+        for low, number in sorted(self.ranges[name].get(kind, [])):
             values = self._files[number].get_tensor(f"{kind}/{name}@{low}")  # maps its pages alone
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (held := sum(map(len, parts))) != end - start:
-            lacking = f"has {held} of elements {start} to {end} of {kind} of {name!r}"
-            raise CheckpointError(f"{self.path}: {lacking}")
+            raise CheckpointError(
+                f"{self.path}: has {held} of elements {start} to {end} of {kind} of {name!r}"
+            )
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, held: Iterable[Range]) -> Tensor:
-        """``whole``, a shard or a master (n,), with what it holds as it was saved.
-
-        Raises:
-            CheckpointError: as :meth:`read`.
-        """
+        """``whole``, a shard or a master (n,), with what it holds as it was saved."""
         for one in held:
             whole[one.here] = self.read(kind, one.name, one.start, one.end)
         return whole

@@ -1,9 +1,8 @@
 """Checkpoints: saved by all ranks, loaded by any number of them under any policy.
 
-Each rank writes the ranges of parameters that it alone holds into one safetensors file; rank 0 adds the
-manifest, and one rename completes the checkpoint (:mod:`impl.checkpoint.commit`).  Another layout reads what
-it holds out of those ranges (:mod:`impl.checkpoint.resharding`).  Whatever a rank cannot do, none does
-(:func:`together`).  docs/guide/checkpoints.md says what is promised.
+Each rank writes the ranges of parameters that it alone holds into one file; rank 0 adds the manifest, and one
+rename completes the checkpoint.  Whatever a rank cannot do, none does (:func:`together`).
+docs/guide/checkpoints.md says what is promised.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,11 +34,7 @@ from impl.unit.unit import WholeValues
 from impl.zero import Zero
 
 MESSAGE_BYTES: Final = 1024  # of each rank: a result in JSON, or "!" and an error's line, which may be cut
-_CARRIED = {
-    "errors that gradient codecs carried": "feedback",
-    "copies that differences of weights begin with": "differences",
-    "codecs that a budget chose": "budget",
-}
+_T = TypeVar("_T")
 
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 
@@ -52,16 +47,19 @@ class Loaded(NamedTuple):
     dropped: tuple[str, ...]  # a line each: what this run could not, or was not asked to, take over
 
 
-def together(wire: Wire, attempt: Callable[[], Any], unlike: str | None = None) -> list[Any]:
-    """Run ``attempt`` on this rank, and return what it returned on each; all ranks must call it.
+def together(
+    wire: Wire, attempt: Callable[[], tuple[_T, Any]], unlike: str | None = None
+) -> tuple[_T, list[Any]]:
+    """Run ``attempt`` on all ranks, which must call this; returns its result, and what each one told.
 
-    A rank that raised alone would leave the others waiting in their next exchange, so all tell each other how
-    it went, in one all-gather of small messages, before any goes on.  It returns something short that JSON
-    has.  If it raises on any rank, all raise a CheckpointError: the first rank's, with its number where not
-    all say the same.  So they do, in the words ``unlike``, if a rank returns something else than rank 0.
+    ``attempt`` returns both; what is told is something short that JSON has.  If it raises on any rank, all
+    raise a CheckpointError, for none may be left waiting: the first rank's, with its number where not all say
+    the same; or, in the words ``unlike``, if a rank tells something else than rank 0.
     """
+    failure, result = None, None
     try:
-        failure, outcome = None, json.dumps(attempt())
+        result, told = attempt()
+        outcome = json.dumps(told)
     except Exception as error:
         failure, outcome = error, "!" + _line(error)
     data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
@@ -75,13 +73,12 @@ def together(wire: Wire, attempt: Callable[[], Any], unlike: str | None = None) 
     others = [rank for rank, words in enumerate(outcomes) if words != outcomes[0]]
     if unlike and others:
         raise CheckpointError(f"rank {others[0]} {unlike}")
-    return [json.loads(words) for words in outcomes]
+    return result, [json.loads(words) for words in outcomes]  # type: ignore[return-value]  # no rank raised
 
 
 def _line(error: Exception) -> str:
-    """One line that says what went wrong."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) if isinstance(error, CheckpointError | ZeroError) else raised(error)
 
 
@@ -95,16 +92,9 @@ def save(
 ) -> Path:
     """Save the model, its optimizers and all that a resumed run needs; all ranks call it, between steps.
 
-    Args:
-        folder: of the run's checkpoints, on a disk that all ranks share; this one becomes
-            ``checkpoint-NNNNNN`` in it, one further than the newest.
-        zero: the engine.
-        optimizers: over its masters.
-        extra: the caller's, the same on all ranks: None, numbers, texts, lists, tuples and dicts of them.
-        keep: checkpoints to keep, the newest ones; None for all.
-
-    Returns:
-        The checkpoint's folder.
+    It becomes ``checkpoint-NNNNNN``, which is returned, in ``folder``, on a disk that all ranks share; the
+    ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
+    texts, lists, tuples and dicts of them.
 
     Raises:
         CheckpointError: on all ranks, if this fails on any; what was complete before stays.
@@ -112,11 +102,8 @@ def save(
     folder, wire = Path(folder), zero.wire
     rank = wire.mesh.rank
     zero.buffers.make_equal()
-    manifest: Manifest
-    masters: SavedMasters
 
-    def describe() -> str:
-        nonlocal manifest, masters
+    def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
         zero.hooks.check_finished("save()")
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
@@ -125,30 +112,43 @@ def save(
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
-        masters = SavedMasters(zero.units, rank, optimizers)
-        manifest = _manifest(zero, masters, extra)
+        masters, setting = SavedMasters(zero.units, rank, optimizers), zero.policy.loss_scale
+        manifest = Manifest(
+            writer=f"zeropp {__version__}, torch {torch.__version__}",
+            step=zero.clock.step,
+            micro_batch=zero.clock.micro_batch,
+            topology=str(wire.mesh.topology),
+            of=_identity(zero),
+            state=to_json(_entries(zero), "state"),
+            optimizers=masters.described(),
+            loss_scale=None if setting is None else {"setting": repr(setting), **zero.scaler.state_dict()},
+            extra=to_json(extra, "extra"),
+            files=[],
+        )
         # Extra states of modules are rank 0's, as buffers that are no numbers are.
-        return digest(asdict(replace(manifest, state={})))
+        return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
-    def complete() -> str:
+    def complete() -> tuple[None, str]:
         if rank:
-            return ""
+            return None, ""
         path = disk.commit(partial, replace(manifest, files=files).text())
         if keep is not None:
             disk.thin(folder, keep)
-        return path.name
+        return None, path.name
 
-    options = "another extra, or options of optimizers,"
-    together(wire, describe, f"would save {options} than rank 0: make them equal")
-    partial = folder / together(wire, lambda: disk.begin(folder).name if rank == 0 else "")[0]
+    unlike = "would save another extra, or options of optimizers, than rank 0: make them equal"
+    (manifest, masters), _ = together(wire, describe, unlike)
+    _, (begun, *_) = together(wire, lambda: (None, disk.begin(folder).name if rank == 0 else ""))
+    partial = folder / begun
     try:
-        files = together(wire, lambda: write_tensors(partial / file_name(rank), _tensors(zero, masters)))
-        name: str = together(wire, complete)[0]
+        file = partial / file_name(rank)
+        _, files = together(wire, lambda: (None, write_tensors(file, _tensors(zero, masters))))
+        _, (name, *_) = together(wire, complete)
     except CheckpointError:
         if rank == 0 and partial.exists():
             disk.remove(partial)
         raise
-    return folder / name
+    return folder / str(name)
 
 
 def _identity(zero: Zero) -> dict[str, str]:
@@ -168,24 +168,6 @@ def _identity(zero: Zero) -> dict[str, str]:
         "seed": str(zero.clock.seed),
         "layout": hashlib.sha256(repr([unit.geometry for unit in zero.units]).encode()).hexdigest()[:16],
     }
-
-
-def _manifest(zero: Zero, masters: SavedMasters, extra: Any) -> Manifest:
-    scale, setting = None, zero.policy.loss_scale
-    if setting is not None:
-        scale = {"setting": repr(setting), **zero.scaler.state_dict()}
-    return Manifest(
-        writer=f"zeropp {__version__}, torch {torch.__version__}",
-        step=zero.clock.step,
-        micro_batch=zero.clock.micro_batch,
-        topology=str(zero.wire.mesh.topology),
-        of=_identity(zero),
-        state=to_json(_entries(zero), "state"),
-        optimizers=masters.described(),
-        loss_scale=scale,
-        extra=to_json(extra, "extra"),
-        files=[],
-    )
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
@@ -230,13 +212,8 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
 def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -> Loaded:
     """Take over a checkpoint, written by any number of ranks under any policy; all ranks call it.
 
-    On the same topology and policy the run goes on bit for bit; otherwise weights, buffers and the state
-    of optimizers are equal by name, and the result says what could not be taken over.
-
-    Args:
-        folder: a checkpoint, or a folder of them, of which the newest is taken.
-        zero: the engine, of the same model.
-        optimizers: as they were saved; without any, the checkpoint's are left.
+    ``folder`` is one, or holds some, of which the newest is taken; ``optimizers`` are as they were saved, or
+    none.  On the same topology and policy the run goes on bit for bit; else the result says what was dropped.
 
     Raises:
         CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
@@ -244,12 +221,8 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     """
     wire = zero.wire
     rank, world = wire.mesh.rank, wire.mesh.topology.world
-    parts: Parts
-    masters: SavedMasters
-    dropped: list[str] = []
 
-    def find() -> str:
-        nonlocal parts, masters
+    def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
         zero.check_hidden("load()")
         path = disk.resolve(Path(folder))
@@ -263,23 +236,23 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
                 masters.check(manifest.optimizers)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        return digest(asdict(manifest))
+        return (parts, masters), digest(asdict(manifest))
 
-    def take() -> None:
+    def take() -> tuple[list[str], None]:
+        dropped = []
         _take_weights(zero, parts)
         if optimizers:
             masters.load(parts.manifest.optimizers, parts)
         elif parts.manifest.optimizers:
-            dropped.append(f"state of {len(parts.manifest.optimizers)} optimizers: not asked for")
-        dropped.extend(_take_run(zero, parts))
+            dropped = [f"state of {len(parts.manifest.optimizers)} optimizers: not asked for"]
+        return [*dropped, *_take_run(zero, parts)], None
 
-    together(wire, find, f"sees another checkpoint than rank 0 in {folder}")
-    together(wire, take)
+    (parts, masters), _ = together(wire, find, f"sees another checkpoint than rank 0 in {folder}")
+    dropped, _ = together(wire, take)
     return Loaded(from_json(parts.manifest.extra), parts.manifest.step, tuple(dropped))
 
 
 def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
-    """Refuse a checkpoint of another model."""
     check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
         if entry != saved[name] and not state.is_extra(name):  # a fresh model's may be of another form
@@ -317,17 +290,18 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         for name, value in _identity(zero).items()
         if manifest.of.get(name, "none") != value  # one from before there was such a name has none
     ]
-    if not differ:
+    if differ:
+        lost = [
+            one for one in ("feedback", "differences", "budget") if manifest.of.get(one, "none") != "none"
+        ]
+        yield from (f"state of {one}: {differ[0]}" for one in lost)
+        if holding_codes:
+            yield f"codes of frozen weights, which were encoded again: {differ[0]}"
+    else:
         zero.load_communication_state(parts.tensors(mesh.rank, "codecs"))
         for unit in holding_codes:
             codes = parts.tensors(mesh.rank % unit.geometry.shards, "codes")
             WholeValues(unit).load_codes(codes[unit.geometry.name])
-    else:
-        for what, name in _CARRIED.items():
-            if manifest.of.get(name, "none") != "none":
-                yield f"{what}: {differ[0]}"
-    if differ and holding_codes:
-        yield f"codes of frozen weights, which were encoded again: {differ[0]}"
     if len(manifest.files) != mesh.topology.world:
         yield f"random states of {len(manifest.files)} ranks: here {mesh.topology.world}"
         return

@@ -161,11 +161,11 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
         (
             ["checkpoints", "docs/reference/wire_format.md"],
-            "docs/reference/wire_format.md: is a file; expected a folder of checkpoints, or a ",
+            "docs/reference/wire_format.md: no such folder",
         ),
         (
             ["export", "docs/reference/wire_format.md", "FOLDER/out"],
-            "docs/reference/wire_format.md: is a file; expected a folder of ",
+            "docs/reference/wire_format.md: no such folder",
         ),
         (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),
         (

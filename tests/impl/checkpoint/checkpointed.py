@@ -143,7 +143,7 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = {
         f"{kind}/{name}": parts.read(kind, name, 0, math.prod(shape))
         for name, shape in manifest.parameters.items()
-        for kind in parts.kinds[name]
+        for kind in parts.ranges[name]
     }
     numbers = {f"{index}": one for index, one in enumerate(manifest.optimizers)}
     return tensors | parts.tensors(0, "buffer"), numbers

@@ -21,17 +21,19 @@ WORLD = Topology(1, 3)
 def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
     wire = Wire(mesh)
 
-    def attempt() -> int:
+    def attempt() -> tuple[None, int]:
         if mesh.rank in errors:
             raise errors[mesh.rank]
-        return mesh.rank * 2
+        return None, mesh.rank * 2
 
     try:
-        return together(wire, attempt)
+        return together(wire, attempt)[1]
     except CheckpointError as error:
         return str(error)
     finally:
-        assert together(wire, lambda: None) == [None] * mesh.topology.world  # all are still in step
+        assert (
+            together(wire, lambda: (None, None))[1] == [None] * mesh.topology.world
+        )  # all are still in step
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_what_is_left_is_said(tmp_path: Path) -> None:
     (dropped,) = set(on_threads(Topology(1, 2), _passed_on, tmp_path, other, NET, True))
     assert dropped == (
         "loss scale LossScale(initial=8.0, window=1000, least=1.0): here None",
-        "errors that gradient codecs carried: it was saved with topology 2x2, here 1x2",
+        "state of feedback: it was saved with topology 2x2, here 1x2",
         "random states of 4 ranks: here 2",
     )
 

@@ -72,7 +72,7 @@ class Fewer(Net):
         (model(Fewer), torch.optim.AdamW, 1,
          r"'scale' is {'buffer': 'float32', 'shape': \[\]} in it, {.*\[1\]} in"),
         (NET, torch.optim.Adagrad, 1, "optimizer 0 is Adagrad, it holds the state of AdamW"),
-        (NET, torch.optim.AdamW, 2, "optimizer 1 holds a master that is held twice"),
+        (NET, torch.optim.AdamW, 2, "optimizer 1 holds twice a master of this engine"),
     ],
     ids=["shape", "names", "buffer", "kind", "twice"],
 )  # fmt: skip
