@@ -37,9 +37,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let ``module.name(...)`` be a forward pass of ``module``, as a call of it is; as FSDP2's function does.
 
-    For entry points beside ``forward``: ``model.encode(x)``, ``model.loss(x, y)``.  They may call one
-    another, and ``forward`` may call them.  Register after :func:`impl.zero.shard`, on all ranks; ``module``
-    is a sharded model, or one of its blocks.
+    Such entry points may call one another, and ``forward`` may call them.  Register after
+    :func:`impl.zero.shard`, on all ranks; ``module`` is a sharded model, or one of its blocks.
 
     Raises:
         ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.

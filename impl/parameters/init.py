@@ -1,11 +1,7 @@
 """Init: constructs models that are larger than one rank's memory, block by block.
 
-Inside :class:`Init` every block is cut as soon as its constructor returns, so that no rank ever holds more
-than its slices and the block that is being made::
-
-    with Init(mesh=mesh, policy=policy, blocks=Block):
-        model = Model()
-    zero = shard(model, mesh=mesh, policy=policy)
+Every block is cut as soon as its constructor returns, so that no rank ever holds more than its slices and the
+block that is being made.
 """
 
 from __future__ import annotations
@@ -38,22 +34,19 @@ class Init:
     the outermost constructor returns.  After the context a use of them is an error, except under
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
-    Each rank keeps its slice of its own values, so all ranks must draw the same random numbers.
-
     Args:
-        mesh: the ranks.
+        mesh: the ranks, which must draw the same random numbers.
         policy: that the model will be sharded with; another one costs messages when it is.
         blocks: classes of the model's blocks, or a function that says whether a class is one: each block is
             cut as a whole.  What is in no block is cut when the constructor of its module returns.
         wire: what sends; a plain one by default.
-        remote_device: where constructors make their parameters, and where slices stay until the model is
-            sharded; the mesh's device by default.  On "meta" nothing is made before ``shard``.
+        remote_device: where values are made and slices stay; the mesh's by default, "meta" makes none.
         enabled: False does nothing at all.
         whole_below: parameters outside blocks of fewer elements stay whole until the model is sharded.
         seed: of torch's random numbers inside the context; those outside go on as if nothing was drawn.
 
     Raises:
-        ZeroError: on entering inside another one; for parameters that cannot be sharded.
+        ZeroError: on entering inside another one.
         PolicyError: if the policy does not fit the topology.
     """
 
@@ -143,8 +136,8 @@ class Init:
                 self._brought.append(cut)
 
     def _is_block(self, module: nn.Module) -> bool:
-        blocks = self._blocks
-        return isinstance(module, blocks) if isinstance(blocks, type | tuple) else blocks(type(module))
+        kinds = self._blocks
+        return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
         """A parameter is used while it is cut."""
@@ -173,12 +166,14 @@ def give_values(
     """Give a model on the meta device its values, one block at a time, and cut them at once.
 
     Modules come after the modules that they hold, as constructors return: with the same random numbers
-    values are those of a model that was constructed with them.  Parameters and buffers that have values are
-    left alone.  ``blocks`` are cut as a whole; ``initialise`` is as :func:`impl.zero.shard` takes it.
+    values are those of a model that was constructed with them.  What has values is left alone.
 
     Raises:
         ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
     """
+    fresh = {module for module in model.modules() if any(one.is_meta for one in _own(module).values())}
+    if not fresh:
+        return
     init = Init(mesh=mesh, policy=policy)
     done: set[nn.Module] = set()
 
@@ -188,28 +183,15 @@ def give_values(
         for key, child in module.named_children():
             if child not in done:
                 visit(child, f"{name}.{key}" if name else key, inside=inside or block)
-        empty = _on_meta(module)
-        if empty:
-            made = _make_room(module, mesh.device)
-            if initialise is not None:
-                initialise(module)
-            elif callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
-            else:
-                raise ZeroError(
-                    f"{name or 'the model'} ({type(module).__name__}) has {empty[0]!r} on the meta device "
-                    "and no reset_parameters(): give shard() an initialise function"
-                )
-            _check_given(module, name or "the model", made)
-        if block and any(inner in fresh for inner in module.modules()):
+        if module in fresh:
+            _initialise(module, name or "the model", mesh.device, initialise)
+        if block and not fresh.isdisjoint(module.modules()):
             init.cut(module, recurse=True)
-        elif empty and not inside:
+        elif module in fresh and not inside:
             init.cut(module, recurse=False)
 
-    fresh = {module for module in model.modules() if _on_meta(module)}
-    if fresh:
-        with init:
-            visit(model, "", inside=False)
+    with init:
+        visit(model, "", inside=False)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -217,48 +199,51 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
     return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
-def _on_meta(module: nn.Module) -> list[str]:
-    """Names of those of its own that have no values."""
-    return [name for name, tensor in _own(module).items() if tensor.is_meta]
+def _initialise(
+    module: nn.Module, name: str, device: torch.device, initialise: Callable[[nn.Module], None] | None
+) -> None:
+    """Give the parameters and buffers of its own that have no values some; they stay the same objects.
 
-
-def _make_room(module: nn.Module, device: torch.device) -> dict[str, int]:
-    """Memory for the parameters and buffers of its own that have none; they stay the same objects.
-
-    All its bits are ones: a NaN that no arithmetic makes, or -1, by which :func:`_check_given` knows it.
-    Returns their versions, by name.
+    Until then all bits are ones: a NaN that no arithmetic makes, or -1, by which what is left is known.
     """
+    reset = getattr(module, "reset_parameters", None)
     versions = {}
-    for name, tensor in _own(module).items():
-        if tensor.is_meta:
-            empty: Tensor = torch.empty_like(tensor, device=device)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
-            _bits(tensor).fill_(0xFF)
-            versions[name] = tensor._version  # noqa: SLF001  # of it before it is given values
-    return versions
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """View of its memory as uint8, whose writes do not count as changes of ``tensor``."""
-    return tensor.detach().data.reshape(-1).view(torch.uint8)
-
-
-def _check_given(module: nn.Module, name: str, versions: dict[str, int]) -> None:
-    """Refuse tensors of its own that still hold what :func:`_make_room` left, in whole or in part."""
+    for key, tensor in _own(module).items():
+        if not tensor.is_meta:
+            continue
+        if initialise is None and not callable(reset):
+            raise ZeroError(
+                f"{name} ({type(module).__name__}) has {key!r} on the meta device "
+                "and no reset_parameters(): give shard() an initialise function"
+            )
+        empty: Tensor = torch.empty_like(tensor, device=device)
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, empty)  # type: ignore[no-untyped-call]
+        _bits(tensor).fill_(0xFF)
+        versions[key] = tensor._version  # noqa: SLF001
+    if initialise is not None:
+        initialise(module)
+    elif reset is not None:
+        reset()
     own = _own(module)
     for key, version in versions.items():
         if (tensor := own.get(key)) is None or not tensor.numel():
             continue
         left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
-        untouched = bool(left.any()) if tensor.is_floating_point() else bool(left.all())
-        if untouched and (tensor.is_floating_point() or tensor._version == version):  # noqa: SLF001
+        # Whole numbers may all be -1, if they were written.
+        kept = left.any() if tensor.is_floating_point() else left.all() and tensor._version == version  # noqa: SLF001
+        if kept:
             raise ZeroError(
                 f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
                 f"{int(left.sum())} of {tensor.numel()} elements of {key!r}: write all of them in "
                 "reset_parameters(), or give shard() an initialise function"
             )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View of its memory as uint8, whose writes do not count as changes of ``tensor``."""
+    return tensor.detach().data.reshape(-1).view(torch.uint8)
 
 
 # Which constructors are watched: all of them while any thread is inside an Init, as no class can be asked

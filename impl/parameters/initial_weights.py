@@ -1,9 +1,8 @@
 """Checks, once when a model is sharded, that all ranks start from the same weights.
 
-Each rank trains its own slice of the values it was given, so ranks that drew different ones would train a
-model that nobody made.  What is compared is a sum of each parameter's bits, of all that it was cut from if
-it was cut while it was made; it goes through the store in
-which ranks met, like desync reports, and is in no ledger.  Thread ranks have no store, and are not compared.
+What is compared is a sum of each parameter's bits, of all that it was cut from if it was cut while it was
+made; it goes through the store in which ranks met, and is in no ledger.  Thread ranks have no store, and are
+not compared.
 """
 
 from __future__ import annotations

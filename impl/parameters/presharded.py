@@ -31,16 +31,10 @@ _LARGE: Final = 2**61 - 1
 
 
 class Cut:
-    """Some parameters of which this rank keeps a slice.
+    """Some parameters, by name all trainable or none, of which this rank keeps a slice.
 
-    Args:
-        name: whose they are.
-        parameters: with their values, by name; all trainable, or none.
-        policy: lays them out.
-        mesh: the ranks.
-        wire: gives what gathers them; called when that is needed.
-        on_use: called with the cut and all cuts of an operation when a parameter is used without its
-            values; brings them, or refuses.
+    ``wire`` is called when what gathers them is needed; ``on_use`` with the cut and all cuts of an operation
+    when a parameter is used without its values: it brings them, or refuses.
     """
 
     def __init__(
@@ -92,17 +86,14 @@ class Cut:
         Raises:
             ZeroError: for a parameter whose shape is not what it was.
         """
-        parameters, slots = self.parameters, self.geometry.slots
-        for parameter, slot in zip(parameters, slots, strict=True):
-            if parameter is not None and tuple(parameter.shape) != slot.spec.shape:
+        parameters, values = self.parameters, []
+        for parameter, slot in zip(parameters, self.geometry.slots, strict=True):
+            values.append(torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter)
+            if tuple(values[-1].shape) != slot.spec.shape:
                 raise ZeroError(
                     f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
-                    f"{tuple(parameter.shape)}: replace the parameter instead of its data"
+                    f"{tuple(values[-1].shape)}: replace the parameter instead of its data"
                 )
-        values = [
-            torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter
-            for parameter, slot in zip(parameters, slots, strict=True)
-        ]
         own = sums({str(number): one for number, one in enumerate(parameters) if one is not None})
         for number, value in own.items():
             self.drawn[int(number)] = (31 * self.drawn[int(number)] + value) % _LARGE
@@ -139,7 +130,7 @@ class Cut:
     @property
     def viewed(self) -> bool:
         """Whether somebody holds a view of the whole values."""
-        return any(now > before for now, before in zip(self._counts(), self._uses, strict=True))
+        return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
         """Of each parameter, the tensors that lie in its memory, and handles of it."""
