@@ -205,7 +205,7 @@ def test_together() -> None:
 def test_records_refuse(tmp_path: Path) -> None:
     """Unpaired seconds, other schemas and suites' records are no records of a benchmark."""
     sample = collectives().samples[0].model_dump()
-    with pytest.raises(ValueError, match="2 rounds of seconds beside 1 of the reference"):
+    with pytest.raises(ValueError, match="2 rounds of seconds beside 1 of reference_seconds"):
         Sample(**(sample | {"reference_seconds": [1.0]}))
     with pytest.raises(ValueError, match="2 rounds of seconds beside 1 of first"):
         Sample(**(sample | {"parts": {"first": [1.0]}}))
