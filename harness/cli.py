@@ -102,7 +102,7 @@ Sweeps = Annotated[
     int,
     typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
 ]
-Only = Annotated[str | None, typer.Option("--only", help="Run this trial of the suite alone.", metavar="ID")]
+Only = Annotated[str | None, typer.Option(help="Run this trial of the suite alone.", metavar="ID")]
 Reproduce = Annotated[
     bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
 ]
@@ -117,15 +117,10 @@ RetryFailed = Annotated[
         help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
     ),
 ]
-Report = Annotated[
-    bool,
-    typer.Option("--report/--no-report", help="Draw the report in the end, or leave it to zeropp report."),
-]
+Report = Annotated[bool, typer.Option(help="Draw the report in the end, or leave it to zeropp report.")]
 ClusterFile = Annotated[
     Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
 ]
-
-
 MachineFile = Annotated[
     Path | None,
     typer.Option(
@@ -157,18 +152,19 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
 
     With --machine also the seconds of a step, as modelled from what that machine achieves.
     """
-    _check_form(as_json, as_csv)
     made = None if machine is None else machine_file.read(machine)
     suite = load(file)
     found = forecast(suite.trials, _host(suite))
-    if as_json or as_csv:
-        table = plan_rows.rows(found, made)
-        print(plan_rows.as_json(suite, found, made) if as_json else plan_rows.as_csv(table), end="")
-        raise typer.Exit(SOME_FAILED if any(one.problems for one in found) else OK)
+    impossible = sum(bool(one.problems) for one in found)
+    if as_json and not as_csv:
+        print(plan_rows.as_json(suite, found, made), end="")
+        raise typer.Exit(SOME_FAILED if impossible else OK)
+    if _print_rows(plan_rows.rows(found, made), as_json=as_json, as_csv=as_csv):
+        raise typer.Exit(SOME_FAILED if impossible else OK)
     out = fitted_table.console()
     terminal.forecasts(suite, found, out, made)
     terminal.expected_time(expected(found), out)
-    if impossible := sum(bool(one.problems) for one in found):
+    if impossible:
         out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
         raise typer.Exit(SOME_FAILED)
 
@@ -245,21 +241,20 @@ def run(
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
-    progress = fitted_table.console(stderr=True)
-    fitted_table.say(f"{suite.name}: {suite.question}", progress)
-    count = counted(len(suite.trials), "trial")
-    times = f"{sweeps} sweeps of {count}" if sweeps > 1 else count
-    each = " (each)" if sweeps > 1 else ""
-    fitted_table.say(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.", progress)
+    progress, count = fitted_table.console(stderr=True), counted(len(suite.trials), "trial")
+    times, each = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
+    lines = [f"{suite.name}: {suite.question}"]
+    lines += [f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}."]
     if only is not None:
-        fitted_table.say(f"Of them {only} alone.", progress)
+        lines += [f"Of them {only} alone."]
     if own:
-        fitted_table.say(f"The declared laws of {', '.join(own)} hold.", progress)
+        lines += [f"The declared laws of {', '.join(own)} hold."]
     known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in there))) if there else {}
     if others := len({record.id for record in there} - known.keys()):
         what = f"{counted(others, 'record')} that this suite does not ask for"
-        fitted_table.say(f"This folder also holds {what}; the report draws them too.", progress)
-
+        lines += [f"This folder also holds {what}; the report draws them too."]
+    for line in lines:
+        fitted_table.say(line, progress)
     rest = batches(suite, sweeps, seconds_in(folder))
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
@@ -317,41 +312,34 @@ def show(
     as_csv: Csv = False,
 ) -> None:
     """Print one record, or all records of a suite as a table."""
-    _check_form(as_json, as_csv)
     out = fitted_table.console()
-    if again:
-        path = _record(what, results)
-        if (one := read(path)).run is None:
-            raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
-        print(reproduce.script(one, run_record.read(path.parent, one.run)), end="")
-        return
     if follow:
         _follow(load(Path(what)), results, out)
         return
-    folder = report_command.folder_of(what, results)
-    if folder is not None and bench_record.holds(folder):
+    folder = None if again else report_command.folder_of(what, results)
+    if folder is None:
+        path = _record(what, results)
+        one = read(path)
+        if again and one.run is None:
+            raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
+        if again:
+            print(reproduce.script(one, run_record.read(path.parent, one.run or "")), end="")
+        elif as_json and not as_csv:
+            print(path.read_text(encoding="utf-8"))
+        elif not _print_rows(plan_rows.of_records([one]), as_json=as_json, as_csv=as_csv):
+            terminal.record(one, out, path.parent)
+    elif bench_record.holds(folder):
         from report.bench.page import show as show_bench
 
         show_bench(bench_record.read_all(folder), out)
-    elif folder is not None:
+    else:
         found, broken = readable(folder)
         if not found and not broken:
             raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
-        if found and (as_json or as_csv):
-            _print_rows(plan_rows.of_records(found), as_json=as_json)
-        elif found:
+        if found and not _print_rows(plan_rows.of_records(found), as_json=as_json, as_csv=as_csv):
             terminal.records(found, out, folder)
         if broken:
             raise RecordError(f"{broken[0]}{f' (and {len(broken) - 1} more)' if broken[1:] else ''}")
-    else:
-        path = _record(what, results)
-        one = read(path)
-        if as_csv:
-            _print_rows(plan_rows.of_records([one]), as_json=False)
-        elif as_json:
-            print(path.read_text(encoding="utf-8"))
-        else:
-            terminal.record(one, out, path.parent)
 
 
 @app.command()
@@ -363,12 +351,9 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
     """
     from harness.doctor import compare, examine
 
-    _check_form(as_json, as_csv)
     if file is None:
         facts = examine()
-        if as_json or as_csv:
-            _print_rows([asdict(fact) for fact in facts], as_json=as_json)
-        else:
+        if not _print_rows([asdict(fact) for fact in facts], as_json=as_json, as_csv=as_csv):
             terminal.findings(facts, fitted_table.console())
         return
     suite = load(file)
@@ -382,9 +367,8 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
     with launchers.gathered(place, suite.trials, same_code=False) as nodes:
         assert nodes is not None  # noqa: S101  # there is a place
         compared = compare(nodes.nodes)
-        if as_json or as_csv:
-            _print_rows([asdict(one) | {"differs": one.differs} for one in compared], as_json=as_json)
-        else:
+        table = [asdict(one) | {"differs": one.differs} for one in compared]
+        if not _print_rows(table, as_json=as_json, as_csv=as_csv):
             terminal.compared(compared, fitted_table.console())
         nodes.end(OK)
 
@@ -443,14 +427,15 @@ def export_checkpoint(
     print(out)
 
 
-def _check_form(as_json: bool, as_csv: bool) -> None:
+def _print_rows(table: Sequence[dict[str, Any]], *, as_json: bool, as_csv: bool) -> bool:
+    """Print rows for programs, if that is asked for; returns whether it is."""
     if as_json and as_csv:
         raise Refusal("--json and --csv: expected at most one of them")
-
-
-def _print_rows(rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """Print rows for programs."""
-    print(json.dumps(rows, indent=1) + "\n" if as_json else plan_rows.as_csv(rows), end="")
+    if as_json:
+        print(json.dumps(table, indent=1) + "\n")
+    elif as_csv:
+        print(plan_rows.as_csv(table), end="")
+    return as_json or as_csv
 
 
 def _follow(suite: Suite, results: Path, out: Console) -> None:
@@ -462,13 +447,15 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
         left = [trial.id for trial in batch.trials]
         asked += len(left)
         while left:
-            for identity in [one for one in left if path_of(folder, one).exists()]:
-                record = read(path_of(folder, identity))
-                if not record.settled and record.failure is not None and record.failure.kind == "interrupted":
+            for identity in left.copy():
+                path = path_of(folder, identity)
+                record = read(path) if path.exists() else None
+                failure = None if record is None else record.failure
+                if record is None or (failure is not None and failure.kind == "interrupted"):
                     continue  # it runs again
                 left.remove(identity)
                 done += 1
-                words = "ok" if record.failure is None else f"{record.failure.kind}: {record.failure.message}"
+                words = "ok" if failure is None else f"{failure.kind}: {failure.message}"
                 line = one_line(f"[{done}/{asked}] {identity} {words}")
                 out.print(line, markup=False, highlight=False, soft_wrap=True)
             if left:
@@ -548,7 +535,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
-        status = app(list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        words = sys.argv[1:] if arguments is None else arguments
+        status = app(list(words), prog_name="zeropp", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
     except (SuiteError, RecordError, Refusal, LinkError, bench_record.BenchError, CheckpointError) as error:
@@ -556,27 +544,17 @@ def _main(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:
-        if (words := _no_command(error)) is not None:
-            return _complain(words, REFUSED, sep=" ")
         if not hasattr(error, "format_message"):  # a usage error; its class has moved between versions
             raise
-        return _complain(f"{error.format_message()} (zeropp --help lists what there is)", REFUSED)
+        at = getattr(getattr(error, "ctx", None), "command_path", None) or "zeropp"
+        return _complain(f"{error.format_message()} ({at} --help lists what there is)", REFUSED)
     if status == INTERRUPTED:  # what typer makes of Ctrl-C
         return _complain("interrupted", INTERRUPTED)
     return status if isinstance(status, int) else OK
 
 
-def _no_command(error: Exception) -> str | None:
-    """Which commands a group has that was called without one; None for any other error."""
-    context = getattr(error, "ctx", None)
-    names = getattr(getattr(context, "command", None), "commands", None)
-    if context is None or not names or not str(getattr(error, "message", "")).startswith("Missing command"):
-        return None
-    return f"{context.info_name}: say one of {', '.join(names)}"
-
-
-def _complain(words: str, status: int, *, sep: str = ": ") -> int:
-    line = f"zeropp{sep}{one_line(words)}"
+def _complain(words: str, status: int) -> int:
+    line = f"zeropp: {one_line(words)}"
     if status != REFUSED or speaks(line):
         print(line, file=sys.stderr, flush=True)
     return status

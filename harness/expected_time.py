@@ -14,9 +14,10 @@ from functools import cache
 from typing import Final
 
 from harness.measure import machine
-from harness.plan_rows import ring_egress
 from harness.runs.feasibility import Forecast
+from harness.suites.peers import PEERS
 from harness.suites.trial import Model
+from impl.codecs.codec import ITEM_BYTES
 
 OVERHEAD: Final = 4.5  # seconds of a trial beside its steps, on 2 cores
 _CHECKS: Final = 6  # passes of a micro-batch before and after the steps
@@ -44,7 +45,7 @@ def expected(found: Sequence[Forecast]) -> Expected | str:
     """Estimate how long the trials take one after the other; or say why that cannot be said."""
     if any(one.problems for one in found):
         return "no trial runs" if all(one.problems for one in found) else "some trials cannot run"
-    asked = [one for one in found if not one.beyond_limit and not one.refusal]
+    asked = [one for one in found if one.failure is None]
     if not asked:
         return "no trial runs"
     if any(one.trial.cluster.device != "cpu" or one.trial.cluster.launcher != "local" for one in asked):
@@ -63,8 +64,13 @@ def _trial_seconds(one: Forecast, flops: float) -> float:
         micro_batches = _FORWARD * (1 + trial.generate.tokens / trial.sequence)
     if trial.workload == "rlhf":  # and two frozen models pass over what was decoded
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
-    sent = one.egress if one.egress is not None else ring_egress(one)
-    rate = trial.slowest_mbit
+    sent, rate = one.egress, trial.slowest_mbit
+    if (
+        sent is None and ranks > 1
+    ):  # a peer: two rings of an all-reduce, or of two all-gathers and a reduction
+        peer = PEERS[trial.strategy]
+        rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
+        sent = rings * (one.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]
     wire = sent * 8 / (rate * 1e6) if sent and rate and trial.cluster.nodes > 1 else 0.0
     steps = trial.warmup + trial.steps
     passes = float(_CHECKS + (_ERRORS if trial.measure_quantisation and trial.repeat == 0 else 0))

@@ -15,14 +15,11 @@ from harness.records.summary import summarise
 from harness.runs.feasibility import Forecast
 from harness.runs.predict import predict
 from harness.suites.labels import varying_paths
-from harness.suites.peers import DEEPSPEED, PEERS, quantised, zero_stage
 from harness.suites.repeat_order import BASELINE, setting_of
 from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
-from impl.codecs.codec import ITEM_BYTES
 from impl.plan.step_time import Machine, StepTime
 
-WHOLLY_SHARDED: Final = 3  # stage of ZeRO
 TIMED: Final = (
     "seconds", "low_seconds", "high_seconds", "compute_seconds", "wire_seconds", "exposed_seconds",
     "critical", "tokens_per_second", "tflops", "speed_up", "basis",
@@ -35,7 +32,6 @@ def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict
     Bytes are those of an optimizer step or of one generation.  Keys:
         inter_bytes, intra_bytes: that all ranks send between and inside nodes by our wire; null for peers.
         egress_bytes: that one node sends to the others.
-        ring_egress_bytes: of a peer, the same at most, if its collectives are rings over all ranks.
         wire_seconds: that egress_bytes take at the link's rate; no step is shorter.
         least_seconds: of the trial's steps, untimed ones too, at that; what computing takes is not in it.
         memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
@@ -113,41 +109,13 @@ def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
         "inter_bytes": one.inter,
         "intra_bytes": one.intra,
         "egress_bytes": one.egress,
-        "ring_egress_bytes": ring_egress(one),
         "wire_seconds": seconds,
         "least_seconds": None if seconds is None else seconds * (trial.warmup + trial.steps),
         "memory_bytes": None if memory is None else sum(on_device(memory).values()),
         "host_bytes": None if memory is None else sum(on_host(memory).values()),
         "runs_here": not one.problems,
-        "why": "; ".join(one.problems) or one.beyond_limit or one.refusal or "",
+        "why": "; ".join(one.reasons),
     }
-
-
-def ring_egress(one: Forecast) -> int | None:
-    """Bytes that one node sends at most in a step of a peer, as rings over all P ranks.
-
-    A ring leaves a node once: ``2 (P - 1) / P`` of the gradients for an all-reduce, ``(P - 1) / P`` of what
-    an all-gather or a reduce-scatter makes or takes.  FSDP2 and DeepSpeed's ZeRO-3 gather each weight in
-    forward and in backward (there not between nodes with hpZ, nor where all are kept) for every
-    micro-batch, and reduce each gradient; what else stays gathered is not reckoned.  None for what is no
-    peer, for DeepSpeed's other stages, and where it quantises.
-    """
-    trial = one.trial
-    peer, topology = PEERS.get(trial.strategy), trial.topology()
-    if peer is None or trial.strategy == "single" or one.parameters is None or trial.workload != "train":
-        return None
-    if peer.family == DEEPSPEED:
-        table = trial.peer_configuration()
-        if zero_stage(table) != WHOLLY_SHARDED or quantised(table):
-            return None
-    if topology.nodes == 1:
-        return 0
-    elements = one.parameters * ITEM_BYTES[peer.wire(trial.peer.compute)]
-    share = (topology.world - 1) / topology.world
-    if peer.family == "ddp":
-        return round(2 * share * elements)
-    gathers = 1 if peer.kept or peer.hpz else 2
-    return round((gathers + 1) * share * elements * trial.accumulation)
 
 
 def as_json(suite: Suite, found: Sequence[Forecast], machine: Machine | None = None) -> str:

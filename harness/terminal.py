@@ -16,9 +16,8 @@ from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.expected_time import Expected
 from harness.fitted_table import Column, numbers, sizes, text
-from harness.plan_rows import timed
+from harness.plan_rows import of_records, rows
 from harness.records.confidence_intervals import FEWEST
-from harness.records.memory_parts import on_device, on_host
 from harness.records.record import Record
 from harness.records.summary import Summary, summarise
 from harness.runs.feasibility import Forecast, gib
@@ -45,11 +44,11 @@ _PLANNED: Final = (
     "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
     "without activations."
 )
-
 _MODELLED: Final = (
     "a modelled step is calibrated where model and batch lie inside what the machine was measured with, else "
     "transferred; speed-up: over ZeRO-3 in the same setting."
 )
+_WHOLE: Final = "--json and --csv have all"
 
 
 def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
@@ -57,45 +56,39 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
 
     On a ``machine`` also what its steps are predicted to take.
     """
-    once = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
-    trials = [one.trial.canonical() for one in once.values()]
-    varying = [path for path in varying_paths(trials) if path != "seed"]
+    cells = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
+    varying = [
+        path for path in varying_paths([one.trial.canonical() for one in cells.values()]) if path != "seed"
+    ]
     come = {path: list(dict.fromkeys(at(one.trial.canonical(), path) for one in found)) for path in varying}
 
-    def place(trial: dict[str, Any]) -> list[int]:
+    def place(one: Forecast) -> list[int]:
         """By what varies, in the order in which the values first came."""
-        return [values.index(at(trial, path)) for path, values in reversed(come.items())]
+        return [values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())]
 
-    rows = sorted(once.values(), key=lambda one: place(one.trial.canonical()))
+    shown = sorted(cells.values(), key=place)
     fitted_table.say(f"{suite.name}: {suite.question}", out)
-    fitted_table.say(
-        f"{counted(len(found), 'trial')}: {_cells(suite, len(rows))} x {suite.repeats}. "
-        f"Stated time: {suite.time}.",
-        out,
-    )
+    count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
+    fitted_table.say(f"{count}. Stated time: {suite.time}.", out)
     if suite.merged:
         more = len(suite.merged) - _MOST_CELLS
-        cells = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
-        fitted_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {cells}.", out)
-    other = (str(finding) for one in rows for finding in one.findings if finding.kind != "honoured")
-    peers = dict.fromkeys(one.trial.strategy for one in rows if one.trial.strategy in PEERS)
+        same = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
+        fitted_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.", out)
+    peers = dict.fromkeys(one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
+    other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")
     for line in (*suite.kept, *said, *dict.fromkeys(other)):
         fitted_table.say(line, out)
-    notes = list(dict.fromkeys(why for one in rows for why in _reasons(one)))
-    columns = _planned(rows, varying, notes)
-    if machine is not None:
-        columns[len(varying or [""]) : len(varying or [""])] = _modelled(rows, machine)
-    fitted_table.show(columns, out, whole="--json and --csv have all")
+    notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
+    fitted_table.show(_planned(shown, varying, notes, machine), out, whole=_WHOLE)
     fitted_table.say(_PLANNED, out)
     if machine is not None:
         fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
-    fitted_table.say(padded_in_words(one.padding for one in rows), out)
+    fitted_table.say(padded_in_words(one.padding for one in shown), out)
     for number, why in enumerate(notes, 1):
-        count = sum(why in _reasons(one) for one in rows)
-        what = next((_outcome(one) for one in rows if why in _reasons(one)), "")
-        what = "cannot run here" if what == "no" else what
-        fitted_table.say(f"{number}: {what} ({count} of {len(rows)} cells): {one_line(why)}", out)
+        of_it = [one for one in shown if why in one.reasons]
+        what = "cannot run here" if of_it[0].problems else _outcome(of_it[0])
+        fitted_table.say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}", out)
     fitted_table.say(_too_short(found), out)
 
 
@@ -114,51 +107,49 @@ def _cells(suite: Suite, rows: int) -> str:
     return f"{counted(rows, 'cell')}, {len(suite.cells)} with all their seeds,"
 
 
-def _planned(rows: Sequence[Forecast], varying: Sequence[str], notes: Sequence[str]) -> list[Column]:
+def _planned(
+    shown: Sequence[Forecast], varying: Sequence[str], notes: Sequence[str], machine: Machine | None
+) -> list[Column]:
     """The columns of a plan, the least important of the highest rank."""
-    trials = [one.trial.canonical() for one in rows]
-    marks = [padded(one.padding) for one in rows]
-    memory = [None if one.memory is None else sum(on_device(one.memory).values()) for one in rows]
-    columns = [
-        *(text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]),
-        numbers(
-            "parameters",
-            [one.parameters and one.parameters / 1e6 for one in rows],
-            ",.2f",
-            "M",
-            rank=3,
-            marks=marks,
-        ),
-        sizes("between nodes", [one.inter for one in rows], per="/step"),
-        sizes("inside nodes", [one.intra for one in rows], per="/step", rank=4),
-        sizes("out of a node", [one.egress for one in rows], per="/step", rank=5),
-        numbers("on the wire", [one.wire_seconds for one in rows], ".3f", "s/step", rank=1),
-        sizes("memory/rank", memory, rank=2),
-    ]
-    if any(one.secondary for one in rows):
-        frames, wide = ([one.secondary and one.secondary[way] for one in rows] for way in (0, 1))
-        columns += [sizes("hpZ copy as frames", frames, rank=6), sizes("hpZ copy in 16 bits", wide, rank=7)]
-    if any(_host_bytes(one) for one in rows):
+    table, trials = rows(shown, machine), [one.trial.canonical() for one in shown]
+
+    def column(heading: str, key: str, form: str, unit: str = "", rank: int = 0) -> Column:
+        return numbers(heading, [row[key] for row in table], form, unit, rank=rank)
+
+    def bytes_of(heading: str, key: str, per: str = "", rank: int = 0) -> Column:
+        return sizes(heading, [row[key] for row in table], per=per, rank=rank)
+
+    millions = [one.parameters and one.parameters / 1e6 for one in shown]
+    columns = [text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]]
+    if machine is not None:
         columns += [
-            sizes("on the host", [_host_bytes(one) for one in rows], rank=2),
-            sizes("to and from the host", [one.copied for one in rows], per="/step", rank=3),
+            column("step, modelled", "modelled_seconds", ".3g", "s"),
+            column("speed-up", "modelled_speed_up", ".2f", rank=1),
+            column("tokens", "modelled_tokens_per_second", ",.0f", "/s", 3),
+            column("speed", "modelled_tflops", ".3g", "TFLOPS/rank", 4),
+            column("basis", "modelled_basis", "", rank=2),
         ]
-    return [*columns, Column("runs here", [_runs(one, notes) for one in rows], always=bool(notes))]
-
-
-def _modelled(rows: Sequence[Forecast], machine: Machine) -> list[Column]:
-    """The columns of predicted steps."""
-    table = timed(rows, machine)
-    return [
-        numbers(heading, [row[key] for row in table], form, unit, rank=rank)
-        for heading, key, form, unit, rank in (
-            ("step, modelled", "seconds", ".3g", "s", 0),
-            ("speed-up", "speed_up", ".2f", "", 1),
-            ("tokens", "tokens_per_second", ",.0f", "/s", 3),
-            ("speed", "tflops", ".3g", "TFLOPS/rank", 4),
-            ("basis", "basis", "", "", 2),
-        )
+    columns += [
+        numbers("parameters", millions, ",.2f", "M", rank=3, marks=[padded(one.padding) for one in shown]),
+        bytes_of("between nodes", "inter_bytes", "/step"),
+        bytes_of("inside nodes", "intra_bytes", "/step", 4),
+        bytes_of("out of a node", "egress_bytes", "/step", 5),
+        column("on the wire", "wire_seconds", ".3f", "s/step", 1),
+        bytes_of("memory/rank", "memory_bytes", rank=2),
     ]
+    if any(one.secondary for one in shown):
+        frames, wide = ([one.secondary and one.secondary[way] for one in shown] for way in (0, 1))
+        columns += [sizes("hpZ copy as frames", frames, rank=6), sizes("hpZ copy in 16 bits", wide, rank=7)]
+    if any(row["host_bytes"] for row in table):
+        columns += [
+            bytes_of("on the host", "host_bytes", rank=2),
+            sizes("to and from the host", [one.copied for one in shown], per="/step", rank=3),
+        ]
+    numbered = (", ".join(str(notes.index(why) + 1) for why in one.reasons) for one in shown)
+    runs = [
+        f"{_outcome(one)}: {why}" if why else _outcome(one) for one, why in zip(shown, numbered, strict=True)
+    ]
+    return [*columns, Column("runs here", runs, always=bool(notes))]
 
 
 def _too_short(found: Sequence[Forecast]) -> str:
@@ -180,52 +171,39 @@ def _marks(one: Record, found: Summary) -> str:
     return padded(one.padding) + (f" {INTERFACES}" if found.by_interfaces else "")
 
 
-def _reasons(one: Forecast) -> tuple[str, ...]:
-    """Why a cell cannot run here or, where it can, why it will be a failure on record."""
-    return one.problems or tuple(why for why in (one.beyond_limit, one.refusal) if why)
-
-
 def _outcome(one: Forecast) -> str:
     """What comes of a cell in a word: "yes" if it can run."""
     if one.problems:
         return "no"
-    return "over its limit" if one.beyond_limit else "refused" if one.refusal else "yes"
-
-
-def _runs(one: Forecast, notes: Sequence[str]) -> str:
-    """The last column: "yes", or why not, by number."""
-    numbers = ", ".join(str(notes.index(why) + 1) for why in _reasons(one))
-    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
-
-
-def _host_bytes(one: Forecast) -> int:
-    """Bytes of one rank that are offloaded."""
-    return sum(on_host(one.memory or {}).values())
+    if one.failure is None:
+        return "yes"
+    return "over its limit" if one.failure.kind == "memory" else one.failure.kind
 
 
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
     trials = [record.trial for record in found]
     varying = [path for path in varying_paths(trials) if path != "strategy"]
-    measured = [summarise(record) for record in found]
-    sweeps = [str(record.sweep) for record in found]
-    several = [text("sweep", sweeps, rank=2)] if any(record.sweep for record in found) else []
+    table, measured = of_records(found), [summarise(record) for record in found]
     marks = [_marks(*both) for both in zip(found, measured, strict=True)]
+
+    def column(heading: str, key: str, form: str, unit: str = "", rank: int = 0) -> Column:
+        return numbers(heading, [row[key] for row in table], form, unit, rank=rank)
 
     columns = [
         Column("id", [record.id for record in found], number=False, always=True, whole=True),
         text("strategy", [in_words(trial.get("strategy")) for trial in trials]),
         *(text(path, [at(trial, path) for trial in trials]) for path in varying),
         text("repeat", [in_words(trial.get("repeat")) for trial in trials], rank=1),
-        *several,
-        numbers("step", (one.seconds for one in measured), ".4f", "s"),
-        numbers("exposed", (one.exposed for one in measured), ".4f", "s", rank=4),
-        sizes("between nodes", [one.sent for one in measured], per="/step", rank=3, marks=marks),
-        numbers("rate", (one.rate for one in measured), ".4g", "Mbit/s", rank=5),
-        numbers("loss", (one.loss for one in measured), ".4f"),
-        text("outcome", ["ok" if one.failure is None else one.failure.kind for one in found]),
+        *([column("sweep", "sweep", "d", rank=2)] if any(record.sweep for record in found) else []),
+        column("step", "step_seconds", ".4f", "s"),
+        column("exposed", "exposed_seconds", ".4f", "s", 4),
+        sizes("between nodes", [row["inter_bytes"] for row in table], per="/step", rank=3, marks=marks),
+        column("rate", "rate_mbit", ".4g", "Mbit/s", 5),
+        column("loss", "loss", ".4f"),
+        text("outcome", [row["outcome"] for row in table]),
     ]
-    fitted_table.show(columns, out, whole="--json and --csv have all")
+    fitted_table.show(columns, out, whole=_WHOLE)
     fitted_table.say(padded_in_words(record.padding for record in found), out)
     fitted_table.say(INTERFACES_IN_WORDS if any(one.by_interfaces for one in measured) else "", out)
     for record in found:
@@ -295,7 +273,7 @@ def compared(found: Sequence[Compared], out: Console) -> None:
         text("what", [row.what for row in found], always=True),
         *(text(f"node {n}", [row.values[n] for row in found], rank=n, always=True) for n in range(count)),
     ]
-    fitted_table.show(columns, out, whole="--json and --csv have all")
+    fitted_table.show(columns, out, whole=_WHOLE)
     differing = [row.what for row in found if row.differs]
     out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
     hosts = len(set(found[0].values))

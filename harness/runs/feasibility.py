@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from harness.cluster.interrupts import cleaning_up
 from harness.errors import LinkError, Refusal
@@ -40,9 +40,12 @@ from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import CodecError
 from impl.deepspeed.recipe import Finding, laid_out
 from impl.plan import memory as held
-from impl.plan.policy import PolicyError
+from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # What a rank's process holds before it has a model: the interpreter, torch and gloo's threads.
 PROCESS_BYTES: Final = 200 << 20
@@ -73,23 +76,25 @@ class Forecast:
     memory: dict[str, int] | None = None  # bytes of one rank, by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
     problems: tuple[str, ...] = ()  # why it cannot run here
-    # how it exceeds its memory limit, so that it will not be run; None if it does not
-    beyond_limit: str | None = None
-    # why a peer's library cannot run it here, so that it will be a refusal on record; else None
-    refusal: str | None = None
+    # as what it will be on record without having run: over its memory limit, or refused by a peer's library
+    failure: Failure | None = None
     # bytes that one rank copies between host and device in one step, both ways; 0 where nothing is offloaded
     copied: int = 0
     # bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps; None where
     # it keeps none
     secondary: tuple[int, int] | None = None
+    findings: tuple[Finding, ...] = ()  # how each key of a DeepSpeed configuration is handled
+    step: Step | None = None  # what a step asks of a machine; None for peers and generation
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it cannot run here or, where it can, why it will be a failure on record."""
+        return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
         """Of its units, as a share of the model's elements; 0 where it has no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
-
-    findings: tuple[Finding, ...] = ()
-    step: Step | None = None  # what a step asks of a machine; None for peers and generation
 
 
 def this_host() -> Host:
@@ -113,26 +118,9 @@ def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
     for trial in trials:
         first = trial.model_copy(update={"repeat": 0, "seed": 0})
         if first.id not in done:
-            done[first.id] = replace(_forecast(first, host, models), findings=findings(first, models))
+            done[first.id] = _forecast(first, host, models)
         forecasts.append(replace(done[first.id], trial=trial))
     return forecasts
-
-
-def findings(trial: Trial, models: Models) -> tuple[Finding, ...]:
-    """How each key of a trial's DeepSpeed configuration is handled on its model; none without one."""
-    policy = trial.resolved_policy()
-    if trial.strategy != RECIPE or policy is None:
-        return ()
-    from impl.zero import ZeroError, plan_units
-
-    found = replace(trial.recipe(), policy=policy)
-    model = build_model(trial.model, trial.sequence, models)
-    if isinstance(model, Refusal):
-        return found.findings
-    try:
-        return laid_out(found, plan_units(model, trial.topology(), policy)).findings
-    except (CodecError, GeometryError, PolicyError, ZeroError):
-        return found.findings
 
 
 def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
@@ -140,6 +128,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
     from harness.workloads.models import check_blocks
     from impl.ops import check_devices
+    from impl.zero import ZeroError
 
     optimizer, policy, cluster = _check_optimizer(trial), trial.resolved_policy(), trial.cluster
     codecs = () if policy is None else policy.own_codecs
@@ -154,64 +143,68 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         count = len(cluster.hosts)
         complaints.append(f"cluster.hosts has {count} names; expected one for each of {cluster.nodes} nodes")
     model = build_model(trial.model, trial.sequence, models)
-    if trial.activation_checkpointing and not isinstance(model, Refusal):
-        complaints.append(_refused(partial(check_blocks, model)))
-    problems = tuple(complaint for complaint in complaints if complaint)
+    found = Forecast(trial, findings=() if trial.strategy != RECIPE else trial.recipe().findings)
     if isinstance(model, Refusal):
-        return Forecast(trial, problems=(*problems, str(model)))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    topology = trial.topology()
-    found = Forecast(trial, parameters)
+        complaints.append(str(model))
+        return replace(found, problems=tuple(filter(None, complaints)))
+    if trial.activation_checkpointing:
+        complaints.append(_refused(partial(check_blocks, model)))
+    problems = tuple(filter(None, complaints))
     state = optimizer if isinstance(optimizer, int) else 0
-    memory: dict[str, int] | None = peer_memory(trial, parameters, topology, state)
+    found = replace(found, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    found = replace(found, memory=peer_memory(trial, found.parameters or 0, state), problems=problems)
     if policy is not None:
-        from harness.strategies.optimizers import with_state
-        from impl.zero import ZeroError, plan_units
-
-        units: Sequence[UnitGeometry | GroupGeometry]
-        copied, secondary, step = 0, None, None
         try:
-            if trial.host is not None:
-                units, (inter, intra) = hosted_bytes(trial, policy, model)
-            else:
-                units = own = plan_units(model, topology, policy)
-                inter, intra = per_node_bytes(policy, topology, own, trial)
-                memory = held.memory(policy, topology, own, micro_batches=trial.accumulation)
-                if isinstance(optimizer, int):
-                    memory = with_state(memory, optimizer)
-                copied = copied_bytes(policy, topology, own, trial)
-                judges = units_of_judges(trial, policy, model) if trial.workload == "rlhf" else []
-                if judges:
-                    more = per_node_bytes(policy, topology, judges, trial, judges=True)
-                    inter, intra = inter + more[0], intra + more[1]
-                    memory = together(memory, held.memory(policy, topology, judges, backward=False))
-                secondary = held.secondary_either_way(policy, topology, [*own, *judges])
-                step = step_asked(trial, own, parameters)
+            found = _planned(found, policy, model, state)
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
-            return replace(found, problems=(*problems, _unfit(trial, error)))
-        rate = trial.slowest_mbit
+            return replace(found, memory=None, problems=(*problems, _unfit(trial, error)))
+    if isinstance(optimizer, str) or found.memory is None:  # nobody knows what its state is
+        return replace(found, memory=None)
+    memory = without_training(found.memory) if trial.workload == "generate" else found.memory
+    failure = None
+    if (why := beyond_limit(trial, memory)) is not None:
+        failure = Failure(kind="memory", message=f"not run: {why}", log=None)
+    elif (why := deepspeed.why_not(trial)) is not None:
+        failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
+    return replace(found, memory=memory, problems=problems + _too_big(trial, host, memory), failure=failure)
+
+
+def _planned(found: Forecast, policy: Policy, model: nn.Module, state: int) -> Forecast:
+    """What a trial of a policy sends and holds; ``state``: bytes of an optimizer's element."""
+    from harness.strategies.optimizers import with_state
+    from impl.zero import plan_units
+
+    trial, topology = found.trial, found.trial.topology()
+    units: Sequence[UnitGeometry | GroupGeometry]
+    if trial.host is not None:
+        units, (inter, intra) = hosted_bytes(trial, policy, model)
+    else:
+        units = own = plan_units(model, topology, policy)
+        inter, intra = per_node_bytes(policy, topology, own, trial)
+        memory = held.memory(policy, topology, own, micro_batches=trial.accumulation)
+        memory = with_state(memory, state)
+        judges = units_of_judges(trial, policy, model) if trial.workload == "rlhf" else []
+        if judges:
+            more = per_node_bytes(policy, topology, judges, trial, judges=True)
+            inter, intra = inter + more[0], intra + more[1]
+            memory = together(memory, held.memory(policy, topology, judges, backward=False))
         found = replace(
             found,
-            padded=sum(unit.padded for unit in units),
-            inter=inter * topology.nodes,
-            intra=intra * topology.nodes,
-            egress=inter,
-            wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
-            copied=copied,
-            secondary=secondary,
-            step=step,
+            memory=memory,
+            copied=copied_bytes(policy, topology, own, trial),
+            secondary=held.secondary_either_way(policy, topology, [*own, *judges]),
+            step=step_asked(trial, own, found.parameters or 0),
         )
-    if isinstance(optimizer, str) or memory is None:  # nobody knows what its state is
-        return replace(found, problems=problems)
-    if trial.workload == "generate":
-        memory = without_training(memory)
-    problems += _too_big(trial, host, memory)
+        if trial.strategy == RECIPE:
+            found = replace(found, findings=laid_out(replace(trial.recipe(), policy=policy), own).findings)
+    rate = trial.slowest_mbit
     return replace(
         found,
-        memory=memory,
-        problems=problems,
-        beyond_limit=beyond_limit(trial, memory),
-        refusal=deepspeed.why_not(trial),
+        padded=sum(unit.padded for unit in units),
+        inter=inter * topology.nodes,
+        intra=intra * topology.nodes,
+        egress=inter,
+        wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
     )
 
 
@@ -227,19 +220,6 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
         return None
     parts = ", ".join(f"{part} {gib(size)}" for part, size in memory.items() if size)
     return f"a rank holds {held:,} bytes ({parts}), memory_limit is {limit:,}"
-
-
-def failures_before(trials: Sequence[Trial], host: Host) -> dict[str, tuple[Failure, int]]:
-    """The failures of trials that need not be run to be known, by id, with their models' parameters."""
-    found: dict[str, tuple[Failure, int]] = {}
-    for one in forecast([trial for trial in trials if trial.memory_limit is not None], host):
-        if one.beyond_limit is not None:
-            why = f"not run: {one.beyond_limit}"
-            found[one.trial.id] = Failure(kind="memory", message=why, log=None), one.parameters or 0
-    for trial in trials:
-        if trial.id not in found and (refused := deepspeed.why_not(trial)) is not None:
-            found[trial.id] = Failure(kind="refused", message=refused, log=None, by=DEEPSPEED), 0
-    return found
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
@@ -321,15 +301,14 @@ def _unfit(trial: Trial, error: Exception) -> str:
     """Why a trial's units cannot be planned; for padding also the key that allows it, and what it is for."""
     if not isinstance(error, PaddingError):
         return str(error)
-    said = f"{error}: policy.max_padding = {error.needed:.2f} in the suite"
-    alone = trial.model_copy(
-        update={"policy": trial.policy.model_copy(update={"align": 1})}
-    ).resolved_policy()
-    if alone is None or alone.grain % trial.policy.align == 0:
+    said, align = f"{error}: policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
+    own = trial.policy.model_copy(update={"align": 1})
+    alone = trial.model_copy(update={"policy": own}).resolved_policy()
+    if alone is None or alone.grain % align == 0:
         return said
     return (
-        f"{said} (it is laid out for policy.align = {trial.policy.align}, the blocks of all policies of its "
-        f"suite; its own are of {alone.grain})"
+        f"{said} (it is laid out for policy.align = {align}, the blocks of all policies of its suite; its "
+        f"own are of {alone.grain})"
     )
 
 
@@ -344,22 +323,22 @@ def _ranks_here(trial: Trial) -> int:
 def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
     """Why the ranks do not fit this machine's memory, or its GPUs'; nothing if they do."""
     ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
+    found, size = [], each + PROCESS_BYTES
+    said = f"{ranks} ranks x {gib(size)} = {gib(ranks * size)} without activations"
     if trial.cluster.device == "cuda":
-        each -= (offloaded := sum(on_host(memory).values()))
-        found = []
+        offloaded = sum(on_host(memory).values())
         shared = -(-ranks // max(1, len(host.gpus))) if trial.cluster.transport == "staged" else 1
-        if host.gpus and shared * each > min(host.gpus):
+        need = shared * (each - offloaded)
+        if host.gpus and need > min(host.gpus):
             whose = "a rank needs" if shared == 1 else f"{shared} ranks that share a GPU need"
-            needs = f"{whose} {gib(shared * each)} without activations"
-            found.append(f"{needs}, a GPU here has {gib(min(host.gpus))}")
-        if offloaded and (need := ranks * (offloaded + PROCESS_BYTES)) > host.memory:
-            found.append(f"{ranks} ranks offload {gib(need)}, this machine has {gib(host.memory)}")
-        return tuple(f"too big for memory: {complaint}" for complaint in found)
-    need = ranks * (each + PROCESS_BYTES)
-    if need <= host.memory:
-        return ()
-    complaint = f"{ranks} ranks x {gib(each + PROCESS_BYTES)} = {gib(need)} without activations"
-    return (f"too big for memory: {complaint}, this machine has {gib(host.memory)}",)
+            found.append(f"{whose} {gib(need)} without activations, a GPU here has {gib(min(host.gpus))}")
+        if not offloaded:
+            return tuple(f"too big for memory: {complaint}" for complaint in found)
+        size = offloaded + PROCESS_BYTES
+        said = f"{ranks} ranks offload {gib(ranks * size)}"
+    if ranks * size > host.memory:
+        found.append(f"{said}, this machine has {gib(host.memory)}")
+    return tuple(f"too big for memory: {complaint}" for complaint in found)
 
 
 def _batch_bytes(trial: Trial) -> int:

@@ -177,7 +177,7 @@ def _by_link(ledgers: Iterable[Mapping[traffic.LedgerKey, traffic.Sent]]) -> tup
     return total["inter"], total["intra"]
 
 
-def peer_memory(trial: Trial, parameters: int, topology: Topology, state: int) -> dict[str, int]:
+def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     """Weights and gradients in fp32 and the optimizer's ``state`` bytes an element, each rank's share of what
     a peer shards: FSDP2 all, DeepSpeed by its stage.
     """
@@ -186,7 +186,7 @@ def peer_memory(trial: Trial, parameters: int, topology: Topology, state: int) -
     stage = zero_stage(trial.peer_configuration()) if family == "deepspeed" else 3 * (family == "fsdp2")
 
     def held(least: int) -> int:
-        return -(-parameters // topology.world) if stage >= least else parameters
+        return -(-parameters // trial.topology().world) if stage >= least else parameters
 
     return {
         "masters": FP32_BYTES * held(3),

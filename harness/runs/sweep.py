@@ -22,21 +22,14 @@ from harness.cluster.node_supervisors import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, provenance
 from harness.records import chained_journal, run_record
-from harness.records.record import Failed, Foreseen, Record, path_of, read, write
+from harness.records.record import Failed, Record, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
-from harness.runs.feasibility import (
-    any_host,
-    failure_after,
-    failures_before,
-    findings,
-    forecast,
-    this_host,
-)
+from harness.runs.feasibility import any_host, failure_after, forecast
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import alone, shared_machine
-from harness.runs.predict import Models, foreseen, predict
+from harness.runs.predict import foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, Cluster, failure_of
 from harness.suites.labels import counted
@@ -224,27 +217,17 @@ class _Sweep:
             told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
             run = provenance.run_of(told if suite.text else None, facts)
             self._run = run_record.write(self.results, run)
-        failures, models = failures_before(missing, this_host()), Models()
-        steps = self._foreseen(missing)
-        for trial in missing:
-            failure, parameters = failures.get(trial.id, (None, 0))
+        for trial, one in zip(missing, forecast(missing, any_host()), strict=True):
+            step = None if self.on is None else predict(trial, one.step, one.egress, self.on)
             self._known[trial.id] = {
                 **self._asked(trial),
                 "order": self._orders[trial.id],
                 "inputs": digests(trial),
-                "findings": list(findings(trial, models)),
-                "failure": failure,
-                "parameters": parameters,
-                "foreseen": steps.get(trial.id),
+                "findings": list(one.findings),
+                "failure": one.failure,
+                "parameters": one.parameters or 0,
+                "foreseen": None if step is None or self.on is None else foreseen(self.on, step),
             }
-
-    def _foreseen(self, trials: Sequence[Trial]) -> dict[str, Foreseen]:
-        """The predicted steps of trials by id, where a machine is known."""
-        if (on := self.on) is None:
-            return {}
-        planned = forecast(trials, any_host())
-        steps = ((one.trial.id, predict(one.trial, one.step, one.egress, on)) for one in planned)
-        return {identity: foreseen(on, step) for identity, step in steps if step is not None}
 
     def run(self, trial: Trial) -> Record:
         """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""

@@ -8,6 +8,7 @@ import pytest
 
 from harness import expected_time
 from harness.expected_time import OVERHEAD, Expected, expected
+from harness.records.record import Failure
 from harness.runs.feasibility import Forecast, any_host, forecast
 from harness.suites.trial import Cluster, Model, Trial
 
@@ -73,4 +74,5 @@ def test_a_core_is_measured_once() -> None:
     assert 4 * OVERHEAD < found.seconds < 4 * OVERHEAD + 60
     assert "an estimate" in str(found)
     assert seconds(model=Model(name="gpt-1.5b")) > found.seconds
-    assert expected([Forecast(trial, 1, refusal="not here") for trial in trials]) == "no trial runs"
+    refused = Failure(kind="refused", message="not here", log=None)
+    assert expected([Forecast(trial, 1, failure=refused) for trial in trials]) == "no trial runs"

@@ -1,4 +1,4 @@
-"""A plan for programs says what the table says; peers' bytes are those of rings."""
+"""A plan for programs says what the table says."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from docs.tables.published_steps import predict, read
 from harness import cli
 from harness.measure import machine_file
-from harness.plan_rows import ring_egress, rows
+from harness.plan_rows import rows
 from harness.runs.feasibility import Forecast
 from harness.suites.suite_file import load
-from harness.suites.trial import Cluster, PeerSettings, Trial
+from harness.suites.trial import Cluster, Trial
 from report.data import published
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -36,9 +34,8 @@ def test_json_and_csv_hold_the_same_trials(suite: str, capsys: pytest.CaptureFix
     for one, line, trial in zip(told["trials"], lines, trials, strict=True):
         assert Trial.from_canonical(one["trial"]) == trial
         assert one["runs_here"] is True
-        for key in ("inter_bytes", "ring_egress_bytes", "memory_bytes"):
+        for key in ("inter_bytes", "memory_bytes"):
             assert line[key] == ("" if one[key] is None else str(one[key]))
-        assert (one["inter_bytes"] is None) == (one["ring_egress_bytes"] is not None)
 
 
 def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,45 +80,8 @@ def test_the_published_machine_is_the_fitted_one() -> None:
         assert getattr(shipped, name) == pytest.approx(getattr(found, name), rel=2e-3)
 
 
-@given(
-    nodes=st.integers(2, 5),
-    each=st.integers(1, 4),
-    compute=st.sampled_from(["fp32", "bf16"]),
-    accumulation=st.integers(1, 3),
-)
-def test_peers_send_what_rings_send(nodes: int, each: int, compute: str, accumulation: int) -> None:
-    """Added up step by step: every rank sends a P-th part to the next in each of P - 1 steps of a ring."""
-    world, elements, width = nodes * each, 7 * 60, 4 if compute == "fp32" else 2
-    steps = (world - 1) * elements / world  # elements that leave a node in one ring
-
-    def sent(strategy: str) -> int | None:
-        trial = Trial(
-            strategy=strategy,
-            accumulation=accumulation,
-            cluster=Cluster(nodes=nodes, ranks_per_node=each),
-            peer=PeerSettings(compute=compute),  # type: ignore[arg-type]
-        )
-        return ring_egress(Forecast(trial, elements))
-
-    assert sent("ddp") == pytest.approx(2 * steps * 4, abs=1)
-    assert sent("ddp-bf16") == pytest.approx(2 * steps * 2, abs=1)
-    assert sent("fsdp2") == pytest.approx(3 * steps * width * accumulation, abs=1)
-    assert sent("fsdp2-kept") == pytest.approx(2 * steps * width * accumulation, abs=1)
-    assert sent("deepspeed") == sent("fsdp2")
-    assert sent("deepspeed-hpz") == sent("fsdp2-kept")
-    assert sent("single") is None
-    assert sent("zero3") is None
-
-
-@pytest.mark.parametrize("zero", [{}, {"stage": 2}, {"stage": 3, "zero_quantized_weights": True}])
-def test_what_no_ring_says_is_not_known(zero: dict[str, object]) -> None:
-    """Of DeepSpeed's other stages, and where it quantises."""
-    trial = Trial(strategy="deepspeed", deepspeed_config=json.dumps({"zero_optimization": zero}))
-    assert ring_egress(Forecast(trial, 1000)) is None
-
-
 def test_a_rate_gives_the_least_time() -> None:
-    """Of all steps, untimed ones too; not of peers, whose bytes are what they send at most."""
+    """Of all steps, untimed ones too; not of peers, whose bytes are not known."""
     cluster = Cluster(rate="8 Mbit/s")  # type: ignore[arg-type]
     trial = Trial(strategy="zero3", cluster=cluster, steps=3, warmup=2)
     (row,) = rows([Forecast(trial, parameters=1, egress=2_000_000, wire_seconds=2.0)])

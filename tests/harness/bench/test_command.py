@@ -45,7 +45,7 @@ BAD = {
     "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
-    "no benchmark": ((), "zeropp bench: say one of codecs, collectives, overlap"),
+    "no benchmark": ((), "Missing command"),
     "no model": (("overlap", "--model", "gpt-huge"), "unknown model 'gpt-huge'"),
     "a rate of no topology": (("collectives", "--rate", "1 Gbit/s"), "say --nodes and --ranks with it"),
     "no model of overlap": (("overlap", "--model", "bert-small"), "unknown model 'bert-small'"),

@@ -22,7 +22,7 @@ from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
 
 GIB = 2**30
-SUITES = sorted((Path(__file__).resolve().parents[3] / "suites").glob("*.toml"))
+FOLDER = Path(__file__).resolve().parents[3] / "suites"
 HERE = Host(memory=24 * GIB, gpus=(), namespaces=lambda: None)
 GPUS = Cluster(device="cuda", transport="nccl")
 SHAPED = Cluster(rate="50 Mbit/s")  # type: ignore[arg-type]
@@ -83,7 +83,8 @@ def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> N
 
 def test_quickstart_ratio() -> None:
     """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks, 0.28 where ZeRO-3
-    keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway.
+    keeps what backward needs first, which ZeRO++ has in hpZ's copy anyway; the time on the wire is a node's
+    bytes over the rate, and unknown without one.
     """
     zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
     bare = one(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
@@ -92,16 +93,9 @@ def test_quickstart_ratio() -> None:
     assert bare.inter is not None
     assert 0.25 < zeropp.inter / bare.inter < 0.26
     assert 0.28 < zeropp.inter / zero3.inter < 0.29
-    assert not zero3.problems
-    assert not zeropp.problems
-
-
-def test_wire_seconds() -> None:
-    """The time on the wire is a node's bytes over the rate, and unknown without a rate."""
-    found = one(strategy="zero3", cluster=SHAPED)
-    assert found.egress is not None
-    assert found.inter == 2 * found.egress
-    assert found.wire_seconds == pytest.approx(found.egress * 8 / 50e6)
+    assert zero3.problems == zeropp.problems == ()
+    assert zero3.inter == 2 * (zero3.egress or 0)
+    assert zero3.wire_seconds == pytest.approx(zero3.inter / 2 * 8 / 50e6)
     assert one(strategy="zero3").wire_seconds is None
 
 
@@ -158,20 +152,13 @@ def test_hundred_billion() -> None:
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),
         ({"model": Model(name="tests.harness.runs.test_feasibility:leaving")}, "SystemExit: 3"),
         ({"tokens_per_rank": 128 * 10**9}, "too big for memory"),
-        ({"cluster": Cluster(link="real")}, "2 nodes are 2 machines"),
         ({"cluster": Cluster(link="real")}, "expected 'torchrun'"),
         (
             {"cluster": SHAPED.model_copy(update={"link": "shaped"})},
-            "cluster.link = 'shaped': 2 nodes are 2 machines",
+            "link = 'shaped': 2 nodes are 2 machines",
         ),
-        (
-            {"cluster": Cluster(launcher="hosts", hosts=("a",))},
-            "cluster.hosts has 1 names; expected one for each of 2 nodes",
-        ),
-        (
-            {"cluster": GPUS},
-            "4 ranks need a GPU each, this machine has 0",
-        ),
+        ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
+        ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
     ],
@@ -211,12 +198,8 @@ def test_a_module_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_huge_accumulation() -> None:
     """A million micro-batches are planned as quickly as one, and sent a million times."""
-    few, many = (one(strategy="hpz", accumulation=number) for number in (2, 1_000_000))
-    first = one(strategy="hpz")
-    assert few.inter is not None
-    assert many.inter is not None
-    assert first.inter is not None
-    assert many.inter == first.inter + 999_999 * (few.inter - first.inter)
+    first, few, many = (one(strategy="hpz", accumulation=number).inter or 0 for number in (1, 2, 1_000_000))
+    assert many == first + 999_999 * (few - first) > 0
 
 
 @pytest.mark.parametrize(
@@ -248,6 +231,8 @@ def test_frozen_root_is_gathered_around_the_rest() -> None:
     )
     assert found.memory is not None
     assert found.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
+    assert found.parameters == 64 * 128 + 64 * 256 + 2 * 64 * 64
+    assert found.problems == ()
 
 
 def half_frozen(sequence: int) -> Any:
@@ -265,50 +250,27 @@ def test_no_namespaces() -> None:
     """Without namespaces, what needs them is refused with the reason, and the rest is not."""
     host = Host(memory=24 * GIB, gpus=(), namespaces=lambda: "forbidden here")
     asked = SHAPED.model_copy(update={"link": "namespaces"})
-    assert one(host, strategy="zero3", cluster=asked).problems == (
-        "cluster.link = 'namespaces': forbidden here",
-    )
+    assert one(host, cluster=asked).problems == ("cluster.link = 'namespaces': forbidden here",)
     assert "forbidden here" in one(host, strategy="fsdp2", cluster=SHAPED).problems[0]
-    assert one(host, strategy="zero3", cluster=SHAPED).problems == ()
-    assert one(host, strategy="single", cluster=SHAPED).problems == ()
-    assert one(host, strategy="ddp").problems == ()
+    for fields in ({"cluster": SHAPED}, {"strategy": "single", "cluster": SHAPED}, {"strategy": "ddp"}):
+        assert one(host, **fields).problems == ()
 
 
 def test_ranks_may_share_a_gpu() -> None:
     """Staged ranks need one GPU, whose memory they share; without one they cannot run."""
     cluster = {"device": "cuda", "transport": "staged"}
     for gpus, words in (((), "no GPU"), ((16 * GIB,), ""), ((2**20,), "4 ranks that share a GPU need")):
-        host = Host(memory=24 * GIB, gpus=gpus, namespaces=lambda: None)
-        (found,) = forecast([Trial(strategy="zeropp", cluster=cluster)], host)  # type: ignore[arg-type]
-        assert words in "; ".join(found.problems)
-        assert bool(found.problems) == bool(words)
+        problems = one(Host(24 * GIB, gpus, lambda: None), strategy="zeropp", cluster=cluster).problems
+        assert words in "; ".join(problems)
+        assert bool(problems) == bool(words)
 
 
 def test_gpus() -> None:
     """On GPUs a rank must fit its device, and every rank needs one."""
     host = Host(memory=24 * GIB, gpus=(16 * GIB,) * 4, namespaces=lambda: None)
-    cluster = GPUS
-    assert one(host, cluster=cluster).problems == ()
-    (problem,) = one(host, cluster=cluster, model=Model(name="gpt-18b")).problems
+    assert one(host, cluster=GPUS).problems == ()
+    (problem,) = one(host, cluster=GPUS, model=Model(name="gpt-18b")).problems
     assert "a GPU here has 16.00 GiB" in problem
-
-
-def test_standalone(tmp_path: Path) -> None:
-    """A model may come from any function that takes the sequence."""
-    found = one(
-        model=Model(name="tests.harness.runs.test_feasibility:tiny"),
-        strategy="zero3",
-        policy=PolicyChanges(align=32),
-    )
-    assert found.parameters == 64 * 128
-    assert found.problems == ()
-
-
-def tiny(sequence: int) -> Any:
-    """A user's model."""
-    from torch import nn
-
-    return nn.Linear(64, sequence, bias=False)
 
 
 def test_generations_are_planned() -> None:
@@ -350,14 +312,15 @@ def test_a_limit_is_told_exactly(strategy: str) -> None:
     the machine's.
     """
     held = sum((one(strategy=strategy).memory or {}).values())
-    assert one(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").beyond_limit is None
+    assert one(strategy=strategy, memory_limit=f"{held / 2**20:.9f} MiB").failure is None
     within = Trial(strategy=strategy, model=Model(name="gpt-small")).model_copy(
         update={"memory_limit": held - 1}
     )
     (found,) = forecast([within], HERE)
-    assert found.beyond_limit is not None
-    assert f"holds {held:,} bytes" in found.beyond_limit
-    assert f"memory_limit is {held - 1:,}" in found.beyond_limit
+    assert found.failure is not None
+    assert found.failure.kind == "memory"
+    assert f"holds {held:,} bytes" in found.failure.message
+    assert f"memory_limit is {held - 1:,}" in found.failure.message
     assert found.problems == ()
 
 
@@ -380,7 +343,7 @@ def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
     )
     device = sum(size for part, size in moved.memory.items() if not part.startswith("host_"))
     limited = Trial(strategy="zeropp", policy=shares, memory_limit=f"{device / 2**20 + 1} MiB")  # type: ignore[arg-type]
-    assert forecast([limited], HERE)[0].beyond_limit is None
+    assert forecast([limited], HERE)[0].failure is None
 
 
 GPU_LINE = re.compile(r"^# On a machine of (\d+) GPUs the cluster block has: (.+)\.$", re.MULTILINE)
@@ -406,7 +369,11 @@ NO_HEADER = ("engine", "inner_rate", "paper_scale", "peers", "signs", "slow_node
 
 @pytest.mark.parametrize(
     "suite",
-    [path for path in SUITES if path.stem not in NO_HEADER and not path.stem.startswith("scale_")],
+    [
+        path
+        for path in sorted(FOLDER.glob("*.toml"))
+        if path.stem not in NO_HEADER and not path.stem.startswith("scale_")
+    ],
     ids=lambda path: path.stem,
 )
 def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: Path) -> None:
@@ -424,30 +391,24 @@ def test_suites_run_on_as_many_gpus_as_their_headers_say(suite: Path, tmp_path: 
 @pytest.mark.parametrize(("suite", "gpus", "gib"), [("gpu_node", 8, 80), ("tutorial_zeropp", 16, 32)])
 def test_suites_for_clusters_run_on_nodes_as_their_headers_say(suite: str, gpus: int, gib: int) -> None:
     """All of them on nodes with so many GPUs of that size, none on nodes with one less."""
-    (path,) = (path for path in SUITES if path.stem == suite)
+    trials = load(FOLDER / f"{suite}.toml").trials
     for has in (gpus, gpus - 1):
         host = Host(2**40, (gib * 2**30,) * has, lambda: "no namespaces")
-        for found in forecast(load(path).trials, host):
+        for found in forecast(trials, host):
             assert bool(found.problems) == (gpus > has), found.problems
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "nodes", "models"])
 def test_a_rate_across_hosts_wants_a_link_that_holds_it(suite: str, tmp_path: Path) -> None:
     """Two hosts of eight GPUs under torchrun: on a real link a rate is refused, on a shaped one it is not."""
-    (path,) = (path for path in SUITES if path.stem == suite)
-    _, trials = _on_gpus(path, tmp_path)
+    _, trials = _on_gpus(FOLDER / f"{suite}.toml", tmp_path)
     host = Host(2**39, (80 * 2**30,) * 8, lambda: "no namespaces")
-    for rate in (None, 100.0):
-        real = {"link": "real", "launcher": "torchrun", "rate": rate, "latency": None}
+    for link, rate in (("real", None), ("real", 100.0), ("shaped", 100.0)):
+        changes = {"link": link, "launcher": "torchrun", "rate": rate, "latency": None}
         asked = [
-            trial.model_copy(update={"cluster": trial.cluster.model_copy(update=real)})
+            trial.model_copy(update={"cluster": trial.cluster.model_copy(update=changes)})
             for trial in trials
             if trial.strategy not in PEERS
         ]
         for found in forecast(asked, host):
-            assert bool(found.problems) == (rate is not None), found.problems
-        shaped = {"link": "shaped", "rate": 100.0}
-        for found in forecast(
-            [one.model_copy(update={"cluster": one.cluster.model_copy(update=shaped)}) for one in asked], host
-        ):
-            assert not found.problems
+            assert bool(found.problems) == (link == "real" and rate is not None), found.problems

@@ -230,9 +230,9 @@ def test_an_engine_that_held_more_than_foreseen_is_no_result(
     limited = trial("zero3", memory_limit="0.1 MiB")
 
     def blind(trials: Iterable[Trial], host: plan.Host) -> list[plan.Forecast]:
-        return [dataclasses.replace(one, beyond_limit=None) for one in foreseen(trials, host)]
+        return [dataclasses.replace(one, failure=None) for one in foreseen(trials, host)]
 
-    monkeypatch.setattr("harness.runs.feasibility.forecast", blind)
+    monkeypatch.setattr("harness.runs.sweep.forecast", blind)
     assert sweep([limited], tmp_path)[0].failed == 1
     failure = read(tmp_path / f"{limited.id}.json").failure
     assert failure is not None
@@ -321,7 +321,7 @@ def test_what_follows_a_failure_is_the_suites_to_say(
     the next one goes on.
     """
     left = tmp_path / "left"
-    left.write_text("xx", encoding="utf-8")
+    left.write_text("xxx", encoding="utf-8")  # the first for the forecast, which builds it too
     model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
     trials = [trial("single", model=model), trial("single")]
     outcome, shown = sweep(trials, tmp_path / "r", Suite("test", on_failure={"killed": Answer.of(answer)}))

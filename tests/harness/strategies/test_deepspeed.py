@@ -49,7 +49,8 @@ def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: 
     one = trial("deepspeed")
     assert "pip install" in refused(one, tmp_path)
     (foreseen,) = forecast([one], HERE)
-    assert foreseen.refusal == deepspeed.MISSING
+    assert foreseen.failure is not None
+    assert foreseen.failure.message == deepspeed.MISSING
     assert foreseen.problems == ()
 
 
@@ -62,7 +63,8 @@ def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> 
     assert switch in message
     assert deepspeed.version() in message
     (foreseen,) = forecast([one], HERE)
-    assert foreseen.refusal == message
+    assert foreseen.failure is not None
+    assert foreseen.failure.message == message
 
 
 def build_quantiser(_: Rank, name: str) -> str:
