@@ -62,7 +62,7 @@ class InDDP(Joined):
         model.register_comm_hook(None, self._taker())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients, which each rank has, to a norm of at most ``max_norm``; returns it before."""
+        """Scale all gradients, which each rank has, to a norm of at most ``max_norm``; returns the norm."""
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:

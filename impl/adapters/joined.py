@@ -78,8 +78,7 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 
     ``model`` may be sharded, or not yet; ``blocks``, each sharded by itself, may lie in one another.
 
-    Raises:
-        HostError: for a parameter without dimensions, which FSDP2 cannot cut.
+    Raises HostError: for a parameter without dimensions, which FSDP2 cannot cut.
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[nn.Module, dict[nn.Parameter, str]] = {owner: {} for owner in (model, *blocks)}
@@ -105,8 +104,7 @@ def hosted_units(
 ) -> list[GroupGeometry] | list[UnitGeometry]:
     """What travels together of an unwrapped model, on the meta device too; the blocks are our engine's.
 
-    Raises:
-        PolicyError, GeometryError, HostError: as the adapters when they join it.
+    Raises PolicyError, GeometryError, HostError: as the adapters when they join it.
     """
     check_host(host, policy)
     if host == "fsdp2":

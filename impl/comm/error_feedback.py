@@ -56,8 +56,7 @@ class Errors:
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Refuse a state of other hops, shapes or types.
 
-        Raises:
-            ValueError: naming the first that differs.
+        Raises ValueError: naming the first that differs.
         """
         own = {f"hop{hop}": error for hop, error in self._errors.items()}
         if odd := sorted((own.keys() | {"since"}) ^ state.keys()):
@@ -71,8 +70,7 @@ class Errors:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`state` gave on the same rank of the same topology and policy.
 
-        Raises:
-            ValueError: as :meth:`check_state`; nothing is changed then.
+        Raises ValueError: as :meth:`check_state`; nothing is changed then.
         """
         self.check_state(state)
         for hop, error in self._errors.items():

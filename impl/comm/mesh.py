@@ -51,8 +51,7 @@ class Mesh:
     def create(cls, topology: Topology, device: torch.device | None = None) -> Mesh:
         """Wrap the default process group, for tensors on ``device``, the CPU by default.
 
-        Raises:
-            MeshError: for what is no topology, or if the group's size is not ``topology.world``.
+        Raises MeshError: for what is no topology, or if the group's size is not ``topology.world``.
         """
         if not isinstance(topology, Topology):
             raise MeshError(f"topology {topology!r} is a {type(topology).__name__}: expected a Topology")

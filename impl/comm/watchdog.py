@@ -104,8 +104,7 @@ class Watchdog:
     def wait(self, for_what: Step | str, receive: Callable[[], T], *, across: bool = False) -> T:
         """What ``receive`` returns, which waits in an exchange, across nodes or inside one, or otherwise.
 
-        Raises:
-            WireError: for what gloo, shared memory or the clock raises inside.
+        Raises WireError: for what gloo, shared memory or the clock raises inside.
         """
         self.collective_log.waiting = for_what
         begin = time.perf_counter()

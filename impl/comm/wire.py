@@ -201,8 +201,7 @@ class Wire:
     def check_order(self) -> None:
         """Make sure that all ranks opened the same exchanges in the same order; all must call it.
 
-        Raises:
-            WireError: if not, naming the first exchange that differs and where every rank stands.
+        Raises WireError: if not, naming the first exchange that differs and where every rank stands.
         """
         log = self._watchdog.collective_log
         mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)

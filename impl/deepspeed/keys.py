@@ -75,8 +75,7 @@ class DeepSpeedError(ValueError):
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """The configuration as a table, its keys not looked at: of :func:`recipe`'s ``config``.
 
-    Raises:
-        DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
+    Raises DeepSpeedError: naming the file, if it is one, that cannot be read or is no table in JSON.
     """
     if isinstance(config, Mapping):
         return config
@@ -132,8 +131,7 @@ def as_json(value: Any) -> str:
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every key, tables that are values themselves unopened, and of every empty section.
 
-    Raises:
-        DeepSpeedError: for an unknown key, or a section that is no table.
+    Raises DeepSpeedError: for an unknown key, or a section that is no table.
     """
     for name, value in table.items():
         path = f"{prefix}{name}"

@@ -109,8 +109,7 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
         topology: the sizes of hpZ's groups and batches depend on it.
         steps: of the run, in which a schedule decays that does not say ``total_num_steps``.
 
-    Raises:
-        DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
+    Raises DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
     """
     return _Reading(load(config), topology, steps).recipe()
 

@@ -32,8 +32,7 @@ class Cost(NamedTuple):
 def choose(parts: Sequence[Mapping[str, Cost]], budget: int) -> list[str]:
     """The codec of each part, by name, within ``budget`` bytes of all; all parts have the same codecs.
 
-    Raises:
-        ValueError: if even the smallest codecs take more, naming both.
+    Raises ValueError: if even the smallest codecs take more, naming both.
     """
     least = [min(part, key=lambda name: (part[name].bytes, part[name].error, name)) for part in parts]
     spent = sum(part[name].bytes for part, name in zip(parts, least, strict=True))
@@ -100,8 +99,7 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 
     ``units`` are in model order; frozen and persistent ones are left as they are.
 
-    Raises:
-        PolicyError: if the policy's own codecs, in which training begins, take more than the budget.
+    Raises PolicyError: if the policy's own codecs, in which training begins, take more than the budget.
     """
     kept, spared = kept_units(policy, units), policy.gather_axes(topology)[1]
     found = []

@@ -99,8 +99,7 @@ class MemoryLimits:
         reduce_bucket: of gradients under way at once; else an earlier unit's reduction is finished first.
         largest_unit: a larger block is cut into its parts, and a larger part is refused; 0 for no limit.
 
-    Raises:
-        PolicyError: for limits that are negative, or no number.
+    Raises PolicyError: for limits that are negative, or no number.
     """
 
     prefetch: int = 50_000_000  # of coming units that may be gathered ahead of the one in use
@@ -122,8 +121,7 @@ class MemoryLimits:
 class LossScale:
     """By what losses are multiplied, so that small gradients survive in fp16.
 
-    Raises:
-        PolicyError: for scales that are not positive, or a negative window.
+    Raises PolicyError: for scales that are not positive, or a negative window.
     """
 
     initial: float = 65536.0
@@ -158,8 +156,7 @@ class Offload:
             too and are brought to the device for each gather.  A trained unit whose master is on the device
             has no frame, since it is encoded on its way out: of it only the secondary frames go.
 
-    Raises:
-        PolicyError: for shares outside [0, 1].
+    Raises PolicyError: for shares outside [0, 1].
     """
 
     optimizer: float = 0.0
@@ -177,8 +174,7 @@ DYNAMIC: Final = LossScale()
 def parse_loss_scale(text: str) -> LossScale | None:
     """Read a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``; None for ``none``.
 
-    Raises:
-        PolicyError: naming the text and what is allowed.
+    Raises PolicyError: naming the text and what is allowed.
     """
     head, *given = text.strip().split(":")
     number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
@@ -210,8 +206,7 @@ class Feedback:
             sharded inside the node, ``padded / ranks_per_node`` elements a rank; ``all`` also that of the
             first hop, as many as the unsharded gradient has.
 
-    Raises:
-        PolicyError: for a decay outside [0, 1) or a negative reset.
+    Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """
 
     decay: float = 0.0  # share of the old error that stays, in [0, 1)
@@ -243,8 +238,7 @@ FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=102
 def parse_feedback(text: str) -> Feedback | None:
     """Read feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``; None for ``none``.
 
-    Raises:
-        PolicyError: naming the text and what is allowed.
+    Raises PolicyError: naming the text and what is allowed.
     """
     head, *given = text.strip().split(":")
     allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
@@ -278,8 +272,7 @@ class BitBudget:
             and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
         gradients: the same of the hop of reductions that crosses nodes.
 
-    Raises:
-        PolicyError: for candidates whose bytes nobody knows beforehand, and numbers that are none.
+    Raises PolicyError: for candidates whose bytes nobody knows beforehand, and numbers that are none.
     """
 
     codecs: tuple[Codec, ...]
@@ -392,8 +385,7 @@ class Policy:
         align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
             it so that all its policies share one geometry.
 
-    Raises:
-        PolicyError: for combinations that no topology could run.
+    Raises PolicyError: for combinations that no topology could run.
     """
 
     stage: Stage = 3
@@ -650,11 +642,7 @@ class Policy:
         return topology.ranks_per_node if self.secondary == "node" else self.secondary
 
     def check(self, topology: Topology) -> None:
-        """Refuse a topology that this policy cannot run on.
-
-        Raises:
-            PolicyError: naming both.
-        """
+        """Refuse a topology that this policy cannot run on.  Raises PolicyError: naming both."""
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
@@ -808,11 +796,7 @@ PRESETS: Final = TECHNIQUES | SUCCESSORS
 
 
 def preset(name: str, **changes: object) -> Policy:
-    """A preset with some fields replaced.
-
-    Raises:
-        PolicyError: for an unknown name or field.
-    """
+    """A preset with some fields replaced.  Raises PolicyError: for an unknown name or field."""
     if name not in tuple(PRESETS):  # which compares, and hashes nothing
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
     known = sorted(field.name for field in fields(Policy))

@@ -206,8 +206,7 @@ def lay_out(
 
     ``max_padding`` is a share of the unit's elements; all else is as in :class:`UnitGeometry`.
 
-    Raises:
-        PaddingError: if padding exceeds ``max_padding``.
+    Raises PaddingError: if padding exceeds ``max_padding``.
     """
     slots: list[Slot] = []
     offset = 0

@@ -53,8 +53,7 @@ class Machine:
     Seconds are of one processor (a core, or a GPU); where more ranks than processors share a host, each takes
     so many times longer.
 
-    Raises:
-        ValueError: naming the field that is negative, not finite, or out of its range.
+    Raises ValueError: naming the field that is negative, not finite, or out of its range.
     """
 
     name: str
@@ -175,8 +174,7 @@ class StepTime:
 def step_time(machine: Machine, work: Work) -> StepTime:
     """Returns the predicted step of a system of which only sums are known.
 
-    Raises:
-        ValueError: for a machine whose overlap is a schedule's.
+    Raises ValueError: for a machine whose overlap is a schedule's.
     """
     if machine.overlap == "schedule":
         raise ValueError(f'machine {machine.name}: overlap = "schedule" needs the units of a model')

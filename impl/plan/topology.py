@@ -30,11 +30,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``nodes`` x ``ranks_per_node``.
-
-    Raises:
-        ValueError: if either count is not positive.
-    """
+    """``nodes`` x ``ranks_per_node``.  Raises ValueError: if either count is not positive."""
 
     nodes: int
     ranks_per_node: int
@@ -77,8 +73,7 @@ class Topology:
     def check_group(self, what: str, ranks: int) -> None:
         """Refuse a group size, of ``what``, that this topology cannot hold; 0 is no group.
 
-        Raises:
-            ValueError: unless it divides a node's ranks, or is a multiple of them that divides the world.
+        Raises ValueError: unless it divides a node's ranks, or is a multiple of them that divides the world.
         """
         inside = ranks > 0 and self.ranks_per_node % ranks == 0
         across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
@@ -96,8 +91,7 @@ class Topology:
         share, 0 for none: a backward gather repeats the later hops alone.  The product of the sizes is the
         world; a hop of size 1 sends nothing.
 
-        Raises:
-            ValueError: for a group size that does not fit, see :meth:`check_group`.
+        Raises ValueError: for a group size that does not fit, see :meth:`check_group`.
         """
         self.check_group("an hpZ group", secondary)
         per_node = self.ranks_per_node

@@ -182,8 +182,7 @@ def predict(
     (``Zero.drop_gradients``) what is gathered next is no difference.  ``buffer_bytes`` are of the model's
     persistent buffers.  ``decisions`` of a budget count steps from the beginning of ``load``.
 
-    Raises:
-        PolicyError: if the policy does not fit the topology.
+    Raises PolicyError: if the policy does not fit the topology.
     """
     policy.check(topology)
     book = Book(topology, rank)

@@ -26,11 +26,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Torch's handle; torch holds it until ``destroy_process_group()``.
-
-        Raises:
-            MeshError: after that.
-        """
+        """Torch's handle; torch holds it until ``destroy_process_group()``.  Raises MeshError: after that."""
         found = self.handle()
         if found is None:
             raise MeshError(f"the process group of ranks {self.ranks} along {self.axis.name} was destroyed")

@@ -237,8 +237,7 @@ class Taken:
 def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
     """Refuse gradient hooks of a parameter, beside the engine's ``own``; where torch's functions are off.
 
-    Raises:
-        ZeroError: naming the parameter and a hook.
+    Raises ZeroError: naming the parameter and a hook.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
     hooks = parameter._backward_hooks or (after if len(after) > own else ())  # noqa: SLF001
@@ -253,8 +252,7 @@ def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> Non
 def check_plain(model: nn.Module) -> None:
     """Refuse a model of which a part is sharded already, or parameters with hooks or of other classes.
 
-    Raises:
-        ZeroError: naming one of its parameters.
+    Raises ZeroError: naming one of its parameters.
     """
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):

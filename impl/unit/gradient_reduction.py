@@ -275,8 +275,7 @@ class GradientReduction:
         After a last hop inside a node the mean is taken; after one that crosses nodes that is left until it
         is to finish ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
 
-        Raises:
-            ZeroError: if it was interrupted.
+        Raises ZeroError: if it was interrupted.
         """
         if self.phase is Progress.FAILED:
             raise ZeroError(

@@ -122,8 +122,7 @@ class MasterShard:
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes with a frame of equal layout and codec.
 
-        Raises:
-            ZeroError: if they are not held as codes, or the frame is of another size.
+        Raises ZeroError: if they are not held as codes, or the frame is of another size.
         """
         held = 0 if self.codes is None else self.codes.numel()
         if self.codes is None or frame.numel() != held:

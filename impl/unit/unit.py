@@ -157,8 +157,7 @@ class Unit:
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are here or on their way.
 
-        Raises:
-            ZeroError: while a parameter of it is seen whole.
+        Raises ZeroError: while a parameter of it is seen whole.
         """
         for number in self.flat.whole:
             name = self.geometry.slots[number].spec.name
@@ -228,8 +227,7 @@ class Unit:
     def release(self) -> None:
         """:meth:`reshard`.
 
-        Raises:
-            WrittenError: naming the parameters that were written, of all units that are gathered.
+        Raises WrittenError: naming the parameters that were written, of all units that are gathered.
         """
         if written := self.reshard():
             self.refuse_written(written)
@@ -237,8 +235,7 @@ class Unit:
     def refuse_written(self, names: Sequence[str]) -> None:
         """Refuse parameters that were written: who writes one often writes all, so name the others, too.
 
-        Raises:
-            WrittenError: naming ``names``, and those of units that are still gathered.
+        Raises WrittenError: naming ``names``, and those of units that are still gathered.
         """
         raise WrittenError((*names, *(name for unit in self._siblings for name in unit.written())))
 
@@ -290,8 +287,7 @@ class Unit:
     def collect_outside(self, number: int) -> None:
         """Take the gradient that arrived at the placeholder of member ``number``.
 
-        Raises:
-            ZeroError: while the parameter is seen whole, or if the unit was reduced in this pass already.
+        Raises ZeroError: while the parameter is seen whole, or if the unit was reduced in this pass already.
         """
         member = self.members[number]
         if number in self.flat.whole:
@@ -322,8 +318,7 @@ class Unit:
     def check_unchanged(self, *, training: bool) -> None:
         """Refuse parameters that were put in the place of this unit's, frozen or unfrozen, or given hooks.
 
-        Raises:
-            ZeroError: naming the first.
+        Raises ZeroError: naming the first.
         """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
