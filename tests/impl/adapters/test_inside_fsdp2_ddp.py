@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.adapters.joined import HostError, fsdp2_groups, hosted_units
-from impl.adapters.traffic import BASES, HOSTED, GroupGeometry, Host, check_host, predict_hosted
+from impl.adapters.traffic import BASES, GroupGeometry, Host, check_host, predict_hosted
 from impl.codecs.codec import Codec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
@@ -301,31 +301,20 @@ def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], w
         predict_hosted(host, policy, Topology(1, 2), [], rank=0, events=["forward"])
 
 
-@pytest.mark.parametrize(("host", "policy"), HOSTED.values())
-def test_every_named_policy_fits_its_host(host: Host, policy: Policy) -> None:
-    """Each strategy's own policy is one that its host carries out."""
-    check_host(host, policy)
-    assert host in HOSTS
-
-
-def test_a_scalar_parameter_is_refused() -> None:
-    """FSDP2 cannot cut a parameter without a dimension; its name is told."""
-    model = nn.Linear(2, 2)
-    model.gain = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(HostError, match="'gain'"):
-        fsdp2_groups(model, [], Topology(1, 2))
-
-
 @each_rank(1, 2, processes=True)
 def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
-    """A model that is not sharded, replicas, one group of two modules, and a hook whose owner is gone are
-    each refused in one line.
+    """A scalar parameter, a model that is not sharded, replicas, one group of two modules, and a hook whose
+    owner is gone are each refused in one line.
     """
 
     def refused(words: str) -> Any:
         return pytest.raises((HostError, PolicyError), match=rf"\A[^\n]*{re.escape(words)}[^\n]*\Z")
 
     wire = Wire(mesh)
+    scalar = nn.Linear(2, 2)
+    scalar.gain = nn.Parameter(torch.tensor(1.0))
+    with refused("FSDP2 cannot cut parameter 'gain'"):
+        fsdp2_groups(scalar, [], mesh.topology)
     with refused("Net is not sharded"):
         InFSDP2(net(), wire, EXACT["fsdp2"])
     with refused("secondary = node"):

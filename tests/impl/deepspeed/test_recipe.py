@@ -249,21 +249,35 @@ def test_a_misspelt_key_names_the_nearest(written: str, meant: str) -> None:
 # What is honoured
 
 
+HALF: Final[dict[str, Any]] = {"compute": "fp16", "weights": FP16, "gradients": (FP16, FP16)}
+BFLOAT: Final[dict[str, Any]] = {"compute": "bf16", "weights": BF16, "gradients": (BF16, BF16)}
+DYNAMIC: Final = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 20}
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "changes"),
+    ("table", "changes"),
     [
-        ("zero_quantized_weights", True, {"weights": QWZ}),
-        ("zero_quantized_gradients", True, {"gradients": (QGZ, QGZ)}),
-        ("zero_hpz_partition_size", 2, {"secondary": 2}),
-        ("zero_quantized_nontrainable_weights", True, {"frozen": QWZ}),
-        ("mics_shard_size", 2, {"group": 2}),
-        ("offload_optimizer", {"device": "cpu", "ratio": 0.3, "pin_memory": True},
-         {"offload": Offload(optimizer=0.3)}),
+        (zero(zero_quantized_weights=True), {"weights": QWZ}),
+        (zero(zero_quantized_gradients=True), {"gradients": (QGZ, QGZ)}),
+        (zero(zero_hpz_partition_size=2), {"secondary": 2}),
+        (zero(zero_quantized_nontrainable_weights=True), {"frozen": QWZ}),
+        (zero(mics_shard_size=2), {"group": 2}),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), {"offload": Offload(optimizer=0.3)}),
+        (zero(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.7, "reset_T": 512}),
+         {"gradients": (QGZ, QGZ), "feedback": Feedback(decay=0.7, reset=512, hops="all")}),
+        (zero() | {"bf16": {"enabled": True}}, BFLOAT),
+        (zero() | {"bfloat16": {"enabled": True}}, BFLOAT),
+        (zero() | {"fp16": {"enabled": True}}, HALF | {"loss_scale": LossScale()}),
+        (zero() | {"fp16": DYNAMIC}, HALF | {"loss_scale": LossScale(initial=256.0, window=20)}),
+        (zero() | {"fp16": {"enabled": True, "loss_scale": 128}},
+         HALF | {"loss_scale": LossScale(initial=128.0, window=0)}),
+        (zero() | {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
+         BFLOAT | {"gradients": (FP32, FP32)}),
     ],
 )  # fmt: skip
-def test_hpz_qwz_qgz_each_alone(key: str, value: object, changes: dict[str, Any]) -> None:
-    """Each switch is its own technique; an offloaded share has the ratio of stage 3."""
-    plain, found = (recipe(zero(**keys), topology=FOUR).policy for keys in ({}, {key: value}))
+def test_each_key_is_its_own_part_of_the_policy(table: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Each technique; an offloaded share; LoCo of both hops; types of computation and of the wire."""
+    plain, found = (recipe(each, topology=FOUR).policy for each in (zero(), table))
     assert found == replace(plain, **changes)
 
 
@@ -286,35 +300,10 @@ def test_scales_are_deepspeeds(codec: IntCodec, bits: int) -> None:
     assert (decoded.view_as(x)[:4].amax(1) < x[:4].amax(1) * (1 - 0.9 / 2 ** (bits - 1))).all()
 
 
-def test_loco_is_feedback_of_both_hops() -> None:
-    """With DeepSpeed's own numbers, or others."""
-    table = zero(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.7, "reset_T": 512})
-    assert recipe(table, topology=FOUR).policy.feedback == Feedback(decay=0.7, reset=512, hops="all")
-
-
-@pytest.mark.parametrize(("section", "codec"), [("fp16", FP16), ("bf16", BF16), ("bfloat16", BF16)])
-def test_precision_is_of_computation_and_of_the_wire(section: str, codec: Any) -> None:
-    """Weights and gradients travel in the type that is computed in; fp16 has a dynamic loss scale."""
-    policy = recipe({section: {"enabled": True}, **zero()}, topology=FOUR).policy
-    assert policy.compute == codec.dtype
-    assert (policy.weights, policy.gradients) == (codec, (codec, codec))
-    assert policy.loss_scale == (LossScale() if section == "fp16" else None)
-
-
-def test_a_loss_scale_is_dynamic_from_a_power_of_two_or_fixed() -> None:
-    """The first overflow halves it, which is reported."""
-    dynamic = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 20, "hysteresis": 2}
-    found = recipe({"fp16": dynamic}, topology=FOUR)
-    assert found.policy.loss_scale == LossScale(initial=256.0, window=20)
+def test_the_first_overflow_halves_the_scale_which_is_reported() -> None:
+    """Whatever the hysteresis."""
+    found = recipe({"fp16": {**DYNAMIC, "hysteresis": 2}}, topology=FOUR)
     assert [finding.kind for finding in found.findings if finding.key == "fp16.hysteresis"] == ["changed"]
-    fixed = recipe({"fp16": {"enabled": True, "loss_scale": 128}}, topology=FOUR)
-    assert fixed.policy.loss_scale == LossScale(initial=128.0, window=0)
-
-
-def test_gradients_travel_in_the_communication_type() -> None:
-    """Weights in the type computed in."""
-    found = recipe({"communication_data_type": "fp32", "fp16": {"enabled": True}, **zero()}, topology=FOUR)
-    assert (found.policy.weights, found.policy.gradients) == (FP16, (FP32, FP32))
 
 
 @given(

@@ -12,7 +12,6 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.policy import MemoryLimits, preset
 from impl.plan.topology import Topology
-from impl.transport.staging import Staging
 from impl.zero import shard
 from tests.golden import record
 from tests.support.ranks import each_rank, on_processes, on_threads
@@ -50,18 +49,6 @@ def test_the_record_says_so(mesh: Mesh) -> None:
     shard(model(), mesh=mesh, policy=preset("exact", memory=record.policies()["exact"].memory), wire=wire)
     wire.check_order()
     assert all(words.endswith("through host memory") for words in wire.describe().values())
-
-
-def test_buffers_are_used_again() -> None:
-    """Of each length those that were given back, the oldest first; others are new."""
-    staging = Staging(torch.device("cpu"))
-    first, second = staging.take(8), staging.take(8)
-    assert first.data_ptr() != second.data_ptr()
-    staging.give_back(second)
-    staging.give_back(first)
-    assert staging.take(8) is second
-    assert staging.take(16).numel() == 16
-    assert staging.take(8) is first
 
 
 def _losses(mesh: Mesh, name: str, wire: Wire, delay: int = 0) -> list[float]:
