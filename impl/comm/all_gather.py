@@ -23,11 +23,8 @@ from impl.plan.traffic import Tag
 class FrameGather:
     """All-gathers frames of ``nbytes`` along ``axes``, hop after hop; one at a time is under way.
 
-    :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it;
-    :meth:`finish` waits for it, and posts and waits for the hops after it.  A ``ring`` is the library's.
-
-    Attributes:
-        left: hops that are still to be posted.
+    :meth:`open` gives the first hop's message, which the caller fills; :meth:`post` sends it; :meth:`finish`
+    waits for it, and posts and waits for the hops after it, of which ``left`` are not posted.
     """
 
     def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
@@ -38,10 +35,6 @@ class FrameGather:
         self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
         self._tag, self.left = Tag("step", "state"), len(self._hops)
         self._exchange: Exchange  # from open() to close()
-
-    def __repr__(self) -> str:
-        posted = len(self._hops) - self.left
-        return f"FrameGather({self._tag.unit!r}, {posted} of {len(self._hops)} hops posted)"
 
     def open(self, tag: Tag, into: Tensor | None = None) -> Tensor:
         """(nbytes,) uint8, the first hop's message, to be written before :meth:`post`.

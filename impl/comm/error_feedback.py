@@ -54,10 +54,7 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse a state of other hops, shapes or types.
-
-        Raises ValueError: naming the first that differs.
-        """
+        """Refuse, with a ValueError that names the first that differs, other hops, shapes or types."""
         own = {f"hop{hop}": error for hop, error in self._errors.items()}
         if odd := sorted((own.keys() | {"since"}) ^ state.keys()):
             raise ValueError(f"{odd[0]!r} is on one side only")
@@ -68,10 +65,7 @@ class Errors:
                 raise ValueError(f"{name!r} is {tuple(given.shape)} {given.dtype}, expected {wanted}")
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`state` gave on the same rank of the same topology and policy.
-
-        Raises ValueError: as :meth:`check_state`; nothing is changed then.
-        """
+        """Take over what :meth:`state` gave on the same rank of the same topology and policy."""
         self.check_state(state)
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])

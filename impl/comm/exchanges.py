@@ -33,13 +33,9 @@ _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Exchange(Protocol):
-    """One collective under way.
+    """One collective under way."""
 
-    Attributes:
-        send: where this rank's message is written before :meth:`post`: (bytes,) of an
-            all-gather; (ranks, bytes) of an all-to-all, a row per destination.
-    """
-
+    # where this rank's message is written before post(): (bytes,); of an all-to-all a row per destination
     send: Tensor
 
     def post(self) -> None:

@@ -49,10 +49,7 @@ class Mesh:
 
     @classmethod
     def create(cls, topology: Topology, device: torch.device | None = None) -> Mesh:
-        """Wrap the default process group, for tensors on ``device``, the CPU by default.
-
-        Raises MeshError: for what is no topology, or if the group's size is not ``topology.world``.
-        """
+        """Wrap the default process group, of ``topology.world`` ranks or a MeshError; by default on CPUs."""
         if not isinstance(topology, Topology):
             raise MeshError(f"topology {topology!r} is a {type(topology).__name__}: expected a Topology")
         if (world := dist.get_world_size()) != topology.world:

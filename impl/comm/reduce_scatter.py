@@ -109,11 +109,7 @@ class Reduction:
 
 
 class Average:
-    """The mean of a gradient over all ranks under way; made by :func:`average`.
-
-    Attributes:
-        mean: (S,) fp32 of this rank's shard, once it is there.
-    """
+    """The mean of a gradient over all ranks under way, made by :func:`average`; ``mean`` once it is there."""
 
     def __init__(
         self,
@@ -152,10 +148,7 @@ class Average:
         raise NotImplementedError
 
     def post_next_hop(self) -> None:
-        """Let the next message go; after the last hop inside a node take the mean.
-
-        See [Note: deferred last hop].
-        """
+        """Let the next message go, or take the mean: see [Note: deferred last hop]."""
         if self.mean is not None:
             return
         if self._left:
@@ -301,8 +294,7 @@ class _AllToAlls(Average):
 class _Ring(Average):
     """Round one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
 
-    Blind to nodes: what a library does without knowing the topology.  A partial sum is encoded again
-    at every step, so errors add up ``world - 1`` times (paper section 3.3).
+    Blind to nodes.  A partial sum is encoded again at every step, so errors add up (paper section 3.3).
     """
 
     def _begin(self, gradient: Tensor) -> None:

@@ -39,16 +39,10 @@ class WireError(RuntimeError):
 
 
 class Stalls:
-    """How long a device's current stream waited for messages: between two events around each wait.
-
-    The first is reached when all work before the wait is done, the second when the message is there too.
-
-    Attributes:
-        paused: whether the current stream is one whose waits hold back no computation.
-    """
+    """How long a device's current stream waited for messages: between two events around each wait."""
 
     def __init__(self) -> None:
-        self.paused = False
+        self.paused = False  # whether the current stream is one whose waits hold back no computation
         self._seconds = 0.0
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -76,18 +70,13 @@ class Stalls:
 class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
-    Args:
-        streams: whether not the host waits for messages but the device's current stream, as with NCCL.
-
-    Attributes:
-        stalls: of that stream; None where the host waits.
-        timeline: is told of waits, where there is one.
+    With ``streams`` not the host waits for messages but the device's current stream, as with NCCL.
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log = log = CollectiveLog()
         self.stalls = Stalls() if streams else None
-        self.timeline: Timeline | None = None
+        self.timeline: Timeline | None = None  # is told of waits
         self._rank, self._waited = mesh.rank, 0.0  # by the host
         store = mesh.store()  # thread ranks have none
         self._reporter = None if store is None else DesyncReporter(store, mesh.rank, mesh.topology.world, log)
@@ -102,10 +91,7 @@ class Watchdog:
         return () if self._reporter is None else self._reporter.exited(ranks)
 
     def wait(self, for_what: Step | str, receive: Callable[[], T], *, across: bool = False) -> T:
-        """What ``receive`` returns, which waits in an exchange, across nodes or inside one, or otherwise.
-
-        Raises WireError: for what gloo, shared memory or the clock raises inside.
-        """
+        """What ``receive`` returns, which waits ``for_what``; what it raises becomes a WireError."""
         self.collective_log.waiting = for_what
         begin = time.perf_counter()
         try:
@@ -151,8 +137,8 @@ class Watchdog:
 class DesyncReporter:
     """Writes where this rank stands, and collects where the others do, in a ``store`` that all share.
 
-    Wires are told apart by their number on each rank, so all ranks must make theirs in one order.
-    Methods raise RuntimeError where the store cannot be reached.
+    Wires are told apart by their number on each rank, so all ranks must make theirs in one order.  Methods
+    raise RuntimeError where the store cannot be reached.
     """
 
     def __init__(self, store: Store, rank: int, world: int, collective_log: CollectiveLog) -> None:
@@ -186,10 +172,7 @@ class DesyncReporter:
         self._set("stands", ("\n".join(says), steps, self.exited(range(self._world))))
 
     def report(self) -> str:
-        """Where the ranks stand, and where their orders part, as lines of text.
-
-        Takes up to 5 s; ends at once when all have written or exited.
-        """
+        """Where ranks stand, and their orders part, as lines, once all have written or exited, or in 5 s."""
         says: dict[int, str] = {}
         histories: dict[int, Sequence[Step]] = {}
         gone: set[int] = set()

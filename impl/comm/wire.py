@@ -50,11 +50,7 @@ class Hop(NamedTuple):
 
 
 class Observer:
-    """Is told of the reductions of one rank; it must not change what it is given, nor keep it uncopied.
-
-    A training step has none, unless it measures for a budget (:mod:`impl.engine.bit_renewal`).  With one the
-    same messages are sent, to the same bits.
-    """
+    """Is told of the reductions of one rank; it must not change what it is given, nor keep it uncopied."""
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """A reduction of ``unit`` begins: (world * S,) this rank's gradient, without carried errors."""
@@ -72,24 +68,18 @@ class Observer:
 class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger.
 
-    Args:
-        transport: what carries messages inside a node.
-        pacer: models the link between nodes, where none is shaped.
-        timeout: seconds after which a missing rank is an error.
-
     Attributes:
         observer: is told of reductions, inside :meth:`observed`.
-        gathers, reductions: streams for what follows their first hops (:meth:`beside`); None where the host
-            waits for messages.
+        gathers, reductions: streams for what follows their first hops; None where the host waits.
     """
 
     def __init__(
         self,
         mesh: Mesh,
         *,
-        transport: Transport = "backend",
-        pacer: Pacer | None = None,
-        timeout: float = TIMEOUT_SECONDS,
+        transport: Transport = "backend",  # inside a node
+        pacer: Pacer | None = None,  # models the link between nodes, where none is shaped
+        timeout: float = TIMEOUT_SECONDS,  # after which a missing rank is an error
     ) -> None:
         if transport == "shm" and mesh.device.type != "cpu":
             raise WireError(f"transport 'shm' exchanges CPU memory, the mesh is on {mesh.device}")
@@ -115,10 +105,9 @@ class Wire:
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream) -> Iterator[Arrival]:
-        """Enqueue what the body posts, waits for and decodes on ``stream``: it holds no computation back.
+        """Enqueue what the body posts, waits for and decodes on ``stream``; yields its end, for :meth:`join`.
 
         On a GPU a wait for a message blocks no host, so all hops are enqueued once the first is posted.
-        Yields the end of it, for :meth:`join`.
         """
         assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
         self._watchdog.stalls.paused = True
@@ -199,10 +188,7 @@ class Wire:
         return rows.view(mine.dtype)
 
     def check_order(self) -> None:
-        """Make sure that all ranks opened the same exchanges in the same order; all must call it.
-
-        Raises WireError: if not, naming the first exchange that differs and where every rank stands.
-        """
+        """Raise a WireError unless all ranks, which call it, opened the same exchanges in one order."""
         log = self._watchdog.collective_log
         mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank

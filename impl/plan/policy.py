@@ -86,29 +86,21 @@ def _options(text: str, given: Iterable[str], forms: Mapping[str, str], allowed:
 class MemoryLimits:
     """How much may be gathered, in elements of the unsharded model.
 
-    Attributes:
-        max_live: that may be gathered at once; a unit in use is gathered even beyond it, but nothing is
-            gathered ahead or kept.
-        max_reuse: a unit stays gathered from forward to backward if fewer run in between, as far as
-            ``max_live`` allows.  1 keeps what backward needs first, which any schedule would gather again at
-            once: what lies outside all blocks, and the last block; 0 keeps nothing.  On one rank anything
-            but 0 keeps what ``max_live`` allows.
-        persist_below: parameters of fewer form a unit of stage 2 of their own, which stays gathered and
-            travels unquantised; 0 for none.
-        persist_most: that these have in all; others, in model order, are gathered with their block.
-        reduce_bucket: of gradients under way at once; else an earlier unit's reduction is finished first.
-        largest_unit: a larger block is cut into its parts, and a larger part is refused; 0 for no limit.
+    A unit stays gathered from forward to backward if fewer than ``max_reuse`` run in between, as far as
+    ``max_live`` allows.  1 keeps what backward needs first, which any schedule would gather again at once:
+    what lies outside all blocks, and the last block; 0 keeps nothing.  On one rank anything but 0 keeps what
+    ``max_live`` allows.
 
     Raises PolicyError: for limits that are negative, or no number.
     """
 
     prefetch: int = 50_000_000  # of coming units that may be gathered ahead of the one in use
-    max_live: int = 1_000_000_000
+    max_live: int = 1_000_000_000  # gathered at once; beyond it only what is in use
     max_reuse: int = 1
-    persist_below: int = 0
-    persist_most: int = 2**63 - 1
-    reduce_bucket: int = 500_000_000
-    largest_unit: int = 0
+    persist_below: int = 0  # parameters of fewer form a unit of stage 2, which travels unquantised; 0: none
+    persist_most: int = 2**63 - 1  # that these have in all; others, in model order, stay with their block
+    reduce_bucket: int = 500_000_000  # of gradients under way; else an earlier reduction is finished first
+    largest_unit: int = 0  # a larger block is cut into its parts, a larger part refused; 0 for no limit
     max_padding: float = 0.2  # share of a unit that may be padding; more is refused, naming the unit
 
     def __post_init__(self) -> None:
@@ -199,19 +191,15 @@ class Feedback:
 
     ``error = decay * error + (1 - decay) * (h - decoded)`` after encoding ``h = gradient + error``
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0; LoCo (2407.04480) keeps a moving
-    average, which DeepSpeed sets to 0.8, and forgets it every 1024 steps.
-
-    Attributes:
-        hops: ``last`` keeps the error of the last hop alone: between nodes, where sums are already
-            sharded inside the node, ``padded / ranks_per_node`` elements a rank; ``all`` also that of the
-            first hop, as many as the unsharded gradient has.
+    average, which DeepSpeed sets to 0.8, and forgets it every 1024 steps.  The last hop, between nodes, has
+    ``padded / ranks_per_node`` errors a rank, the first as many as the unsharded gradient has elements.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """
 
     decay: float = 0.0  # share of the old error that stays, in [0, 1)
     reset: int = 0  # optimizer steps after which the error is forgotten; 0 for never
-    hops: Literal["last", "all"] = "last"
+    hops: Literal["last", "all"] = "last"  # whose errors are kept
     state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
@@ -364,15 +352,14 @@ class Policy:
             ``quant_reduce.cu``): terms and partial sums are rounded to fp16, in which what exceeds 65504 is
             infinite, so that its block arrives as NaN; the division by the ranks stays in fp32.
         blocks: ``codec`` has the codecs' own; ``shape`` DeepSpeed's numbers of them in each unit.  Of
-            gradients, in both hops, the largest matrix is cut into ``max(rows, columns, ranks)`` (its
-            ``all_to_all_quant_reduce``), and all else in the unit into blocks of that size; a unit without a
-            matrix is not quantised.  Of weights, a shard into the fewest of at most 8000 elements, a multiple
-            of 8 (its ``CUDAQuantizer``), which may straddle parameters.
+            gradients the largest matrix is cut into ``max(rows, columns, ranks)`` (its
+            ``all_to_all_quant_reduce``), and all else into blocks of that size; a unit without a matrix is
+            not quantised.  Of weights, a shard into the fewest of at most 8000 elements, a multiple of 8 (its
+            ``CUDAQuantizer``), which may straddle parameters.
         planes: 2 sends weights twice, quantised along rows, with which forward computes, and along columns,
             with which backward does (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a
-            matrix is sent once.  A block of columns is of as many whole rows, from the first in a shard on,
-            as the codec's has elements; vectors, rows left at a shard's ends, and matrices whose columns are
-            no multiple of a block are quantised as they lie in both.  Nothing stays gathered from forward to
+            matrix is sent once.  A block of columns is of as many whole rows of a shard as the codec's has
+            elements; what makes none is quantised as it lies in both.  Nothing stays gathered from forward to
             backward; a block that runs again there is refused, and a part of one computes with columns.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
             locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``

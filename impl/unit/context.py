@@ -35,17 +35,18 @@ class Meter:
     now: dict[str, int] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
 
-    def add(self, part: str, nbytes: int) -> None:
-        """Count an allocation, or a release when negative."""
+    def add(self, part: str, nbytes: int, *, host: bool = False) -> None:
+        """Count an allocation, on the ``host`` or the device, or a release when negative."""
+        part = f"host_{part}" if host else part
         self.now[part] = self.now.get(part, 0) + nbytes
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
 class Reserve:
-    """Flat buffers of one type, by exact size; free ones never raise the most that was in use at once.
+    """Flat buffers of one type, by exact size, counted as ``part``, free ones too.
 
-    So what is held is at its peak what was in use at once, and a sequence of takes that comes again is served
-    without touching the allocator.  All are counted as ``part``, free ones too.
+    What is held is at its peak what was in use at once, and a sequence of takes that comes again is served
+    without touching the allocator.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -89,14 +90,10 @@ class Reserve:
 
 
 class HostMemory:
-    """The host's memory, for the units of one engine.
-
-    Attributes:
-        copied: bytes by direction, purpose and unit.
-    """
+    """The host's memory, for the units of one engine."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
-        self.copied: dict[CopyKey, int] = defaultdict(int)
+        self.copied: dict[CopyKey, int] = defaultdict(int)  # bytes by direction, purpose and unit
         self._device, self._meter = device, meter
         cuda = device.type == "cuda"
         self._up = SideStream(device) if cuda else None
@@ -126,10 +123,7 @@ class HostMemory:
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
     def stage(self, numel: int) -> Tensor:
-        """(numel,) fp32 on the device for what :meth:`download` takes next: the rows of staging, in turn.
-
-        What is enqueued from here on waits for the row's last copy.
-        """
+        """(numel,) fp32 on the device for what :meth:`download` takes next: a row whose last copy is done."""
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
                 self._meter.add("staging", -self._staging.nbytes)

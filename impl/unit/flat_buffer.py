@@ -77,10 +77,8 @@ class FlatBuffer:
     Attributes:
         members: of the unit, in slot order.
         bounds: addresses where the gathered weights begin and end; equal while there is no memory.
-        whole: by number of a member, its values (shape) while
-            :class:`~impl.parameters.gathered.GatheredParameters` shows them.
-        used_outside: called with the name of a parameter that is used while modules do not show it;
-            gathers the unit, or refuses.  The engine gives it.
+        whole: by number of a member, its values (shape) while GatheredParameters shows them.
+        used_outside: the engine's, which gathers the unit, or refuses, where a parameter is used by name.
     """
 
     def __init__(
@@ -235,10 +233,7 @@ class Taken:
 
 
 def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> None:
-    """Refuse gradient hooks of a parameter, beside the engine's ``own``; where torch's functions are off.
-
-    Raises ZeroError: naming the parameter and a hook.
-    """
+    """Refuse, with a ZeroError, hooks of a parameter but the engine's; where torch's functions are off."""
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public way
     hooks = parameter._backward_hooks or (after if len(after) > own else ())  # noqa: SLF001
     if hooks:
@@ -250,10 +245,7 @@ def check_hooks(name: str, parameter: nn.Parameter, *, own: bool = False) -> Non
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse a model of which a part is sharded already, or parameters with hooks or of other classes.
-
-    Raises ZeroError: naming one of its parameters.
-    """
+    """Refuse, with a ZeroError, a model of which a part is sharded, has hooks, or is of another class."""
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(

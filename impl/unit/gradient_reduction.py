@@ -126,10 +126,6 @@ class GradientReduction:
         for (axis, _), rows in zip(self.how.hops, self.how.rows, strict=True):
             self._wire.reserve(axis, axis.size * max(rows))
 
-    def __repr__(self) -> str:
-        missing = f", missing {sorted(self.missing)}" if self.missing else ""
-        return f"GradientReduction({self._geometry.name!r}, {self.phase.name}{missing})"
-
     # Collecting
 
     def begin_collecting(self) -> None:
@@ -190,9 +186,9 @@ class GradientReduction:
             leaf.grad = None
 
     def _open(self) -> Tensor:
-        """(P,) to collect in: at least fp32 if other passes will add to it, and then of the reserve.
+        """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve.
 
-        Else, where that is possible, it is what the optimizer reads, or the message that is sent.
+        If other passes will add to it, it is at least fp32.
         """
         accumulating = self._passes.accumulating
         if not accumulating and not self.how.hops and self._in_place:  # one rank: the mean is the gradient
@@ -380,8 +376,7 @@ class ReductionQueue:
     def post_next_hops(self) -> None:
         """Let every reduction under way post its next message, once for each that was started.
 
-        That is when the first gradient after it arrives, or else when the next one starts.  So no link idles,
-        and ranks post in one order, whichever units bring them gradients.
+        So ranks post in one order, whichever units bring them gradients, and no link idles.
         """
         if self._behind:
             self._behind = False

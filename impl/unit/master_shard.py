@@ -38,11 +38,6 @@ def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Ten
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
-def counted_as(part: str, *, host: bool) -> str:
-    """As what memory of ``part`` is counted: a key of :func:`impl.plan.memory.memory`."""
-    return f"host_{part}" if host else part
-
-
 Version = tuple[int, int]  # of weights: changes that were told of, and what torch counts
 
 
@@ -79,7 +74,7 @@ class MasterShard:
             codes = self._host.empty(self._frame, host=placement.shard)
             ops.encode(self._codec, self.held, codes, noise=self._noise(self._codec))
             self.held = self.codes = codes
-        self._meter.add(counted_as("frozen" if coded else "masters", host=placement.shard), self.held.nbytes)
+        self._meter.add("frozen" if coded else "masters", self.held.nbytes, host=placement.shard)
         self.masters: list[tuple[int, nn.Parameter]] = []
         self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, and where in the shard they lie
         for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():
@@ -120,10 +115,7 @@ class MasterShard:
             ops.encode(self._codec, master, self.codes, noise=self._noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes with a frame of equal layout and codec.
-
-        Raises ZeroError: if they are not held as codes, or the frame is of another size.
-        """
+        """Overwrite weights that are held as codes; raises a ZeroError for a frame of another size."""
         held = 0 if self.codes is None else self.codes.numel()
         if self.codes is None or frame.numel() != held:
             raise ZeroError(f"unit {self._geometry.name!r}: {frame.numel()} bytes of codes, it holds {held}")
@@ -246,7 +238,7 @@ class MasterShard:
         if self._mean is None:
             numel, host = self._geometry.shard, self.placement.shard
             self._mean = self._host.empty(numel, torch.float32, host=host).zero_()
-            self._meter.add(counted_as("gradients", host=host), self._mean.nbytes)
+            self._meter.add("gradients", self._mean.nbytes, host=host)
         return self._mean
 
     def mean_gradient(self) -> Tensor | None:

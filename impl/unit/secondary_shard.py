@@ -31,7 +31,7 @@ from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
-from impl.unit.master_shard import Version, counted_as
+from impl.unit.master_shard import Version
 
 Change = Literal["stepped", "loaded", "unchanged"]
 """Why weights are gathered anew: an optimizer stepped them, they were written otherwise, or nothing did."""
@@ -98,13 +98,13 @@ class SecondaryShard:
         if self._frames is None:
             nbytes = self.copies * self.codec.frame_bytes(self._numel)
             self._frames = self._host.empty(nbytes, host=self._offloaded)
-            self._meter.add(counted_as("secondary", host=self._offloaded), nbytes)
+            self._meter.add("secondary", nbytes, host=self._offloaded)
         return self._frames
 
     def let_go(self) -> None:
         """Give the frames' memory back: a gather in another codec takes their place."""
         if self._frames is not None:
-            self._meter.add(counted_as("secondary", host=self._offloaded), -self._frames.nbytes)
+            self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:

@@ -43,31 +43,19 @@ class State(enum.Enum):
 
 
 class Unit:
-    """One unit on one rank.
-
-    Args:
-        originals: the model's parameters in slot order, with their values.
-        holders: for each of them, the modules that hold it.
-        placement: what of the unit lies in host memory.
-        siblings: all units of the model in their order, this one the next; filled as they are made.
-        queue: of the model's reductions.
-        cut: (S,) fp32 this rank's slice of the values, if the originals are without them already.
-
-    Attributes:
-        index: among its siblings.
-    """
+    """One unit on one rank."""
 
     def __init__(
         self,
         geometry: UnitGeometry,
-        originals: Sequence[nn.Parameter],
-        holders: Sequence[Sequence[Holder]],
+        originals: Sequence[nn.Parameter],  # the model's, in slot order, with their values
+        holders: Sequence[Sequence[Holder]],  # for each of them, the modules that hold it
         context: UnitContext,
         placement: Placement = ON_DEVICE,
         *,
-        siblings: Sequence[Unit],
+        siblings: Sequence[Unit],  # all of the model in their order, this one the next
         queue: ReductionQueue,
-        cut: Tensor | None = None,
+        cut: Tensor | None = None,  # (S,) fp32 this rank's slice, if the originals are without values already
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
@@ -83,9 +71,6 @@ class Unit:
         self.reduction = GradientReduction(geometry, own, self.master_shard, self.members, queue)
         self.state = State.SHARDED
         self._stays = self.policy.stage < 3  # gathered until the weights change
-
-    def __repr__(self) -> str:
-        return f"Unit({self.geometry.name!r}, {self.state.name}, {self.reduction})"
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -155,10 +140,7 @@ class Unit:
             self.wait()
 
     def start_gather(self, phase: Phase) -> None:
-        """Start the all-gather, unless the weights are here or on their way.
-
-        Raises ZeroError: while a parameter of it is seen whole.
-        """
+        """Start the all-gather, unless the weights are here, on their way, or, a ZeroError, seen whole."""
         for number in self.flat.whole:
             name = self.geometry.slots[number].spec.name
             raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
@@ -225,18 +207,12 @@ class Unit:
         return written
 
     def release(self) -> None:
-        """:meth:`reshard`.
-
-        Raises WrittenError: naming the parameters that were written, of all units that are gathered.
-        """
+        """:meth:`reshard`, which raises a WrittenError if parameters were written."""
         if written := self.reshard():
             self.refuse_written(written)
 
     def refuse_written(self, names: Sequence[str]) -> None:
-        """Refuse parameters that were written: who writes one often writes all, so name the others, too.
-
-        Raises WrittenError: naming ``names``, and those of units that are still gathered.
-        """
+        """Raise a WrittenError of ``names`` and, as who writes one often writes all, of other units."""
         raise WrittenError((*names, *(name for unit in self._siblings for name in unit.written())))
 
     def hide(self) -> None:
@@ -246,10 +222,7 @@ class Unit:
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """The parameters that were written in place since they were gathered, or lie elsewhere now.
-
-        None below stage 3, where gathered weights stay.
-        """
+        """The parameters that were written since they were gathered; none below stage 3, where they stay."""
         if self._stays or self.state is State.SHARDED or self.state is State.GATHERING:
             return ()
         return self.flat.written()
@@ -316,10 +289,7 @@ class Unit:
     # Refusals
 
     def check_unchanged(self, *, training: bool) -> None:
-        """Refuse parameters that were put in the place of this unit's, frozen or unfrozen, or given hooks.
-
-        Raises ZeroError: naming the first.
-        """
+        """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks."""
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values
             for member, slot in zip(self.members, self.geometry.slots, strict=True):

@@ -102,9 +102,6 @@ class WeightGather:
         self._tag = self._tags["forward"]
         self.version: Version = (-1, -1)
 
-    def __repr__(self) -> str:
-        return f"WeightGather({self._geometry.name!r}, {self._under_way or 'none under way'})"
-
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages; all ranks must call it."""
         held = max(codec.frame_bytes(self._geometry.shard) for codec in self._codecs)
