@@ -1,9 +1,8 @@
 """Encodes and decodes with the backend of the tensors' device, and says which that is.
 
-Every backend offers the operations of :class:`impl.codecs.reference.Operations`, and equals the reference
-bit for bit.  CPU tensors use the C++ kernels, which the first use builds where no earlier one has; CUDA
-tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they need uses the reference:
-:func:`backend_of` says so, and :func:`warning_of` why.
+Every backend equals the reference bit for bit.  CPU tensors use the C++ kernels, which the first use builds
+where no earlier one has; CUDA tensors the CUDA kernels, which CuPy compiles.  A machine that lacks what they
+need uses the reference: :func:`backend_of` says so, and :func:`warning_of` why.
 """
 
 from __future__ import annotations
@@ -27,25 +26,24 @@ from impl.cuda.launch import loaded_sha256, on_device
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build what tensors on ``device`` need, so that no later call waits for a compiler.
 
-    On a GPU each codec encodes and decodes one octet, so that a compiler or an architecture that is missing
-    is a RuntimeError here, and not in the first step.  A device that has no backend, or that a user's own
-    codec is not for, is a ValueError.
+    On a GPU each codec is tried, so that a compiler or an architecture that is missing is told here, and not
+    in the first step.
+
+    Raises:
+        RuntimeError: as :func:`try_codec`.
+        ValueError: for a device that has no backend, or that a user's own codec is not for.
     """
     operations, _ = _choose(device.type)
-    codecs = tuple(codecs)
+    codecs = dict.fromkeys(codecs)
     check_devices(device, codecs)
     if device.type == "cuda":
-        for codec in dict.fromkeys(codecs):
+        for codec in codecs:
             try_codec(operations, codec, device)
         torch.cuda.synchronize(device)
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros by a codec that has kernels: of scales, or a published format.
-
-    Raises:
-        RuntimeError: naming the codec and the device, if that fails.
-    """
+    """Encode and decode one octet by a codec that has kernels; a RuntimeError names it if that fails."""
     if not has_kernels(codec):
         return
     x = torch.zeros(OCTET, device=device)
@@ -67,28 +65,18 @@ def check_devices(device: torch.device, codecs: Iterable[Codec]) -> None:
 
 
 def backend_of(device: torch.device) -> str:
-    """Name of the kernels that serve ``device``, for the record; casts are torch's on all of them.
-
-    Raises:
-        ValueError: for a device that has none.
-    """
+    """Name of the kernels that serve ``device``; a ValueError for a device that has none."""
     return _choose(device.type)[0].name
 
 
 def loaded_kernels(device: torch.device) -> str | None:
     """SHA-256 of the kernels that this process has loaded for ``device``; None of the reference."""
     operations, _ = _choose(device.type)
-    if isinstance(operations, cpu.Kernels):
-        return operations.sha256
-    return loaded_sha256() if isinstance(operations, cuda.Kernels) else None
+    return loaded_sha256() if isinstance(operations, cuda.Kernels) else getattr(operations, "sha256", None)
 
 
 def operations_of(name: str) -> Operations:
-    """The backend cpu, cuda or reference, whichever would be chosen: to compare one with another.
-
-    Raises:
-        ValueError: for another name, or where this machine lacks what it needs, saying what.
-    """
+    """The backend cpu, cuda or reference; a ValueError for another, or where this machine lacks it."""
     if name == REFERENCE.name:
         return REFERENCE
     operations, warning = _choose(name)
@@ -98,11 +86,7 @@ def operations_of(name: str) -> Operations:
 
 
 def warning_of(device: torch.device) -> str | None:
-    """One line, for the record: why the reference serves ``device``; None where it does not.
-
-    Raises:
-        ValueError: for a device that has no backend.
-    """
+    """Why the reference serves ``device``, in one line; None where it does not."""
     return _choose(device.type)[1]
 
 
@@ -140,10 +124,9 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """(..., S) ``frames`` as the elements that ``x`` is cast to or from; None where it is more than a cast.
+    """(..., S) ``frames`` as the elements that ``x`` is cast to or from, which torch does on all devices.
 
-    Casts are torch's on all devices; a copy without one, padded or misaligned frames, and whatever is to be
-    refused are a backend's.
+    None of a copy without a cast, padded or misaligned frames, and whatever is to be refused.
     """
     kind = DTYPES[codec.dtype]
     item, shape = kind.itemsize, x.shape

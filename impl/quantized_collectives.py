@@ -1,6 +1,4 @@
-"""Quantised all-gather and reduce-scatter as functions, for code without our engine: FSDP, a hook, a script.
-
-Both take tensors of any shape and length, text forms of codecs, and any :class:`~impl.comm.mesh.Mesh`::
+"""Quantised all-gather and reduce-scatter as functions, for code without our engine: FSDP, a hook, a script::
 
     mesh = Mesh.create(Topology(nodes=2, ranks_per_node=4))
     weights = quantized_all_gather(shard, "int8:2048", mesh)              # qwZ
@@ -49,20 +47,20 @@ def quantized_all_gather(
     """All ranks' ``x``, encoded once by its owner and decoded to the same bits everywhere.
 
     Args:
-        x: (...) fp32, bf16 or fp16; the same shape on all ranks.
+        x: (...) fp32, bf16 or fp16.
         codec: of the values, e.g. ``int8:2048``.
         mesh: the ranks.
         gather: ``hierarchical`` crosses each link between nodes once; ``flat`` is the library's ring.
         wire: what sends.
         key: of a stochastic codec's random bits; change its step from call to call.
-        out: (world, ...) of ``x``'s type, contiguous, to write to; a new tensor by default.
+        out: contiguous, to write to; a new tensor by default.
 
     Returns:
         (world, ...) of ``x``'s type, in rank order.
 
     Raises:
-        ValueError: for another type, a stochastic codec without a key, or an ``out`` that does not fit.
-        CodecError: for a text that is no codec.
+        ValueError: for another type, a text that is no codec, a stochastic one without a key, or an ``out``
+            that does not fit.
     """
     (codec,), numel, world = _checked([codec], x, key), x.numel(), mesh.topology.world
     axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
@@ -82,14 +80,10 @@ def quantized_all_gather(
 
 
 class Gathering:
-    """An all-gather of one shard of every rank, each encoded by its owner; under way once it is made.
+    """An all-gather of one shard (S,) of every rank, each encoded by its owner; under way once it is made.
 
-    Args:
-        axes: that together number the ranks, the first hop's first.
-        shard: (S,) this rank's.
-        whole: (ranks * S,) where all are to come, in rank order.
-        ring: the hop is the library's ring over the whole world.
-        noise: of a stochastic codec.
+    ``whole`` (ranks * S,) is where all come, in rank order; ``axes`` number the ranks, the first hop's first;
+    the ``ring`` is the library's, over the whole world.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ def quantized_reduce_scatter(
     """This rank's part of the mean (or sum) of all ranks' ``x``, accumulated in fp32.
 
     Args:
-        x: (world * n, ...) fp32, bf16 or fp16; the same shape on all ranks.
+        x: (world * n, ...) fp32, bf16 or fp16.
         codecs: of the hop inside nodes and of that between them; one for both, or for the only one.
         mesh: the ranks.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
@@ -146,12 +140,14 @@ def quantized_reduce_scatter(
         (n, ...) fp32.
 
     Raises:
-        ValueError: for another type or ``op``, a first dimension that the world does not divide, a
-            stochastic codec without a key, or another number of codecs.
-        CodecError: for a text that is no codec.
+        ValueError: for another type or ``op``, a first dimension that the world does not divide, a text that
+            is no codec, a stochastic one without a key, or another number of codecs.
         PolicyError: for a combination that cannot be carried out.
     """
-    gradients = _checked(_pair(codecs), x, key)
+    pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
+    if len(pair) != 2:
+        raise ValueError(f"codecs: one, or one for each of two hops, got {len(pair)}")
+    gradients = _checked(pair, x, key)
     world = mesh.topology.world
     if x.dim() == 0 or x.shape[0] % world:
         raise ValueError(
@@ -176,14 +172,6 @@ def quantized_reduce_scatter(
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
     mean = average(how, x.detach().reshape(-1), key=key).finish()
     return (mean if op == "mean" else mean.mul_(world)).view(shape)
-
-
-def _pair(codecs: CodecOrText | Sequence[CodecOrText]) -> Sequence[CodecOrText]:
-    """The codecs of both hops."""
-    pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
-    if len(pair) != 2:
-        raise ValueError(f"codecs: one, or one for each of two hops, got {len(pair)}")
-    return pair
 
 
 def _checked(codecs: Sequence[CodecOrText], x: Tensor, key: Key | None) -> list[Codec]:

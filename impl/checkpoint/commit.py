@@ -42,7 +42,8 @@ def _number(path: Path) -> int:
 
 def latest(folder: Path | str) -> Path | None:
     """The newest complete checkpoint in ``folder``; None if there is none."""
-    return (checkpoints(Path(folder)) or [None])[-1]
+    complete = checkpoints(Path(folder))
+    return complete[-1] if complete else None
 
 
 def resolve(folder: Path) -> Path:

@@ -1,21 +1,5 @@
 """Formats that others published, each as torch operations on rows: the reference of their kernels.
 
-=============  ====  =====  ==================================================================================
-text           bits  block  what it is
-=============  ====  =====  ==================================================================================
-``nvfp4``         4     16  E2M1 elements, an E4M3 scale a block, an fp32 scale a shard (NVIDIA's NVFP4)
-``mxfp6e2m3``     6     32  E2M3 elements, an E8M0 scale a block (OCP Microscaling 1.0)
-``mxfp6e3m2``     6     32  E3M2 elements, likewise
-``nf4``           4     64  quantiles of a normal distribution times the block's largest magnitude (QLoRA,
-                            2305.14314)
-``spike3``        3    128  a block's least and largest kept in bf16 with their places, the rest by its own
-                            range (FlashCommunication V2, 2508.03760)
-``spike2``        2    128  likewise
-``sign1``         1    128  the sign times the mean magnitude of a block (1-bit SGD)
-``bf16sr``       16      1  bf16 by stochastic rounding; receivers sum in fp32 (as torchcomms' quantised
-                            reduce-scatter sends it)
-=============  ====  =====  ==================================================================================
-
 Each is an object as :class:`impl.codecs.own_object.OwnObject` lists it.  A frame is the codes, element 0 in
 the lowest bits, then what each block has beside its codes, then what the shard has.
 """
@@ -68,8 +52,7 @@ class _Format:
         if not numel:
             frame.zero_()
             return
-        blocks = -(-numel // self.size)
-        values = torch.cat([x, x[-1:].expand(blocks * self.size - numel)]).view(blocks, self.size)
+        values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
         codes, beside, whole = self._codes(values)
         end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
         pack(codes.view(-1)[:numel], self.bits, frame[:end])
@@ -78,8 +61,7 @@ class _Format:
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Write the elements (S,) of a frame."""
-        numel = out.numel()
-        if not numel:
+        if not (numel := out.numel()):
             return
         blocks = -(-numel // self.size)
         end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
@@ -147,7 +129,7 @@ class _Table(_Format):
 
 
 class NF4(_Table):
-    """See the table above."""
+    """Quantiles of a normal distribution times the largest magnitude of a block (QLoRA, 2305.14314)."""
 
     bits, size, beside, table = 4, 64, 4, _NF4
     laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
@@ -199,19 +181,19 @@ class _Microscaled(_Table):
 
 
 class MXFP6E2M3(_Microscaled):
-    """See the table above."""
+    """E2M3 elements, an E8M0 scale a block (OCP Microscaling 1.0)."""
 
     bits, table = 6, _float_table(6, 3, 0)
 
 
 class MXFP6E3M2(_Microscaled):
-    """See the table above."""
+    """E3M2 elements, likewise."""
 
     bits, table = 6, _float_table(6, 2, -2)
 
 
 class NVFP4(_Table):
-    """See the table above; scales of blocks are rounded to nearest, so that a block's top may saturate."""
+    """NVIDIA's: E2M1 elements, an fp32 scale a shard, an E4M3 one a block, by which its top may saturate."""
 
     bits, size, beside, whole = 4, 16, 1, 4
     table = _float_table(4, 1, 0)
@@ -242,7 +224,7 @@ def _bf16(values: Tensor) -> Tensor:
 
 
 class _Spikes(_Format):
-    """Least and largest of a block in bf16 with their places; the rest in equal steps of its own range.
+    """Least and largest of a block with their places; the rest in equal steps of its own range (2508.03760).
 
     Beside a block lie both places, both spikes, and the rest's least value and step, in bf16: 10 bytes.
     """
@@ -278,19 +260,19 @@ class _Spikes(_Format):
 
 
 class Spike2(_Spikes):
-    """See the table above."""
+    """Codes of 2 bits."""
 
     bits = 2
 
 
 class Spike3(_Spikes):
-    """See the table above."""
+    """Codes of 3 bits."""
 
     bits = 3
 
 
 class Sign1(_Format):
-    """See the table above; zeros count as positive, but for those of a block of zeros."""
+    """The sign times the mean magnitude of a block (1-bit SGD); a zero is positive, unless all are."""
 
     bits, size, beside = 1, 128, 4
 
@@ -312,7 +294,7 @@ class Sign1(_Format):
 
 
 class BF16SR(_Format):
-    """See the table above: 16 random bits are added below those that bf16 keeps."""
+    """Bf16 by stochastic rounding: 16 random bits are added below those that it keeps (as in torchcomms)."""
 
     laws: ClassVar = ["bound", "zero", "nonfinite", "unbiased"]
     bits, size, beside = 16, 1, 0

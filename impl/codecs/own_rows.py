@@ -1,8 +1,7 @@
 """Runs a user's own codec on rows of any shape and type; its object knows one row, of types that it lists.
 
-Frames are padded with zeros to 16 bytes; elements of another type than the object's go through fp32, which
-holds every value of the others.  What an object reads is a copy: it may not spoil a master shard, or another
-rank's message, whatever it writes there.
+Elements of another type go through fp32.  What an object reads is a copy: it may not spoil a master shard, or
+another rank's message.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
                 start = noise.start + sum(i * stride for i, stride in zip(row, noise.strides, strict=True))
                 random = (Noise(noise.words, start),)
             read, written = source[row], target[row]
-            sizes = read.shape, written.shape
+            before = tuple(read.shape), tuple(written.shape)
             function(read, written, *random)
-            if (read.shape, written.shape) != sizes:
-                raise CodecError(
-                    f"a codec's method was given tensors {tuple(sizes[0])} and {tuple(sizes[1])}, and made "
-                    f"them {tuple(read.shape)} and {tuple(written.shape)}"
-                )
+            if (after := (tuple(read.shape), tuple(written.shape))) != before:
+                raise CodecError(f"a codec's method was given tensors {before}, and made them {after}")
 
     return all_rows
 

@@ -1,8 +1,4 @@
-"""Turns the bands of a shard's matrices, so that blocks of consecutive elements run along columns.
-
-A band is as many rows as a block has elements; turned, its elements lie column by column, and encoding the
-shard then quantises every column of a band with a scale of its own (:meth:`UnitGeometry.bands`).
-"""
+"""Turns the bands of a shard's matrices (:meth:`UnitGeometry.bands`), so that blocks run along columns."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_SEEN: Final = 4096  # operations that are remembered; a unit has about six
+Again = Callable[[Tensor, Tensor], None]  # does an operation again, unchecked, to tensors like those it had
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,15 +70,15 @@ class Operations:
     """What a backend does, and here the reference.
 
     Others override ``_encode``, ``_decode``, ``_decode_sum`` for codecs that they have kernels for, and
-    ``_decode_sum_encode`` for what it ``_fuses``.  They get tensors that were checked and hold elements.
+    ``_decode_sum_encode`` for what it ``_fuses``.  They get tensors that were checked and hold elements, and
+    may return what does the same again.
     """
 
     name = "reference"  # of the backend, for the record
 
     def __init__(self) -> None:
-        # By all that an operation depends on but for where its tensors lie: what does it again.  The key has
-        # codecs by their addresses, which therefore must live as long.
-        self._seen: dict[tuple[Hashable, ...], tuple[Callable[[Tensor, Tensor], None], Sequence[Codec]]] = {}
+        # Keys have codecs by their addresses, which therefore must live as long.
+        self._seen: dict[tuple[Hashable, ...] | None, tuple[Again, Sequence[Codec]]] = {}
 
     def encode(
         self,
@@ -97,12 +98,15 @@ class Operations:
                 whose bytes are not contiguous, noise or carried error that do not fit, tensors on several
                 devices, or strides that the backend does not take.
         """
-        if noise is None and carried is None and self._repeats("encode", (codec,), x, frames):
+        key = _key("encode", x, frames, codec) if noise is None and carried is None else None
+        if (seen := self._seen.get(key)) is not None:
+            seen[0](x, frames)
             return
         _check(codec, x.shape, x.dtype, frames, x)
         _check_state(codec, x.shape, frames, noise, carried)
         if x.numel() > 0:
-            self._encode(codec, x, frames, Beside(noise if codec.stochastic else None, carried))
+            beside = Beside(noise if codec.stochastic else None, carried)
+            self._remember(key, self._encode(codec, x, frames, beside), codec)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
@@ -110,11 +114,13 @@ class Operations:
         Raises:
             ValueError: as :meth:`encode`.
         """
-        if self._repeats("decode", (codec,), frames, out):
+        key = _key("decode", frames, out, codec)
+        if (seen := self._seen.get(key)) is not None:
+            seen[0](frames, out)
             return
         _check(codec, out.shape, out.dtype, frames, out)
         if out.numel() > 0:
-            self._decode(codec, frames, out)
+            self._remember(key, self._decode(codec, frames, out), codec)
 
     def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
@@ -125,7 +131,9 @@ class Operations:
         Raises:
             ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
         """
-        if sums == "fp32" and self._repeats("decode_sum", (codec,), frames, out):
+        key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
+        if (seen := self._seen.get(key)) is not None:
+            seen[0](frames, out)
             return
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
@@ -134,7 +142,7 @@ class Operations:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
             else:
-                self._decode_sum(codec, frames, out)
+                self._remember(key, self._decode_sum(codec, frames, out), codec)
 
     def decode_sum_encode(
         self,
@@ -157,7 +165,9 @@ class Operations:
             ValueError: for no source, or as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
-        if plain and self._repeats(numel, (first, second), frames, out):
+        key = _key(numel, frames, out, first, second) if plain else None
+        if (seen := self._seen.get(key)) is not None:
+            seen[0](frames, out)
             return
         shape = torch.Size((*out.shape[:-1], numel))
         if not (
@@ -175,7 +185,8 @@ class Operations:
         _check_state(second, shape, out, noise, carried)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
-            self._decode_sum_encode((first, second), frames, out, numel, beside)
+            again = self._decode_sum_encode((first, second), frames, out, numel, beside)
+            self._remember(key, again, first, second)
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """The sum in fp16, for backends without a kernel: sources are decoded one after the other."""
@@ -185,32 +196,17 @@ class Operations:
             total += out.half()
         out.copy_(total)
 
-    def _repeats(self, what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> bool:
-        """Do again, unchecked, what was done to tensors like these; False if nothing was."""
-        seen = self._seen.get(_key(what, codecs, first, second))
-        if seen is None:
-            return False
-        seen[0](first, second)
-        return True
-
-    def _remember(
-        self,
-        again: Callable[[Tensor, Tensor], None],
-        what: Hashable,
-        codecs: tuple[Codec, ...],
-        first: Tensor,
-        second: Tensor,
-    ) -> None:
-        """Let ``again`` do to tensors like these what was done to them, without noise and carried errors."""
-        if len(self._seen) >= _MOST_SEEN:
-            self._seen.clear()
-        self._seen[_key(what, codecs, first, second)] = again, codecs
+    def _remember(self, key: tuple[Hashable, ...] | None, again: Again | None, *codecs: Codec) -> None:
+        if key is not None and again is not None:
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+            self._seen[key] = again, codecs
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether ``_decode_sum_encode`` can, instead of its two steps."""
         return False
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
         noise, carried = beside
         if carried is not None:
             with_error = x.float() + carried.error.float()
@@ -225,24 +221,27 @@ class Operations:
             frames[..., codec.code_bytes(x.shape[-1]) :] = 0
         else:
             _encode_blocks(codec, x, frames, noise)
+        return None
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         if isinstance(codec, OwnCodec):
             own_rows.decode(codec, frames, out)
         else:
             out.copy_(_decoded(codec, frames, out.shape[-1], LARGEST[NAMES[out.dtype]]))
+        return None
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         if isinstance(codec, OwnCodec):
             own_rows.decode_sum(codec, frames, out)
-            return
+            return None
         self._decode(codec, frames[0], out)
         for source in frames[1:]:
             out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
+        return None
 
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> None:
+    ) -> Again | None:
         raise NotImplementedError
 
 
@@ -251,7 +250,7 @@ encode, decode = REFERENCE.encode, REFERENCE.decode
 decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
 
 
-def _key(what: Hashable, codecs: tuple[Codec, ...], first: Tensor, second: Tensor) -> tuple[Hashable, ...]:
+def _key(what: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...]:
     """All that an operation without noise and carried errors depends on, but for where its tensors lie."""
     return (
         what,

@@ -1,20 +1,13 @@
 """The random bits of stochastic rounding, by element: the same for every layout, world size and backend.
 
-Pure: no torch.
-
 [Note: rounding noise]
-An element's 16 bits depend on what it is, never on where it is computed: on a :class:`Key` (seed, step,
-micro-batch, unit, purpose, hop, source) and on its number in the unit.  So they are the same for any world
-size, bucket, chunk, backend and device, and a failure can be replayed anywhere.  Gradients (world, S) of a
-rank have that rank as their source: without it all ranks would share their noise, and the variance of a
-mean over N ranks would be N times as large.  Weights (S,) have none, and are keyed by the step alone:
-forward, backward and every micro-batch see the same weights.
+An element's 16 bits depend on what it is, never on where it is computed: on a :class:`Key` and on its number
+in the unit.  So a failure can be replayed anywhere.  Gradients (world, S) of a rank have that rank as their
+source: else all ranks would share their noise, and the variance of a mean over N ranks would be N times as
+large.  Weights (S,) have none, and are keyed by the step alone: all passes see the same weights.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-A key's 128 bits are BLAKE2b of its text; the first half is the upper half of the counter, the second
-half Philox's key; the counter's lower half is the number of the element's octet (element // 8).  One
-call gives 4 words, 128 bits, one octet: element ``j`` of it takes the lower (even ``j``) or upper half
-of word ``j // 2``.  At 32 bits an element, a GPU would be bound by computing them.
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one
+call for an octet of elements; docs/reference/wire_format.md says how key and bits are laid out.  No torch.
 """
 
 from __future__ import annotations
@@ -44,19 +37,13 @@ def apart(numel: int) -> int:
 class Noise:
     """Random bits for the rows of a tensor (..., S).
 
-    Attributes:
-        words: of 32 bits: the upper half of Philox's counter, then its key.
-        start: number of the first row's first element; a multiple of 8.
-        strides: one per leading dimension, in elements, multiples of 8: row (i, j, ...) starts at
-            ``start + i * strides[0] + j * strides[1] + ...``.
-
     Raises:
         ValueError: for starts or strides that are not multiples of 8, or negative ones.
     """
 
-    words: Words
-    start: int = 0
-    strides: tuple[int, ...] = ()
+    words: Words  # of 32 bits: the upper half of Philox's counter, then its key
+    start: int = 0  # number of the first row's first element
+    strides: tuple[int, ...] = ()  # elements from one row to the next, by leading dimension
 
     def __post_init__(self) -> None:
         for number in (self.start, *self.strides):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw
-from impl.codecs.reference import DTYPES, Beside, Carried, Operations, merged_rows
+from impl.codecs.reference import DTYPES, Again, Beside, Carried, Operations, merged_rows
 
 MOST_DIMS: Final = 8  # leading dimensions after merging, kDims of job.hpp
 KINDS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,7 +31,6 @@ _FUNCTIONS: Final = (
     *("encode_formats", "decode_formats"),
 )
 _Dims: Final = ctypes.c_int64 * MOST_DIMS
-_Call = tuple[Hashable, tuple[Codec, ...], Tensor, Tensor]  # as Operations._remember gets it
 
 
 class _Plane(ctypes.Structure):
@@ -88,88 +87,75 @@ class Kernels(Operations):
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
-        call, numel = ("encode", (codec,), x, frames), x.shape[-1]
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
+        numel, plain = x.shape[-1], beside.carried is None
         kernels, coding = _coding(codec, numel)
-        plain = beside.carried is None
         if coding is not None and (plain or isinstance(codec, Blocked)):
-            values = x if _has_whole_rows(x) else x.contiguous()
-            planes, again = {"values": values, "frames": frames}, call if values is x else None
-            self._run(
-                f"encode{kernels}", planes, again, beside, numel=numel, kind=KINDS[x.dtype], coding=coding
-            )
-        elif plain and isinstance(codec, Raw) and _is_copy(codec, x):
+            planes = {"values": x if _has_whole_rows(x) else x.contiguous(), "frames": frames}
+            fields = {"numel": numel, "kind": KINDS[x.dtype], "coding": coding}
+            again = self._run(f"encode{kernels}", planes, beside, **fields)
+            return again if planes["values"] is x else None
+        if plain and isinstance(codec, Raw) and _is_copy(codec, x):
             nbytes = codec.code_bytes(numel)
-            whole = nbytes == frames.shape[-1]
-            self._run("copy", {"values": x, "output": frames}, call if whole else None, numel=nbytes)
-            if not whole:
-                frames[..., nbytes:] = 0
-        else:
-            super()._encode(codec, x, frames, beside)
+            again = self._run("copy", {"values": x, "output": frames}, numel=nbytes)
+            if nbytes == frames.shape[-1]:
+                return again
+            frames[..., nbytes:] = 0
+            return None
+        return super()._encode(codec, x, frames, beside)
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        call = ("decode", (codec,), frames, out)
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
-            self._run_into(out, f"decode{kernels}", frames, call, kind=KINDS[out.dtype], coding=coding)
-        elif isinstance(codec, Raw) and _is_copy(codec, out):  # past the caches: read later, if at all
+            return self._run_into(out, f"decode{kernels}", frames, kind=KINDS[out.dtype], coding=coding)
+        if isinstance(codec, Raw) and _is_copy(codec, out):  # past the caches: read later, if at all
             planes = {"values": frames, "output": out}
-            self._run("stream", planes, call, numel=codec.code_bytes(out.shape[-1]))
-        else:
-            super()._decode(codec, frames, out)
+            return self._run("stream", planes, numel=codec.code_bytes(out.shape[-1]))
+        return super()._decode(codec, frames, out)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        call, sources = ("decode_sum", (codec,), frames, out), _sources(frames)
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             name = "decode_formats" if kernels else "decode_sum"
-            self._run_into(out, name, frames[0], call, coding=coding, **sources)
-        elif isinstance(codec, Raw):
-            self._run_into(out, "sum_raw", frames[0], call, kind=KINDS[DTYPES[codec.dtype]], **sources)
-        else:
-            super()._decode_sum(codec, frames, out)
+            return self._run_into(out, name, frames[0], coding=coding, **_sources(frames))
+        if isinstance(codec, Raw):
+            kind = KINDS[DTYPES[codec.dtype]]
+            return self._run_into(out, "sum_raw", frames[0], kind=kind, **_sources(frames))
+        return super()._decode_sum(codec, frames, out)
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         if isinstance(codec, Blocked):
             _, coding = _coding(codec, out.shape[-1])
-            self._run_into(out, "decode_sum", frames[0], None, coding=coding, halves=1, **_sources(frames))
+            self._run_into(out, "decode_sum", frames[0], coding=coding, halves=1, **_sources(frames))
         else:
             super()._sum_halves(codec, frames, out)
 
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> None:
-        self._run(
-            "decode_sum_encode",
-            {"frames": frames[0], "output": out},
-            (numel, hops, frames, out),
-            beside,
-            numel=numel,
-            coding=_coding(hops[0], numel)[1],
-            second=_coding(hops[1], numel)[1],
-            **_sources(frames),
-        )
+    ) -> Again | None:
+        (_, coding), (_, second) = (_coding(codec, numel) for codec in hops)
+        fields = {"numel": numel, "coding": coding, "second": second, **_sources(frames)}
+        return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, beside, **fields)
 
-    def _run_into(self, out: Tensor, name: str, frames: Tensor, call: _Call | None, **fields: Any) -> None:
+    def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Again | None:
         """Decode ``frames`` to ``out``, by way of whole rows where it has none."""
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
-        again = call if values is out else None
-        self._run(name, {"frames": frames, "values": values}, again, numel=out.shape[-1], **fields)
-        if values is not out:
-            out.copy_(values)
+        again = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
+        if values is out:
+            return again
+        out.copy_(values)
+        return None
 
     def _run(
         self,
         name: str,
         tensors: Mapping[str, Tensor],
-        call: _Call | None,
         beside: Beside = Beside(),  # noqa: B008  # immutable
         **fields: Any,
-    ) -> None:
-        """Call the function ``name`` of the library, with ``fields`` of the job.
+    ) -> Again:
+        """Call the function ``name`` of the library, with ``fields`` of the job; returns what does it again.
 
-        ``tensors`` have equal leading dimensions, by the plane that they are; in this order they are those of
-        the ``call`` that :meth:`_repeats` is to repeat.
+        ``tensors`` have equal leading dimensions, by the plane that they are, read ones first.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), beside
         if carried is not None:
@@ -190,8 +176,7 @@ class Kernels(Operations):
         _finish(function, job)
         if carried is not None and planes["errors"] is not carried.error:
             carried.error.copy_(planes["errors"])
-        if call is not None and noise is None and carried is None:
-            self._remember(partial(_run_again, function, bytes(job), tuple(tensors)), *call)
+        return partial(_run_again, function, bytes(job), tuple(tensors))
 
 
 def _run_again(function: Callable[[_Job], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:

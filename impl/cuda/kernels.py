@@ -29,7 +29,7 @@ general kernel, or two launches serve then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Literal, TypeGuard
 
@@ -37,8 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, Raw, has_kernels
-from impl.codecs.reference import Beside, Carried, Operations, merged_rows
+from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, has_kernels
+from impl.codecs.reference import Again, Beside, Carried, Operations, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
 
@@ -194,12 +194,10 @@ class Kernels(Operations):
         super().__init__()
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
-    def _launch(
-        self, launch: Launch, places: Sequence[str], what: Hashable, codecs: tuple[Codec, ...], *two: Tensor
-    ) -> None:
-        """Run ``launch``, and keep it to be done again for tensors like ``two``, of these ``places``."""
-        self._run(launch, two[0].device)
-        self._remember(partial(self._run_again, launch, places), what, codecs, *two)
+    def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Again:
+        """Run ``launch`` on ``tensors`` by their places; returns what does it again."""
+        self._run(launch, tensors["frames"].device)
+        return partial(self._run_again, launch, [*tensors])
 
     def _run_again(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
         # Others may launch the same at once.  Of words, since a structure copies field by field, in 27 us.
@@ -208,35 +206,29 @@ class Kernels(Operations):
             arguments[place]["address"] = tensor.data_ptr()
         self._run(Launch(last.file, last.kernel, last.grid, last.threads, arguments), tensors[0].device)
 
-    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> None:
+    def _encode(self, codec: Codec, x: Tensor, frames: Tensor, beside: Beside) -> Again | None:
         carries = beside.carried is not None
-        if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and (carries or not codec.published)):
-            super()._encode(codec, x, frames, beside)
-            return
+        if not has_kernels(codec) or (isinstance(codec, OwnCodec) and carries):
+            return super()._encode(codec, x, frames, beside)
         tensors = {"values": x, "frames": frames}
         call = _Call(self._spread, x.shape[-1], tensors, {"coding": codec}, beside=beside)
-        launches = 0
-        for launch in self._encoding(call, codec, x, carries=carries):
-            self._run(launch, x.device)
-            launches += 1
-        if launches == 1 and beside == (None, None):  # two have extents between them, which are zeroed anew
-            self._remember(partial(self._run_again, launch, [*tensors]), "encode", (codec,), x, frames)
+        launches = [self._launch(each, tensors) for each in self._encoding(call, codec, x, carries=carries)]
+        return launches[0] if len(launches) == 1 else None  # two have extents between them, zeroed anew
 
-    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         if has_kernels(codec):
-            self._add_up("decode", codec, frames, out, frames[None] if isinstance(codec, OwnCodec) else None)
-        else:
-            super()._decode(codec, frames, out)
+            sources = frames[None] if isinstance(codec, OwnCodec) else None
+            return self._add_up("decode", codec, frames, out, sources)
+        return super()._decode(codec, frames, out)
 
-    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
+    def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
         if has_kernels(codec):
-            self._add_up("decode_sum", codec, frames, out, frames)
-        else:
-            super()._decode_sum(codec, frames, out)
+            return self._add_up("decode_sum", codec, frames, out, frames)
+        return super()._decode_sum(codec, frames, out)
 
     def _add_up(
         self, what: str, codec: Blocked | OwnCodec, frames: Tensor, out: Tensor, sources: Tensor | None
-    ) -> None:
+    ) -> Again:
         """Decode ``frames``, or the sum of ``sources``, which kernels of formats have always."""
         tensors = {"frames": frames if what == "decode" else frames[0], "values": out}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
@@ -249,7 +241,7 @@ class Kernels(Operations):
             launch = call.octets(file, f"decode<{TYPES[out.dtype]}, {codec.bits}>", DECODED, loops=True)
         else:
             launch = call.octets(file, f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>", loops=True)
-        self._launch(launch, [*tensors], what, (codec,), frames, out)
+        return self._launch(launch, tensors)
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         """Whether one launch sums and encodes.
@@ -267,7 +259,7 @@ class Kernels(Operations):
 
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
-    ) -> None:
+    ) -> Again:
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
         codecs = {"coding": first, "second": second}
         call = _Call(self._spread, numel, tensors, codecs, beside=beside, frames=frames)
@@ -277,11 +269,7 @@ class Kernels(Operations):
             kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
-        launch = call.held("reduce.cu", kernel, second, 1, loops=plain)
-        if beside == (None, None):
-            self._launch(launch, [*tensors], numel, hops, frames, out)
-        else:
-            self._run(launch, out.device)
+        return self._launch(call.held("reduce.cu", kernel, second, 1, loops=plain), tensors)
 
     def _encoding(
         self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool

@@ -226,13 +226,12 @@ def _initialise(
         initialise(module)
     elif reset is not None:
         reset()
-    own = _own(module)
-    for key, version in versions.items():
-        if (tensor := own.get(key)) is None or not tensor.numel():
+    for key, tensor in _own(module).items():
+        if key not in versions or not tensor.numel():
             continue
         left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)  # all bits of an element
         # Whole numbers may all be -1, if they were written.
-        kept = left.any() if tensor.is_floating_point() else left.all() and tensor._version == version  # noqa: SLF001
+        kept = left.any() if tensor.is_floating_point() else left.all() and tensor._version == versions[key]  # noqa: SLF001
         if kept:
             raise ZeroError(
                 f"{name} ({type(module).__name__}) was on the meta device, and was given no values for "
