@@ -28,7 +28,7 @@ from impl.checkpoint.commit import CheckpointError
 from impl.engine.optimizer_step import LossScaleError
 from impl.errors import ZeroError
 from impl.plan.policy import Policy, preset
-from tests.impl.deepspeed.test_recipe import ZERO_TUTORIAL_STAGE_1, ZERO_TUTORIAL_STAGE_2, ZEROPP_TUTORIAL
+from tests.impl.deepspeed.test_recipe import SNIPPETS
 
 ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
@@ -41,8 +41,10 @@ LINE = re.compile(
 STEP = re.compile(r"loss ([\d.]+)")
 
 
-def config(folder: Path, text: str) -> str:
+def config(folder: Path, snippet: str) -> str:
+    """A file with a section ``zero_optimization`` of DeepSpeed's tutorials, or that text."""
     file = folder / "ds.config"
+    text = json.dumps({"zero_optimization": SNIPPETS[snippet]}) if snippet in SNIPPETS else snippet
     file.write_text(text, encoding="utf-8")
     return str(file)
 
@@ -69,7 +71,7 @@ def test_zeropp_tutorial_launch_line_trains(tmp_path: Path, capfd: pytest.Captur
     """Its flags, at toy scale: two steps, each with loss, time split, rates and memory."""
     found = trained(
         capfd, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
-        "--batch-size", "1", "--zero-stage", "3", "--deepspeed_config", config(tmp_path, ZEROPP_TUTORIAL),
+        "--batch-size", "1", "--zero-stage", "3", "--deepspeed_config", config(tmp_path, "zeropp_tutorial"),
         "--deepspeed-activation-checkpointing", "--fp16", "--checkpoint-activations",
     )  # fmt: skip
     assert len(found) == 2
@@ -80,11 +82,11 @@ def test_zero_tutorial_launch_lines_train_alike(tmp_path: Path, capfd: pytest.Ca
     """Stage 1 and, with activation checkpoints, stage 2: the same losses, as all is in fp32."""
     first = trained(
         capfd, "--model-parallel-size", "1", "--batch-size", "1",
-        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_1),
+        "--deepspeed_config", config(tmp_path, "zero_tutorial stage 1"),
     )  # fmt: skip
     second = trained(
         capfd, "--model-parallel-size", "1", "--batch-size", "1",
-        "--deepspeed_config", config(tmp_path, ZERO_TUTORIAL_STAGE_2), "--checkpoint-activations",
+        "--deepspeed_config", config(tmp_path, "zero_tutorial stage 2"), "--checkpoint-activations",
     )  # fmt: skip
     assert len(first) == 2
     assert first == pytest.approx(second, abs=2e-6)
@@ -190,7 +192,7 @@ def test_a_toy_whose_parameters_all_persist_is_told_that_zeropp_has_no_effect(
 ) -> None:
     """At DeepSpeed's default threshold of 100,000."""
     monkeypatch.setattr(train_command, "_run", lambda *_: None)
-    assert main(["train", *TOY, "--deepspeed-config", config(tmp_path, ZEROPP_TUTORIAL)]) == 0
+    assert main(["train", *TOY, "--deepspeed-config", config(tmp_path, "zeropp_tutorial")]) == 0
     out = capfd.readouterr().out
     assert len(re.findall(r"without effect: all parameters persist: .* = 100,000", out)) == 3
 
@@ -308,7 +310,7 @@ def test_a_rank_of_torchrun_that_fails_waits_for_nobody() -> None:
 
 def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """1.5 B parameters: some 18 GB of Adam's states become an eighth on 8 ranks; nothing is built."""
-    file = config(tmp_path, ZERO_TUTORIAL_STAGE_1)
+    file = config(tmp_path, "zero_tutorial stage 1")
     flags = [
         "--num-layers",
         "48",
@@ -439,7 +441,7 @@ def test_a_wrong_configuration_is_named_once(
     [
         ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
         ({"fp16": {"enabled": False}}, ["--fp16"], "--fp16 true, but .* enabled = false"),
-        ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true and bf16.enabled = true"),
+        ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true: not with bf16.enabled = true"),
         ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
         ({"train_batch_size": 3}, [], "train_batch_size = 3"),
         (
