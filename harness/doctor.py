@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import string
 import sys
@@ -11,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from harness.cluster.interrupts import cleaning_up
 from harness.cluster.node_supervisors import Node
-from harness.errors import LinkError
 from harness.measure import machine
-from harness.runs.feasibility import PROCESS_BYTES, gib
+from harness.runs.feasibility import PROCESS_BYTES, gib, namespaces
 from harness.strategies import deepspeed
 
 ENOUGH_CORES: Final = 2
@@ -41,62 +38,47 @@ def examine() -> list[Finding]:
     cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    return [
-        Finding("Python", python, sys.version.split()[0], "3.11 or 3.12 runs the harness"),
-        Finding(
-            "cores", cores >= ENOUGH_CORES, str(cores), f"{ENOUGH_CORES} or more: suites' times are for 2"
-        ),
-        Finding(
-            "memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"
-        ),
-        Finding(
+    missing, apart, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
+    looked_for: list[tuple[str, object, object, str]] = [
+        ("Python", python, sys.version.split()[0], "3.11 or 3.12 runs the harness"),
+        ("cores", cores >= ENOUGH_CORES, cores, f"{ENOUGH_CORES} or more: suites' times are for 2"),
+        ("memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"),
+        (
             "/dev/shm",  # noqa: S108 - a name to print
             shared >= ENOUGH_SHARED_MEMORY,
-            gib(shared) if shared else "none",
+            shared and gib(shared),
             "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",
         ),
-        Finding(
-            "torch",
-            bool(packages["torch"]),
-            packages["torch"] or "none",
-            "runs every trial: pip install torch",
-        ),
-        _link(
+        ("torch", packages["torch"], packages["torch"], "runs every trial: pip install torch"),
+        (
             "network namespaces",
-            None,
+            apart is None,
+            apart or "works",
             "nodes behind a link that also holds peers to its rate; else our wire is paced",
         ),
-        _link("tbf", 100.0, "the kernel's shaper of the link between namespaces"),
-        Finding(
+        ("tbf", tbf is None, tbf or "works", "the kernel's shaper of the link between namespaces"),
+        (
             "C++ compiler",
-            compiler is not None,
-            Path(compiler).name if compiler else "none",
+            compiler,
+            compiler and Path(compiler).name,
             "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
         ),
-        Finding(
-            "CUDA device",
-            *_cuda(),
-            "trials with cluster.device = 'cuda'; without one everything runs on the CPU",
-        ),
-        Finding(
+        ("CUDA device", *_cuda(), "trials with cluster.device = 'cuda'; without one all runs on the CPU"),
+        (
             "CuPy",
             len(cupy) == 1,
-            ", ".join(cupy) or "none",
+            ", ".join(cupy),
             "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
         ),
-        Finding(
-            "NVML",
-            driver is not None,
-            f"driver {driver}" if driver else nvml,
-            "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py",
-        ),
-        Finding(
+        ("NVML", driver, driver or nvml, "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py"),
+        (
             "DeepSpeed",
-            (missing := deepspeed.why_missing()) is None,
-            deepspeed.version() if missing is None else "none",
+            missing is None,
+            missing is None and deepspeed.version(),
             "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
         ),
     ]
+    return [Finding(what, bool(there), str(found or "none"), adds) for what, there, found, adds in looked_for]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +103,24 @@ _FACTS: Final = (
 def compare(nodes: Sequence[Node]) -> list[Compared]:
     """Facts of all nodes side by side; ``host`` has a letter for each distinct one."""
     hosts = list(dict.fromkeys(node.identity for node in nodes))
-    machines: list[dict[str, Any]] = [node.facts["machine"] for node in nodes]
-    codes: list[dict[str, Any]] = [node.facts["code"] for node in nodes]
-    packages = sorted({name for one in machines for name in one["packages"]})
-    rows: dict[str, list[Any]] = {
-        "host": [string.ascii_uppercase[hosts.index(node.identity) % 26] for node in nodes],
-        "interface": [node.port.interface for node in nodes],
-        "address": [node.port.address for node in nodes],
-    }
-    rows |= {name: [one.get(name) for one in machines] for name in _FACTS}
-    rows["gpus"] = [", ".join(f"{g['name']} {g['memory_gib']} GiB" for g in one["gpus"]) for one in machines]
-    rows["hcas"] = [", ".join(node.facts["hcas"]) for node in nodes]
-    rows |= {name: [one["packages"].get(name) for one in machines] for name in packages}
-    rows |= {
-        f"code {name}": [one.get(name) for one in codes]
-        for name in ("version", "commit", "source", "kernels")
-    }
-    return [
-        Compared(name, tuple("-" if v in (None, "") else str(v) for v in row)) for name, row in rows.items()
+    tables = [
+        {"host": string.ascii_uppercase[hosts.index(node.identity) % 26]} | _facts_of(node) for node in nodes
     ]
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [Compared(name, tuple(str(table.get(name) or "-") for table in tables)) for name in names]
+
+
+def _facts_of(node: Node) -> dict[str, Any]:
+    here, code = node.facts["machine"], node.facts["code"]
+    return {
+        "interface": node.port.interface,
+        "address": node.port.address,
+        **{name: here.get(name) for name in _FACTS},
+        "gpus": ", ".join(f"{gpu['name']} {gpu['memory_gib']} GiB" for gpu in here["gpus"]),
+        "hcas": ", ".join(node.facts["hcas"]),
+        **here["packages"],
+        **{f"code {name}": code.get(name) for name in ("version", "commit", "source", "kernels")},
+    }
 
 
 def _cuda() -> tuple[bool, str]:
@@ -150,14 +131,3 @@ def _cuda() -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return False, f"none (torch is built for {torch.version.cuda or 'the CPU'})"
     return True, ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-
-
-def _link(what: str, rate_mbit: float | None, adds: str) -> Finding:
-    """Join two nodes, ask how, and take them apart."""
-    from harness.cluster.link import Setting, open_link
-
-    try:
-        with cleaning_up(), open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]) as link:
-            return Finding(what, True, f"works, as {link.details.get('mode', 'asked for')}", adds)
-    except LinkError as error:
-        return Finding(what, False, str(error), adds)

@@ -20,7 +20,7 @@ from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
 from impl.plan.step_time import Machine, StepTime
 
-TIMED: Final = (
+_MODELLED: Final = (
     "seconds", "low_seconds", "high_seconds", "compute_seconds", "wire_seconds", "exposed_seconds",
     "critical", "tokens_per_second", "tflops", "speed_up", "basis",
 )  # fmt: skip
@@ -37,22 +37,7 @@ def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict
         memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
         runs_here: whether it can run on this machine; ``why`` says why not.
 
-    On a ``machine`` also :func:`timed`'s, prefixed with ``modelled_``.
-    """
-    varying = [path for path in varying_paths([one.trial.canonical() for one in found]) if path != "repeat"]
-    table = [_row(one, varying) for one in found]
-    if machine is None:
-        return table
-    return [
-        row | {f"modelled_{name}": value for name, value in more.items()}
-        for row, more in zip(table, timed(found, machine), strict=True)
-    ]
-
-
-def timed(found: Sequence[Forecast], machine: Machine) -> list[dict[str, Any]]:
-    """What a step is predicted to take on a machine, by trial; empty values for peers and generation.
-
-    Keys:
+    On a ``machine`` also, prefixed with ``modelled_`` and empty for peers and generation:
         seconds: of a step; low_seconds, high_seconds: within two of the calibration's standard deviations,
             which are of logarithms; empty for a machine that was not calibrated.
         compute_seconds, wire_seconds, exposed_seconds: of a step, which overlap.
@@ -63,23 +48,28 @@ def timed(found: Sequence[Forecast], machine: Machine) -> list[dict[str, Any]]:
         speed_up: over ZeRO-3 in the same setting, the one with the fewest changes of its policy.
         basis: *calibrated* inside what the machine was measured with, else *transferred*.
     """
+    varying = [path for path in varying_paths([one.trial.canonical() for one in found]) if path != "repeat"]
+    table = [_row(one, varying) for one in found]
+    if machine is None:
+        return table
     steps = [predict(one.trial, one.step, one.egress, machine) for one in found]
     base = {
         setting_of(one.trial): step.seconds
         for one, step in sorted(zip(found, steps, strict=True), key=lambda pair: -len(pair[0].trial.changes))
         if step is not None and one.trial.strategy == BASELINE  # the one with the fewest changes comes last
     }
-    return [
-        _timed(one, step, base.get(setting_of(one.trial))) for one, step in zip(found, steps, strict=True)
-    ]
+    for row, one, step in zip(table, found, steps, strict=True):
+        timed = _modelled(one, step, base.get(setting_of(one.trial)))
+        row |= {f"modelled_{name}": value for name, value in timed.items()}
+    return table
 
 
-def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
-    if step is None:
-        return dict.fromkeys(TIMED)
+def _modelled(one: Forecast, step: StepTime | None, base: float | None) -> dict[str, Any]:
     trial = one.trial
     tokens = trial.tokens_per_rank * trial.accumulation
     operations = (8 if trial.activation_checkpointing else 6) * (one.parameters or 0) * tokens
+    if step is None:
+        return dict.fromkeys(_MODELLED)
     low, high = (step.seconds * math.exp(by * step.spread) if step.spread else None for by in (-2, 2))
     values = (
         step.seconds, low, high, step.compute, step.wire,
@@ -87,7 +77,7 @@ def _timed(one: Forecast, step: StepTime | None, base: float | None) -> dict[str
         tokens * trial.topology().world / step.seconds, operations / step.seconds / 1e12,
         None if base is None else base / step.seconds, "calibrated" if step.calibrated else "transferred",
     )  # fmt: skip
-    return dict(zip(TIMED, values, strict=True))
+    return dict(zip(_MODELLED, values, strict=True))
 
 
 def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Final
 
@@ -30,18 +29,6 @@ def take_over() -> None:
     """From now on let Ctrl-C be a ``KeyboardInterrupt``, for whoever cleans up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def cleaning_up() -> Iterator[None]:
-    """:func:`take_over` for what is begun and cleaned up inside."""
-    before = signal.getsignal(signal.SIGINT)
-    take_over()
-    try:
-        yield
-    finally:
-        if before is _leave:
-            signal.signal(signal.SIGINT, _leave)
 
 
 def _leave(_: int = 0, __: FrameType | None = None) -> None:

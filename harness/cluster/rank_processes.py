@@ -122,35 +122,30 @@ class _End:
 
 @dataclass(slots=True)
 class _Watched:
-    """A rank process as its parent tracks it; ``gone`` once its end of the pipe is closed."""
+    """A rank process as its parent tracks it, until it has an ``end`` or an ``error``."""
 
     rank: int
     process: Any
     pipe: Connection
     end: _End | None = None
-    gone: bool = False
+    error: LaunchError | None = None
 
-    @property
-    def failed(self) -> bool:
-        return self.gone if self.end is None else self.end.kind is not None
-
-    @property
-    def only_effect(self) -> bool:
-        """Whether it failed only because another rank did."""
-        return self.end is not None and any(text in self.end.message for text in _LOST_PEER)
-
-    @property
-    def error(self) -> LaunchError:
-        """Why it failed."""
-        if self.end is not None and self.end.kind is not None:
-            words = f"rank {self.rank}: {self.end.message}"
-            return LaunchError(self.end.kind, words, effect=self.only_effect)
+    def ended(self, end: _End | None) -> None:
+        """Keep its last message; None if it is gone without one."""
+        self.end = end
+        if end is not None and end.kind is not None:
+            effect = any(text in end.message for text in _LOST_PEER)
+            self.error = LaunchError(end.kind, f"rank {self.rank}: {end.message}", effect=effect)
+        if end is not None:
+            return
+        self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
         code = self.process.exitcode
         if code is not None and code < 0:
-            kind: Kind = "killed" if -code in _FROM_OUTSIDE else "crashed"
             words = f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
-            return LaunchError(kind, words)
-        return LaunchError("crashed", f"rank {self.rank} ended with status {code} and without a result")
+            self.error = LaunchError("killed" if -code in _FROM_OUTSIDE else "crashed", words)
+        else:
+            words = f"rank {self.rank} ended with status {code} and without a result"
+            self.error = LaunchError("crashed", words)
 
 
 def run_ranks(
@@ -178,8 +173,7 @@ def run_ranks(
         killed_before = _out_of_memory_kills()
         ranks: list[_Watched] = []
         try:
-            with _uninterrupted():  # half-started ranks would be nobody's
-                _start(ranks, target, argument, launch, scratch)
+            _start(ranks, target, argument, launch, scratch)
             failure = _watch(ranks, launch.timeout_seconds, on_progress, stopped)
         finally:
             for watched in ranks:
@@ -229,22 +223,6 @@ def end_if_in_group(status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until after the body."""
-    if threading.current_thread() is not threading.main_thread():  # then it is not ours anyway
-        yield
-        return
-    caught: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if caught:
-            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -303,8 +281,8 @@ def _watch(
     stopped: Callable[[], str | None] | None,
 ) -> LaunchError | None:
     """Read from all ranks until all are done (returns None) or one failed (returns why)."""
-    deadline = time.monotonic() + timeout_seconds
-    while any(watched.end is None for watched in ranks):
+    deadline, running = time.monotonic() + timeout_seconds, ranks
+    while running and all(watched.error is None for watched in ranks):
         left = deadline - time.monotonic()
         if stopped is not None:
             if (why := stopped()) is not None:
@@ -312,46 +290,37 @@ def _watch(
             left = min(left, _ASKED_SECONDS)
         if deadline <= time.monotonic():
             _dump_stacks(ranks)
-            waiting = ", ".join(str(w.rank) for w in ranks if w.end is None)
+            waiting = ", ".join(str(watched.rank) for watched in running)
             words = f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log"
             return LaunchError("timeout", words)
-        _collect(ranks, left, on_progress)
-        if any(watched.failed for watched in ranks):
-            begun = time.monotonic()
-            while not all(watched.gone or watched.end for watched in ranks):
-                patience = _CAUSE_SECONDS if all(w.only_effect for w in ranks if w.failed) else _GRACE_SECONDS
-                left = begun + patience - time.monotonic()
-                if left <= 0:
-                    break
-                _collect(ranks, left, on_progress)
-            return _cause(ranks).error
+        running = _collect(running, left, on_progress)
+    begun = time.monotonic()
+    while failed := [(one.error, one.end is not None) for one in ranks if one.error is not None]:
+        # The most likely first failure: ranks that only lost a connection come last.
+        cause, _ = min(failed, key=lambda one: (one[0].effect, one[1] and one[0].kind == "crashed"))
+        left = begun + (_CAUSE_SECONDS if cause.effect else _GRACE_SECONDS) - time.monotonic()
+        if not running or left <= 0:
+            return cause
+        running = _collect(running, left, on_progress)
     return None
 
 
-def _collect(ranks: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]) -> None:
-    """Wait until any rank sends a message or ends, and store it."""
-    speaking = {w.pipe: w for w in ranks if not (w.gone or w.end)}
+def _collect(
+    running: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]
+) -> list[_Watched]:
+    """Wait until any rank sends a message or ends, and store it; returns those that still run."""
+    speaking = {watched.pipe: watched for watched in running}
     for ready in connection.wait(list(speaking), timeout=seconds):
         watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
         try:
             message = watched.pipe.recv()
         except (EOFError, OSError):
-            watched.gone = True
-            watched.process.join(timeout=_GRACE_SECONDS)  # for its exit status
-            continue
+            message = None
         if isinstance(message, Progress):
             on_progress(message)
         else:
-            watched.end = message
-
-
-def _cause(ranks: list[_Watched]) -> _Watched:
-    """The most likely first failure: ranks that only lost a connection come last."""
-
-    def order(watched: _Watched) -> tuple[bool, bool]:
-        return watched.only_effect, watched.end is not None and watched.end.kind == "crashed"
-
-    return min((watched for watched in ranks if watched.failed), key=order)
+            watched.ended(message)
+    return [watched for watched in running if watched.end is None and watched.error is None]
 
 
 def _dump_stacks(ranks: list[_Watched]) -> None:

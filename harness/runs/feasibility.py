@@ -15,7 +15,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from harness.cluster.interrupts import cleaning_up
 from harness.errors import LinkError, Refusal
 from harness.measure import machine
 from harness.records.memory_parts import on_device, on_host, together, without_training
@@ -101,7 +100,7 @@ def this_host() -> Host:
     """The machine that this process runs on."""
     gpus = machine.facts()["gpus"]
     return Host(
-        machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(_namespaces)
+        machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(namespaces)
     )
 
 
@@ -421,12 +420,12 @@ def _check_optimizer(trial: Trial) -> str | int:
         return str(error)
 
 
-def _namespaces() -> str | None:
-    """Why network namespaces do not work here; None if they do."""
+def namespaces(rate_mbit: float | None = 100.0) -> str | None:
+    """Why two nodes in network namespaces cannot be joined at a rate here; None if they can."""
     from harness.cluster.link import Setting, open_link
 
     try:
-        with cleaning_up(), open_link(Setting("namespaces", 2, 100.0), f"{os.getpid():x}"[-6:]):
+        with open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]):
             return None
     except LinkError as error:
         return str(error)

@@ -8,12 +8,10 @@ in seconds.  By symmetry every node sends what node 0 sends.  Activations are no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from harness.cluster.interrupts import cleaning_up
 from harness.errors import Refusal
 from harness.records.record import Foreseen, Record
 from harness.suites.peers import PEERS, zero_stage
@@ -42,8 +40,7 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refu
         from harness.workloads import models as workload
 
         try:
-            # A user's own function may begin what it cleans up.
-            with cleaning_up() if ":" in model.name else nullcontext(), workload.unfilled():
+            with workload.unfilled():
                 models[key] = workload.build(model, sequence)
         except Refusal as error:
             models[key] = error
@@ -59,42 +56,31 @@ def per_node_bytes(
     """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean; of a
     budget at most, as if its codecs were chosen anew after each step.
 
-    All nodes send the same, so the ranks of node 0 are enough, and of those that send to equally many ranks
-    of each node along every axis, one.
-    ``units`` are of the model that is trained, or decodes; or of the ``judges`` of workload ``rlhf``.
+    All nodes send the same, so the ranks of node 0 are enough.  ``units`` are of the model that is trained,
+    or decodes; or of the ``judges`` of workload ``rlhf``.
     """
     loads, later = _loads(policy, trial)
     begins = _begins(policy, trial)
     if judges:  # their weights never change: what is kept of them is of all steps before
         timed: list[traffic.Event] = ["evaluate"] * trial.steps
         loads, later, begins = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
-    gathers, replicas = policy.gather_axes(topology)[0], policy.replica_axes(topology)[0]
-    axes = {topology.world_axis, *gathers, *replicas, *(axis for axis, _ in policy.reduce_axes(topology))}
-    alike: dict[frozenset[tuple[object, ...]], list[int]] = {}
+    total = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
-        reached = {
-            (axis, ring, link, count)
-            for axis in axes
-            for ring in (False, True)
-            for link, count in traffic.destinations(topology, axis, rank, ring=ring).items()
-        }
-        alike.setdefault(frozenset(reached), []).append(rank)
-    inter = intra = 0
-    for ranks in alike.values():
         for steps, before in begins:
             none, one, two = (
-                traffic.predict(policy, topology, units, ranks[0], before + events).sent
-                for events in ([], *loads)
+                {
+                    key: sent.bytes
+                    for key, sent in traffic.predict(policy, topology, units, rank, events).sent.items()
+                }
+                for events in (before, *(before + load for load in loads))
             )
-            step: dict[traffic.LedgerKey, int] = {}
-            for key, sent in two.items():
-                first = one[key].bytes if key in one else 0
-                start = none[key].bytes if key in none else 0
-                step[key] = first - start + later * (sent.bytes - first)
-            of_step = at_most(policy, topology, units, step)
-            inter += len(ranks) * steps * of_step["inter"]
-            intra += len(ranks) * steps * of_step["intra"]
-    return inter // trial.steps, intra // trial.steps
+            step = {
+                key: one.get(key, 0) - none.get(key, 0) + later * (nbytes - one.get(key, 0))
+                for key, nbytes in two.items()
+            }
+            for link, nbytes in at_most(policy, topology, units, step).items():
+                total[link] += steps * nbytes
+    return total["inter"] // trial.steps, total["intra"] // trial.steps
 
 
 def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:
@@ -132,10 +118,12 @@ def hosted_bytes(
         units = hosted_units(trial.host, model, topology, policy)
     except HostError as error:
         raise PolicyError(str(error)) from None
-    return units, _by_link(
-        predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
-        for rank in range(topology.ranks_per_node)
-    )
+    total = {"inter": 0, "intra": 0}
+    for rank in range(topology.ranks_per_node):
+        ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+        for key, sent in ledger.items():
+            total[key.link] += sent.bytes
+    return units, (total["inter"], total["intra"])
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[traffic.Event], list[traffic.Event]], int]:
@@ -166,15 +154,6 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
     loads, later = _loads(policy, trial)
     one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
     return one + later * (two - one)
-
-
-def _by_link(ledgers: Iterable[Mapping[traffic.LedgerKey, traffic.Sent]]) -> tuple[int, int]:
-    """Bytes that ranks send, to other nodes and inside theirs."""
-    total = {"inter": 0, "intra": 0}
-    for ledger in ledgers:
-        for key, sent in ledger.items():
-            total[key.link] += sent.bytes
-    return total["inter"], total["intra"]
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:

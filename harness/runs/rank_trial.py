@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -131,22 +132,18 @@ class TrialRun:
             self.alone = self._compute_alone(model, "before")
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
             self.judges = None if judges is None else self._sharded(judges)
-            why = (
-                None if trial.resolved_policy() is None else ops.warning_of(self.device)
-            )  # peers have no codecs
-            if why is not None:
-                rank.report(
-                    Progress("set-up", text=f"{why}; PyTorch's reference does its work, far more slowly")
-                )
+            policy = trial.resolved_policy()
+            if policy is not None and (why := ops.warning_of(self.device)) is not None:
+                slower = "PyTorch's reference does its work, far more slowly"
+                rank.report(Progress("set-up", text=f"{why}; {slower}"))
             self.comparison.before_training(self.strategy)
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
         self.checks = self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checked_training = self.checks.found
-        policy = trial.resolved_policy()
+        self.checked = self.checks.found  # of training, step by step
         if policy is not None:
-            self.checked_training.kernel = wrong_kernel(policy.codecs, self.device)
+            self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
@@ -154,7 +151,7 @@ class TrialRun:
         # bytes and packets sent by evaluations and measurements so far, which belong to no step
         self.apart = np.zeros(2, np.int64)
         self.peak_rss = 0  # before the last measurement, which may have held more
-        self.checked = self._booked() or 0  # sent by the checks before training, which is no training
+        self.booked_before = self._booked() or 0  # by the checks before training, which is no training
         self.before_training = self._count()
 
     def run(self) -> Outcome:
@@ -166,17 +163,17 @@ class TrialRun:
             self.step(index)
         dist.barrier()
         predicted_before, ledger_before = self._predicted(), self.strategy.ledger()
-        skipped = len(self.events)
         copied_before = self.strategy.copied()
+        foreseen_before = self.strategy.predicted_copies(self.events)
         counted_before = self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
-        self.checked_training.untimed, begin = 0.0, time.perf_counter()
+        self.checked.untimed, begin = 0.0, time.perf_counter()
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
                 self.rank.report(Progress("steps", index - trial.warmup, trial.steps))
                 self.step(index)
-            self.checked_training.seconds = time.perf_counter() - begin - self.checked_training.untimed
+            self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
         dist.barrier()
         spent = processors.spent()
         counted = self._trained()
@@ -195,10 +192,7 @@ class TrialRun:
             peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
             copied=_copied(self.strategy.copied(), copied_before),
-            copied_formula=_copied(
-                self.strategy.predicted_copies(self.events),
-                self.strategy.predicted_copies(self.events[:skipped]),
-            ),
+            copied_formula=_copied(self.strategy.predicted_copies(self.events), foreseen_before),
         )
         self.alone += self._compute_alone(None, "after")
         probed = self._probe()
@@ -206,6 +200,7 @@ class TrialRun:
             self.comparison.after_steps(self.strategy)
         ran = self._ran()
         self.strategy.close()
+        units = [*self.strategy.units, *(() if self.judges is None else self.judges.units)]
         sent = None
         if counted is not None and counted_before is not None:
             tx_bytes, tx_packets = (counted - counted_before).tolist()
@@ -226,13 +221,9 @@ class TrialRun:
             sent=sent,
             probed=probed,
             compared=self.comparison.compared,
-            checked=self.checked_training,
+            checked=self.checked,
             ran=ran,
-            units=[
-                (unit.name, unit.numel, unit.padded)
-                for one in (self.strategy, self.judges)
-                for unit in (() if one is None else one.units)
-            ],
+            units=[(unit.name, unit.numel, unit.padded) for unit in units],
             parameters=self.parameters,
             machine_use=next(iter(sampled), None),
             decoded=[] if self.generator is None else self.generator.sha256,
@@ -322,13 +313,13 @@ class TrialRun:
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
             return exposed, None, None
-        inter, intra = (
-            sum(sent.bytes for key, sent in ledger.items() if key.link == link) for link in ("inter", "intra")
-        )
-        return exposed, inter, intra
+        sent = {"inter": 0, "intra": 0}
+        for key, one in ledger.items():
+            sent[key.link] += one.bytes
+        return exposed, sent["inter"], sent["intra"]
 
     def _train(self, index: int) -> None:
-        checked, clock = self.checked_training, ThreadClock()
+        checked, clock = self.checked, ThreadClock()
         untimed = checked.untimed
         self.loop.step(index, warmup=index < self.trial.warmup)
         seconds, slept = clock.read()
@@ -366,7 +357,7 @@ class TrialRun:
         if before is not None and after is not None:
             self.apart += after - before
         dist.barrier()  # the next step begins on all ranks at once
-        self.checked_training.untimed += time.perf_counter() - begin
+        self.checked.untimed += time.perf_counter() - begin
 
     def _count(self) -> NDArray[np.int64] | None:
         """Read the node's interface counters, on its first rank.  All ranks must call it."""
@@ -390,7 +381,7 @@ class TrialRun:
         """
         booked = self._booked()
         if booked is not None:
-            return booked - self.checked
+            return booked - self.booked_before
         if not self.assignment.count:
             return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
         counted = self._trained()
@@ -404,13 +395,12 @@ class TrialRun:
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _probe(self) -> list[float]:
-        if self.assignment.probe_bytes is None:
+        nbytes, transport = self.assignment.probe_bytes, self.trial.cluster.transport
+        if nbytes is None:
             return []
         self.rank.report(Progress("probe"))
-        grouped = groups(self.trial.cluster.transport)
-        staged = self.trial.cluster.transport == "staged"  # gloo carries CPU tensors alone
-        device = "cpu" if staged else str(self.device)
-        return exchange(self.rank, self.assignment.probe_bytes, PROBES, device, grouped=grouped)
+        device = "cpu" if transport == "staged" else str(self.device)  # gloo carries CPU tensors alone
+        return exchange(self.rank, nbytes, PROBES, device, grouped=groups(transport))
 
     def _compare(self, index: int) -> None:
         """Compare what step ``index`` is about to send with exact values, if that is due; it is not timed."""
@@ -424,8 +414,7 @@ class TrialRun:
 
     def _ran(self) -> dict[str, Any]:
         policy = self.trial.resolved_policy()
-        codecs = () if policy is None else policy.own_codecs
-        own_codecs = {str(codec): decoded_sha256(codec) for codec in codecs}
+        own = {} if policy is None else {str(codec): decoded_sha256(codec) for codec in policy.own_codecs}
         kernels = ops.loaded_kernels(self.device)
         return {
             **self.strategy.describe(),
@@ -435,7 +424,7 @@ class TrialRun:
             "torch": torch.__version__,
             "optimizer": type(self.loop.optimizer).__name__,
             "corpus_sha256": self.data.sha256,
-            **({"own_codecs": own_codecs} if own_codecs else {}),
+            **({"own_codecs": own} if own else {}),
             **({"kernels_sha256": kernels} if policy and kernels else {}),
         }
 
@@ -460,19 +449,17 @@ def _rows(
     """Ledger difference: ``whole`` minus ``before``; None where there is no ledger."""
     if whole is None:
         return None
-    rows = []
-    for key, sent in sorted(whole.items()):
-        earlier = (before or {}).get(key, Sent(0, 0))
-        if sent != earlier:
-            row = {"bytes": sent.bytes - earlier.bytes, "messages": sent.messages - earlier.messages}
-            rows.append(LedgerRow(**key._asdict(), **row))
-    return rows
+    differing = ((key, sent, (before or {}).get(key, Sent(0, 0))) for key, sent in sorted(whole.items()))
+    return [
+        LedgerRow(**key._asdict(), bytes=sent.bytes - was.bytes, messages=sent.messages - was.messages)
+        for key, sent, was in differing
+        if sent != was
+    ]
 
 
 def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
     """Difference of copied bytes, ``whole`` minus ``before``, by direction and purpose."""
-    rest: dict[str, int] = {}
+    rest: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(whole.items()):
-        name = f"{key.direction} {key.purpose}"
-        rest[name] = rest.get(name, 0) + nbytes - before.get(key, 0)
-    return rest
+        rest[f"{key.direction} {key.purpose}"] += nbytes - before.get(key, 0)
+    return dict(rest)

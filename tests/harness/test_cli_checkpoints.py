@@ -47,30 +47,14 @@ def test_checkpoints_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines() == lines[:1]
 
 
-def test_a_checkpoint_that_is_cut_short_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All are listed, and one line names the file and both sizes; status 2."""
-    on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    file = tmp_path / "checkpoint-000001" / "rank-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    assert main(["checkpoints", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    assert len(told.out.splitlines()) == 2
-    assert re.search(r"rank-00001.safetensors: 100 bytes, the manifest says \d+\n$", told.err)
-
-
-def _altered(file: Path) -> None:
-    """One bit of the last byte is another."""
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def test_what_was_checked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An altered file has its size: a listing says that contents were not checked, and --verify finds it."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
     assert all(line.endswith("; sizes and digests checked") for line in capsys.readouterr().out.splitlines())
-    _altered(tmp_path / "checkpoint-000001" / "rank-00001.safetensors")
+    file = tmp_path / "checkpoint-000001" / "rank-00001.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert main(["checkpoints", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
@@ -84,41 +68,33 @@ def test_what_was_checked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["export", str(tmp_path / "checkpoint-000001"), str(tmp_path / "out")]) == 2
 
 
-def test_a_broken_manifest_hides_no_other_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("rank-00001.safetensors", b"cut", r"rank-00001.safetensors: 3 bytes, the manifest says \d+"),
+        ("manifest.json", b"{}", "manifest.json: "),
+        ("manifest.json", None, "not a checkpoint: manifest.json: No such file or directory"),
+    ],
+)
+def test_a_broken_checkpoint_hides_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: bytes | None, words: str
 ) -> None:
-    """Each has a line; the error says how many are broken."""
+    """Each has a line, one without a manifest too; the error says why, and how many are broken; status 2."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    manifest = tmp_path / "checkpoint-000001" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 0', '"step": 1'))
-    assert main(["checkpoints", str(tmp_path)]) == 2
-    told = capsys.readouterr()
-    first, second = told.out.splitlines()
-    assert "checkpoint-000001: BROKEN: " in first
-    assert "checkpoint-000002: step 0, " in second
-    assert "manifest.json: altered since it was written" in told.err
-    (tmp_path / "checkpoint-000002" / "rank-00000.safetensors").unlink()
-    assert main(["checkpoints", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.endswith("(the first of 2 that are broken)\n")
+    for broken, count in ((1, ""), (2, r" \(the first of 2 that are broken\)")):
+        path = tmp_path / f"checkpoint-00000{broken}" / file
+        path.unlink()
+        if text is not None:
+            path.write_bytes(text)
+        assert main(["checkpoints", str(tmp_path)]) == 2
+        told = capsys.readouterr()
+        lines = told.out.splitlines()
+        assert len(lines) == 2
+        assert re.search(f"checkpoint-000001: .*BROKEN: .*{words}", lines[0])
+        assert re.search(f"{words}.*{count}\n$", told.err)
 
 
-def test_a_checkpoint_without_its_manifest_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A folder that has a checkpoint's name, which only whole ones get, is not passed over."""
-    on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    (tmp_path / "checkpoint-000001" / "manifest.json").unlink()
-    assert main(["checkpoints", str(tmp_path), "--verify"]) == 2
-    told = capsys.readouterr()
-    first, second = told.out.splitlines()
-    assert re.search(r"checkpoint-000001: BROKEN: .*manifest.json: No such file or directory$", first)
-    assert second.endswith("; sizes and digests checked")
-    assert told.err.endswith(
-        "checkpoint-000001: not a checkpoint: manifest.json: No such file or directory\n"
-    )
-
-
-def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module, extra: dict[str, Any]) -> None:
+def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
     """Three steps, of which the second overflows, then a checkpoint."""
     policy = preset("zero3", memory=ROOMY, loss_scale=parse_loss_scale("dynamic:from4"))
     zero = shard(copy.deepcopy(net), mesh=mesh, policy=policy)
@@ -129,15 +105,14 @@ def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module, extra: dict[str
         zero.finish_backward()
         assert zero.step(optimizer).done == (step != 1)
         optimizer.zero_grad()
-    save(folder, zero, [optimizer], extra=extra)
+    save(folder, zero, [optimizer], extra={"seed": 0, "corpus": "c", "sequence": 8, "steps": 3})
 
 
-@pytest.mark.parametrize("extra", [{}, {"seed": 0, "corpus": "c", "sequence": 8, "steps": 3}])
 def test_steps_are_counted_as_the_log_of_a_run_counts_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: dict[str, Any]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A step that an overflow skipped is one, and is told apart."""
-    on_threads(Topology(1, 2), _overflowing, tmp_path, NET, extra)
+    on_threads(Topology(1, 2), _overflowing, tmp_path, NET)
     assert main(["checkpoints", str(tmp_path)]) == 0
     words = "checkpoint-000001: step 3, of which 1 was skipped for an overflow, "
     assert words in capsys.readouterr().out

@@ -408,7 +408,6 @@ def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as parent:
-        assert parent.stdout is not None
         holders = [int(word) for word in parent.stdout.readline().split()]
         assert len(holders) == 2
         parent.kill()

@@ -71,8 +71,6 @@ def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as holds:
-        assert holds.stdin is not None
-        assert holds.stdout is not None
         keeper, _, found = holds.stdout.readline().partition(" ")
         assert json.loads(found).items() >= {"interface": host_pair[0].interface, "before": "noqueue"}.items()
         held = host_pair[0].queues()
@@ -96,7 +94,6 @@ def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, *_KEEPER, json.dumps(asdict(towards(host_pair)))]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
-        assert keeper.stdout is not None
         keeper.stdout.readline()
         keeper.kill()
     left = host_pair[0].queues()

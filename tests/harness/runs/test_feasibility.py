@@ -75,7 +75,6 @@ def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> N
     """Two gathers and a reduction, each a ring: one rank of each node sends W - 1 shards of 16 bits out."""
     cluster = Cluster(nodes=nodes, ranks_per_node=ranks)
     flat = one(strategy="zero3-flat", cluster=cluster, policy=PolicyChanges(max_reuse=0))
-    assert flat.padded is not None
     world = nodes * ranks
     assert flat.inter == 3 * nodes * (world - 1) * 2 * flat.padded // world
     assert flat.intra == 3 * (world - nodes) * (world - 1) * 2 * flat.padded // world
@@ -88,9 +87,6 @@ def test_quickstart_ratio() -> None:
     """
     zero3, zeropp = (one(strategy=name, cluster=SHAPED) for name in ("zero3", "zeropp"))
     bare = one(strategy="zero3", cluster=SHAPED, policy=PolicyChanges(max_reuse=0))
-    assert zeropp.inter is not None
-    assert zero3.inter is not None
-    assert bare.inter is not None
     assert 0.25 < zeropp.inter / bare.inter < 0.26
     assert 0.28 < zeropp.inter / zero3.inter < 0.29
     assert zero3.problems == zeropp.problems == ()
@@ -127,8 +123,6 @@ def test_hundred_billion() -> None:
     plain = one(strategy="zero3", cluster=cluster, model=Model(name="gpt-100b"))
     hpz = one(strategy="hpz", cluster=cluster, model=Model(name="gpt-100b"))
     assert plain.parameters == pytest.approx(100e9, rel=0.02)
-    assert plain.memory is not None
-    assert hpz.memory is not None
     copy = hpz.memory["secondary"] - plain.memory["secondary"]
     assert copy == pytest.approx(2 * 64 * plain.parameters / 1024, rel=0.01)  # 2 alpha M / P, facts A4
 
@@ -229,7 +223,6 @@ def test_frozen_root_is_gathered_around_the_rest() -> None:
         sequence=32,
         tokens_per_rank=32,
     )
-    assert found.memory is not None
     assert found.memory["gathered"] == 4 * (64 * 128 + 64 * 256 + 64 * 64)
     assert found.parameters == 64 * 128 + 64 * 256 + 2 * 64 * 64
     assert found.problems == ()
@@ -278,11 +271,8 @@ def test_generations_are_planned() -> None:
     decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}
     found = {name: one(strategy=name, **decode) for name in ("zero3", "hpz", "ddp")}
     sent = {name: forecast.inter for name, forecast in found.items()}
-    assert sent["zero3"] is not None
-    assert sent["hpz"] is not None
     assert sent["zero3"] == 10 * sent["hpz"]
     for each in found.values():
-        assert each.memory is not None
         assert each.memory["masters"] > 0
         assert not {"gradients", "optimizer"} & set(each.memory)
 
@@ -293,7 +283,6 @@ def test_other_models_are_planned(name: str) -> None:
     images = {"corpus": "glyphs", "sequence": 64} if name == "vit-small" else {}
     found = one(model=Model(name=name), cluster=SHAPED, **images)
     assert found.problems == ()
-    assert found.parameters is not None
     assert 3.2e6 < found.parameters < 3.4e6
 
 
@@ -317,7 +306,6 @@ def test_a_limit_is_told_exactly(strategy: str) -> None:
         update={"memory_limit": held - 1}
     )
     (found,) = forecast([within], HERE)
-    assert found.failure is not None
     assert found.failure.kind == "memory"
     assert f"holds {held:,} bytes" in found.failure.message
     assert f"memory_limit is {held - 1:,}" in found.failure.message
@@ -331,8 +319,6 @@ def test_what_is_offloaded_is_foreseen_and_not_the_devices() -> None:
         forecast([Trial(strategy="zeropp", policy=policy)], HERE)[0]
         for policy in (PolicyChanges(max_reuse=0), shares)
     )
-    assert plain.memory is not None
-    assert moved.memory is not None
     for part in ("masters", "optimizer", "secondary"):
         assert (moved.memory[part], moved.memory[f"host_{part}"]) == (0, plain.memory[part])
     assert plain.copied == 0

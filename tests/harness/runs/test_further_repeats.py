@@ -43,7 +43,6 @@ def halves(found: list[Batch], seconds: Callable[[Trial], float | None], rate: f
     took: dict[str, dict[int, float]] = {}
     for trial in (trial for batch in found for trial in batch.trials if trial.cluster.rate == rate):
         value = seconds(trial)
-        assert value is not None
         took.setdefault(trial.strategy, {})[trial.repeat] = value
     return [paired_ratio_interval(took["zero3"], took[name]).half for name in ("zeropp", "qwz")]
 

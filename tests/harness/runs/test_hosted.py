@@ -35,7 +35,6 @@ def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # t
     """
     settings: dict[str, Any] = {"accumulation": 2, "clip": 1.0, "warmup": 0, "steps": 2}
     found = result(trial(text, name, validate_every=1, **settings), tmp_path / "log")
-    assert found.predicted is not None
     assert found.predicted.equal
     rows = [row for rank in found.ranks for row in rank.ledger or []]
     phases = {row.phase for row in rows}
@@ -76,16 +75,12 @@ def test_suites_of_hosts(tmp_path: Path) -> None:
     assert len(by_name) == 6
     assert found.merged == ()
     ours, fsdp2, ddp = (by_name[name].resolved_policy() for name in ("qwz+qgz", "fsdp2+qwz+qgz", "ddp+qgz"))
-    assert ours is not None
-    assert fsdp2 is not None
-    assert ddp is not None
     assert ours.weights == fsdp2.weights == parse("int8:512")
     assert ours.feedback is not None
     assert fsdp2.feedback is None
     assert ddp.weights == parse("fp32")
     assert ddp.gradients == ours.gradients
     exact = by_name["fsdp2+exact"].resolved_policy()
-    assert exact is not None
     assert exact.weights == parse("fp32")
     assert any("policy.feedback" in line and "ddp+qgz" in line for line in found.kept)
     assert any("policy.prefetch" in line and "fsdp2+qwz+qgz" in line for line in found.kept)
@@ -118,7 +113,6 @@ def test_every_host_is_planned(name: str) -> None:
     check(one)
     (found,) = forecast([one], HERE)
     assert found.problems == ()
-    assert found.inter is not None
     assert found.inter > 0
     assert found.wire_seconds == pytest.approx(found.inter / 2 * 8 / 50e6)
     assert math.fsum((found.memory or {}).values()) > 0

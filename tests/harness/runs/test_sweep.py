@@ -117,7 +117,6 @@ def test_trials_leave_records_and_are_not_run_twice(tmp_path: Path) -> None:
         assert record.id == one.id
         assert Trial.from_canonical(record.trial) == one
         assert record.failure is None
-        assert record.link is not None
         assert record.link.kind == "none"
         assert record.reference_loss is not None
         assert len(record.ranks) == (1 if one.strategy == "single" else 2)
@@ -137,7 +136,6 @@ def test_a_sweep_keeps_nccls_rules(tmp_path: Path) -> None:
     outcome, shown = sweep(ruled, tmp_path)
     assert outcome == SweepOutcome(ok=6, failed=0, skipped=0), shown
     for record in read_all(tmp_path):
-        assert record.link is not None
         assert record.link.probed_mbit
         if record.link.kind == "paced":
             assert record.link.calibrated_mbit
@@ -201,7 +199,6 @@ def test_a_deepspeed_configuration_leaves_its_findings(
     assert outcome.failed == 0, text
     (record,) = read_all(tmp_path)
     assert [finding.kind for finding in record.findings] == ["honoured", "honoured", *kinds]
-    assert record.predicted is not None
     assert record.predicted.equal
 
 
@@ -212,7 +209,6 @@ def test_a_trial_beyond_its_limit_is_recorded_and_not_run(tmp_path: Path) -> Non
     outcome, _ = sweep([large, small], tmp_path)
     assert outcome == SweepOutcome(ok=2, failed=0, skipped=0), "that it does not fit is the answer"
     record = read(tmp_path / f"{large.id}.json")
-    assert record.failure is not None
     assert record.failure.kind == "memory"
     assert "not run: a rank holds" in record.failure.message
     assert "memory_limit is 104,858" in record.failure.message
@@ -235,7 +231,6 @@ def test_an_engine_that_held_more_than_foreseen_is_no_result(
     monkeypatch.setattr("harness.runs.sweep.forecast", blind)
     assert sweep([limited], tmp_path)[0].failed == 1
     failure = read(tmp_path / f"{limited.id}.json").failure
-    assert failure is not None
     assert failure.kind == "memory"
     assert failure.message.startswith("it ran, and a rank holds")
 
@@ -265,13 +260,10 @@ def test_a_failed_trial_is_a_record_and_the_sweep_goes_on(tmp_path: Path) -> Non
         "the loss of rank",
     ]
     for failure, word in zip(found, words, strict=False):
-        assert failure is not None
         assert word in failure.message
         assert word in shown
         assert "\n" not in failure.message
     for failure in (found[0], found[2], found[3]):
-        assert failure is not None
-        assert failure.log is not None
         assert (tmp_path / failure.log).read_text().startswith("== rank 0")
     again, _ = sweep(trials, tmp_path)
     # What was refused or killed may pass and is tried again; the others have failed for good.
@@ -386,7 +378,6 @@ def test_nodes_that_cannot_be_throttled_so_are_refused(
     silent = Nodes(None, {}, nodes)  # type: ignore[arg-type]  # nothing is said to them
     sweep([asked], tmp_path, nodes=silent)
     failure = read(tmp_path / f"{asked.id}.json").failure
-    assert failure is not None
     assert failure.kind == "link"
     assert words in failure.message
 
@@ -491,7 +482,6 @@ if __name__ == "__main__":
         except BaseException:
             os.killpg(parent.pid, signal.SIGKILL)  # or the rest of the run would share the machine with it
             raise
-        assert parent.stdout is not None
         shown = parent.stdout.read()
     until(lambda: not any(process.is_running() for process in below))
     until(lambda: not made & namespaces_of(psutil.process_iter()))
@@ -499,7 +489,6 @@ if __name__ == "__main__":
     assert not {name for name in left if "zeropp" in name or "torch" in name}
     assert "the same command goes on" in shown
     record = read(tmp_path / "results" / f"{one.id}.json")
-    assert record.failure is not None
     assert record.failure.kind == "interrupted"
     assert not finished(tmp_path / "results", one, record.pool)
 
