@@ -21,13 +21,11 @@ from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
-from impl.transport.staging import Staging
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 _TAGS: Final = 1 << 30  # of gloo's messages
-_SPARE: Final = 2  # free buffers of a size that are left: a message and what it brings may be in use
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -112,6 +110,8 @@ class Buffers:
     Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back.
     """
 
+    _spare = 2  # free ones of a size that are left: a message and what it brings may be in use
+
     def __init__(self, device: torch.device, *, streams: bool = False) -> None:
         self._device, self._streams = device, streams
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
@@ -119,15 +119,21 @@ class Buffers:
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
         free = self._free[nbytes]
-        if self._streams and len(free) > _SPARE:
-            buffer, event = free.popleft()  # the one whose last use is furthest behind
-            if event is not None:
-                event.wait()
-            return buffer
         if free and not self._streams:
             return free.pop()[0]
+        if len(free) > self._spare:
+            buffer, event = free.popleft()  # the one whose last use is furthest behind
+            if event is not None:
+                self._await(event)
+            return buffer
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return self._fresh(nbytes)
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        event.wait()
+
+    def _fresh(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
@@ -137,6 +143,36 @@ class Buffers:
     def clear(self) -> None:
         """Let go of what is free."""
         self._free.clear()
+
+
+class Staging(Buffers):
+    """Host memory through which messages of tensors on a GPU go, for what carries CPU tensors alone.
+
+    So several ranks can share a GPU, which NCCL refuses.  It is pinned; a copy out is waited for before gloo
+    may read it, and a copy in lies on the stream that will use it: its buffer is taken again only once that
+    is done.  On a CPU the copies are plain ones: tests go the same way.
+    """
+
+    _spare = 0
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, streams=device.type == "cuda")
+
+    def _await(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def _fresh(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._streams)
+
+    def out(self, message: Tensor, to: Tensor) -> None:
+        """Copy a message (bytes,) to a host buffer as long; it is there when this returns."""
+        to.view(-1).copy_(message.view(-1), non_blocking=True)
+        if self._streams:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def back(self, came: Tensor, to: Tensor) -> None:
+        """Copy what came (bytes,) to the device, in the order of its current stream."""
+        to.view(-1).copy_(came.reshape(-1), non_blocking=True)
 
 
 class Alone:
@@ -202,7 +238,7 @@ class Distributed:
         watchdog: Watchdog,
         step: Step,
         route: Route,
-        buffers: Buffers | Staging,
+        buffers: Buffers,
         *,
         place: Tensor | None,
         pacer: Pacer | None,

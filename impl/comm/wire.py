@@ -5,8 +5,7 @@ An all-gather and an all-to-all of bytes along one axis of the topology, each an
 
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm`` lets the ranks
 of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
-``staged`` has gloo carry messages of tensors on a GPU through host memory (:mod:`impl.transport.staging`), so
-that ranks may share one.
+``staged`` has gloo carry messages of tensors on a GPU through host memory, so that ranks may share one.
 
 No wait is for ever: an exchange that a rank does not join ends in a :class:`WireError`, which says where
 every rank stands (:mod:`impl.comm.watchdog`).
@@ -35,7 +34,6 @@ from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
 from impl.transport.shared_memory import Arena, Waiting, patience
 from impl.transport.side_stream import Arrival, SideStream
-from impl.transport.staging import Staging
 
 TIMEOUT_SECONDS: Final = 120.0
 Transport = Literal["backend", "shm", "staged"]
@@ -93,7 +91,7 @@ class Wire:
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
-        self._staging = Staging(mesh.device) if transport == "staged" else None
+        self._staging = exchanges.Staging(mesh.device) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
         self._used: dict[str, set[str]] = {}
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}  # ring last
