@@ -12,7 +12,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,18 +32,6 @@ class Entry(BaseModel, extra="forbid", frozen=True):
     content: str  # `content_of` it
     failure: str  # its kind; empty of a result
     before: str  # SHA-256 of the line before; empty of the first
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What a journal says of the records beside it, by ids of trials in order."""
-
-    broken: str | None  # in words, why lines are not those that were written; None if they may be
-    deleted: list[str]  # of which no record is left
-    rerun: list[str]  # that had a result, and were run again
-    edited: list[str]  # whose records are not those that were written last
-    missing: list[str]  # whose records say that a journal tells of them, and none does
-    without: int  # number of records from before there were journals
 
 
 def content_of(record: Record) -> str:
@@ -97,8 +84,10 @@ def _write_line(path: Path, line: bytes) -> None:
         os.close(handle)
 
 
-def verify(results: Path, records: Sequence[Record]) -> Verified:
-    """Compare a folder's journal with its records; a RecordError if it cannot be read."""
+def verify(results: Path, records: Sequence[Record]) -> list[str]:
+    """In what a folder's records are unlike its journal, one sentence for each kind; none where all is as it
+    was written.  A RecordError if the journal cannot be read.
+    """
     path = path_of(results)
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []
@@ -109,18 +98,31 @@ def verify(results: Path, records: Sequence[Record]) -> Verified:
     for entry in entries:
         of_trial[entry.trial].append(entry)
     there = {record.id: record for record in records}
-    return Verified(
-        broken=broken,
-        deleted=[trial for trial in of_trial if trial not in there],
-        rerun=[trial for trial, told in of_trial.items() if not all(entry.failure for entry in told[:-1])],
-        edited=[
-            trial
-            for trial, told in of_trial.items()
-            if trial in there and content_of(there[trial]) != told[-1].content
+    held = [trial for trial in of_trial if trial in there]
+    named = {
+        "without a record any more: deleted": [trial for trial in of_trial if trial not in there],
+        "run again after there was a result: rerun": [
+            trial for trial, told in of_trial.items() if not all(entry.failure for entry in told[:-1])
         ],
-        missing=[one.id for one in records if one.entry is not None and one.id not in of_trial],
-        without=sum(one.entry is None and one.id not in of_trial for one in records),
-    )
+        "with another record than was written: edited": [
+            trial for trial in held if content_of(there[trial]) != of_trial[trial][-1].content
+        ],
+        "whose record names a line that it lacks": [
+            one.id for one in records if one.entry is not None and one.id not in of_trial
+        ],
+    }
+    found = [f"The journal is not whole: {broken}."] if broken is not None else []
+    found += [
+        f"By the journal {counted(len(trials), 'trial')} {what} ({', '.join(trials)})."
+        for what, trials in named.items()
+        if trials
+    ]
+    if older := sum(one.entry is None and one.id not in of_trial for one in records):
+        found.append(
+            f"Without journal: {counted(older, 'record')}, from before sweeps kept one; whether trials were "
+            "deleted or run again is not known."
+        )
+    return found
 
 
 def _entries(lines: Sequence[bytes]) -> tuple[list[Entry], str | None]:
@@ -141,19 +143,3 @@ def _entries(lines: Sequence[bytes]) -> tuple[list[Entry], str | None]:
 
 def _hash(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
-
-
-def in_words(verified: Verified) -> list[str]:
-    """What is wrong, one sentence for each kind; none where all is as it was written."""
-    named = {
-        "without a record any more: deleted": verified.deleted,
-        "run again after there was a result: rerun": verified.rerun,
-        "with another record than was written: edited": verified.edited,
-        "whose record names a line that it lacks": verified.missing,
-    }
-    found = [f"The journal is not whole: {verified.broken}."] if verified.broken is not None else []
-    return found + [
-        f"By the journal {counted(len(trials), 'trial')} {what} ({', '.join(trials)})."
-        for what, trials in named.items()
-        if trials
-    ]

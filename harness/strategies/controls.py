@@ -10,44 +10,29 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import Version
 from impl.unit.secondary_shard import SecondaryShard
 from impl.zero import Zero
 
 
-def never_renew_secondary(zero: Zero) -> None:
-    """Have every unit's secondary shard keep the weights of its first all-gather for good.
+def spoil(zero: Zero, control: str | None) -> None:
+    """Spoil an engine as a control says; the bytes sent stay the same.
 
-    The bytes sent stay the same: only the values are old.
+    ``stale_secondary``: every unit's secondary shard keeps the weights of its first all-gather for good;
+    ``late_secondary``: those gathered before the last optimizer step.  ``unordered``: gradients go through
+    the two hops in the order of ranks, not of hops: each message holds neighbours in memory, and rank l of
+    node n, of N nodes with L ranks, ends with slice ``l * N + n`` in place of ``n * L + l`` (paper section
+    3.3).
     """
     for unit in zero.units:
-        _freeze(unit.weight_gather.secondary)
-
-
-def renew_secondary_late(zero: Zero) -> None:
-    """Have every unit's secondary shard keep what was gathered before the last optimizer step.
-
-    The bytes sent stay the same: only the values are one step old.
-    """
-    for unit in zero.units:
-        _delay(unit.weight_gather.secondary)
-
-
-def keep_rank_order(zero: Zero) -> None:
-    """Have every unit's gradients go through the two hops in the order of ranks, not of hops.
-
-    Each message then holds neighbours in memory: rank l of node n, of N nodes with L ranks, ends with slice
-    ``l * N + n`` in place of ``n * L + l`` (paper section 3.3, where the reordering avoids it).
-    """
-    for unit in zero.units:
-        _keep_order(unit.reduction)
-
-
-def _keep_order(reduction: GradientReduction) -> None:
-    right = reduction.how
-    strides = [math.prod(right.sizes[hop + 1 :]) for hop in range(len(right.sizes))]
-    reduction.how = replace(right, strides=strides)
+        if control == "stale_secondary":
+            _freeze(unit.weight_gather.secondary)
+        elif control == "late_secondary":
+            _delay(unit.weight_gather.secondary)
+        elif control == "unordered":
+            right = unit.reduction.how
+            strides = [math.prod(right.sizes[hop + 1 :]) for hop in range(len(right.sizes))]
+            unit.reduction.how = replace(right, strides=strides)
 
 
 def _freeze(secondary: SecondaryShard) -> None:

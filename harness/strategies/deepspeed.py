@@ -5,7 +5,6 @@ On CPUs its ZeRO-3 runs over gloo, as everything does there; its quantising kern
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -68,10 +67,8 @@ def configuration(trial: Trial) -> dict[str, Any]:
 def initialised(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """DeepSpeed's engine of ``model``, which is changed in place; all ranks must call it.
-
-    The engine gives ``optimizer`` its shards in place of the parameters. What DeepSpeed refuses of ``config``
-    is a Refusal with its version and its own words.
+    """DeepSpeed's engine of ``model``, which is changed in place, and gives ``optimizer`` its shards; all
+    ranks must call it.  What it refuses of ``config`` is a Refusal with its version and its own words.
     """
     import torch
     import torch.distributed as dist
@@ -87,7 +84,9 @@ def initialised(
     # compilation that was killed leaves a lock behind that later ones wait for without end.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if (config.get("bf16") or {}).get("enabled"):
-        model.register_forward_pre_hook(functools.partial(_cast, torch.bfloat16))
+        from impl.pytree import cast_tensors  # images and the like; tokens stay as they are
+
+        model.register_forward_pre_hook(lambda _, inputs: cast_tensors(inputs, torch.bfloat16))
     try:
         library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         engine, *_ = library.initialize(
@@ -97,10 +96,3 @@ def initialised(
         words = one_line(f"{type(error).__name__}: {error}".partition("\n")[0])
         raise Refusal(f"DeepSpeed {version()} refuses its configuration: {words}") from error
     return engine
-
-
-def _cast(dtype: torch.dtype, _: nn.Module, inputs: Any) -> Any:
-    """Images and the like in the type of the weights, as their users cast them; tokens stay as they are."""
-    from impl.pytree import cast_tensors
-
-    return cast_tensors(inputs, dtype)

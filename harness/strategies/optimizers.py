@@ -5,8 +5,9 @@ Separate from ``strategies`` so that ``zeropp plan`` imports neither the engine 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
 from harness.suites.trial import Optimizer
+from impl.errors import told
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
 from impl.plan.memory import ADAM_BYTES
@@ -25,17 +27,11 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """State bytes of an optimizer per fp32 element, measured by stepping a small tensor.
-
-    Raises:
-        Refusal: for an optimizer that cannot be built or cannot step.
-    """
+    """State bytes of an optimizer per fp32 element, by a step of a small tensor; a Refusal if it cannot."""
     few = nn.Parameter(torch.zeros(64))
     stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
-    try:
+    with _refused(optimizer):  # of tensors without bytes, such as sparse ones
         return state_bytes(stepping, [few]) // few.numel()
-    except (RuntimeError, NotImplementedError) as error:  # of tensors without bytes, such as sparse ones
-        raise _refusal(optimizer, error) from error
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
@@ -60,15 +56,10 @@ def _stepped(
 ) -> torch.optim.Optimizer:
     """The optimizer after a step with each gradient."""
     stepping = built(optimizer, [parameter], unwrapped=True)
-    try:
-        for gradient in gradients:
-            parameter.grad = gradient
-            with torch.no_grad():
-                stepping.step()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a user's own may raise SystemExit, which is no end of ours
-        raise _refusal(optimizer, error) from error
+    for gradient in gradients:
+        parameter.grad = gradient
+        with _refused(optimizer), torch.no_grad():
+            stepping.step()
     return stepping
 
 
@@ -87,12 +78,8 @@ def built(
     if unwrapped:
         methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
         kind = type(kind.__name__, (kind,), methods)
-    try:
+    with _refused(optimizer):
         made: torch.optim.Optimizer = kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # each checks its arguments in its own way; SystemExit is no end of ours
-        raise _refusal(optimizer, error) from error
     return made
 
 
@@ -136,6 +123,8 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _refusal(optimizer: Optimizer, error: BaseException) -> Refusal:
-    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return Refusal(f"optimizer.arguments of {optimizer.name}: {words}")
+@contextlib.contextmanager
+def _refused(optimizer: Optimizer) -> Iterator[None]:
+    """What an optimizer raises, each in its own way, is a Refusal; SystemExit too: it is no end of ours."""
+    with told(Refusal, f"optimizer.arguments of {optimizer.name}:"):
+        yield

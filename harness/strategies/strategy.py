@@ -1,16 +1,14 @@
-"""Training strategies: torch's peers, and every policy of ``impl``, behind one class.
+"""Training strategies: peers (``harness.suites.peers``), and every policy of ``impl``, behind one class.
 
-``single`` is one process that averages over the batches of all ranks: the reference.  DDP and FSDP2, as
-shipped and tuned, are torch's, and DeepSpeed is an optional library (``harness.suites.peers``), on the same
-model, data and link.  Peers send outside our wire: they have no ledger, and only a shaped network limits
-their rate.  With our collectives inside (``fsdp2+qgz``) torch's have a ledger and a prediction, as policies
-do.
+``single`` is one process that averages over the batches of all ranks: the reference.  Peers send outside our
+wire: they have no ledger, and only a shaped network limits their rate.  With our collectives inside
+(``fsdp2+qgz``) torch's have a ledger and a prediction, as policies do.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -24,9 +22,9 @@ from harness.cluster.rank import Rank
 from harness.measure import communication_error
 from harness.measure.first_gradient import Layout
 from harness.strategies import deepspeed, torch_peers
-from harness.strategies.controls import keep_rank_order, never_renew_secondary, renew_secondary_late
+from harness.strategies.controls import spoil
 from harness.strategies.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
-from harness.suites.peers import DEEPSPEED, PEERS, Compute
+from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
@@ -59,17 +57,9 @@ class Strategy:
         """The engine of a policy; None for peers."""
         return None
 
-    def parameters(self) -> Iterable[Any]:
-        """The parameters for the optimizer."""
-        return self.model.parameters()
-
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The trial's optimizer over :meth:`parameters`.
-
-        Raises:
-            Refusal: if torch has none of that name, or its arguments do not fit.
-        """
-        return built(setting, self.parameters())
+        """The trial's optimizer; a Refusal if torch has none of that name, or its arguments do not fit."""
+        return built(setting, self.model.parameters())
 
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch; ``last`` if it is the last of its step.
@@ -128,10 +118,8 @@ class Strategy:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Let go of gathered weights that the last pass left: the next one all-gathers them again.
-
-        FSDP2 keeps its root after a forward pass without a backward pass, and shows whole parameters
-        meanwhile, with which an optimizer must not be made.
+        """Let go of gathered weights that the last pass left, such as FSDP2's root after a forward pass
+        alone: the next one all-gathers them again.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -142,12 +130,10 @@ class Strategy:
         """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
-        for parameter in self.model.parameters():
-            parameter.grad = None
         with torch.no_grad():
             for buffer, values in kept:
                 buffer.copy_(values)
-        self.weights_changed()
+        self.forget_gradients()
 
     def forget_gathered(self) -> None:
         """Gather all weights anew from here on, though they have not changed."""
@@ -159,7 +145,7 @@ class Strategy:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The codecs that a budget chose so far; none without one."""
+        """The codecs that a budget chose so far."""
         return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
@@ -167,7 +153,7 @@ class Strategy:
         return None if self.wire is None else self.wire.ledger.rows()
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
-        """Predicted bytes that this rank sends in the passes of ``events``; None if it has no ledger."""
+        """Bytes that this rank sends in the passes of ``events``, predicted; None if it has no ledger."""
         return None
 
     def exposed_seconds(self) -> float | None:
@@ -186,14 +172,11 @@ class Strategy:
 
     def copied(self) -> dict[CopyKey, int]:
         """Bytes this rank has copied between host and device so far, for what is offloaded."""
-        return {} if self.zero is None else self.zero.copied()
+        return {}
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
-        if (zero := self.zero) is None:
-            return {}
-        units = [unit.geometry for unit in zero.units]
-        return predict(zero.policy, zero.wire.mesh.topology, units, 0, events).copied
+        return {}
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -295,9 +278,9 @@ class Sharded(Strategy):
         """The engine."""
         return self.engine
 
-    def parameters(self) -> Iterable[Any]:
-        """This rank's shards of the master weights."""
-        return self.engine.param_groups()
+    def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
+        """See :meth:`Strategy.make_optimizer`; over this rank's shards of the master weights."""
+        return built(setting, self.engine.param_groups())
 
     def begin(self, *, last: bool) -> None:
         """Where the policy accumulates gradients locally, reduce in the last micro-batch only."""
@@ -369,19 +352,21 @@ class Sharded(Strategy):
             decisions=self.decisions,
         ).sent  # fmt: skip
 
+    def copied(self) -> dict[CopyKey, int]:
+        """See :meth:`Strategy.copied`."""
+        return self.engine.copied()
+
+    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
+        """See :meth:`Strategy.predicted_copies`."""
+        return predict(self.policy, self.engine.wire.mesh.topology, self.units, 0, events).copied
+
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
-        masters = [
-            (unit.master_shard.placement.shard, m)
-            for unit in self.engine.units
-            for _, m in unit.master_shard.masters
-        ]
-        device, host = ([m for there, m in masters if there is where] for where in (False, True))
-        states = {
-            "optimizer": state_bytes(optimizer, device),
-            "host_optimizer": state_bytes(optimizer, host),
-        }
-        return {**self.engine.memory(), **states}
+        found = self.engine.memory() | {"optimizer": 0, "host_optimizer": 0}
+        for one in (unit.master_shard for unit in self.engine.units):
+            where = "host_optimizer" if one.placement.shard else "optimizer"
+            found[where] += state_bytes(optimizer, (master for _, master in one.masters))
+        return found
 
     def formula(self) -> dict[str, int]:
         """See :meth:`Strategy.formula`; a model that is frozen as a whole is not passed backwards."""
@@ -395,15 +380,15 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it.
 
     Raises:
-        Refusal: for a combination that is not possible.
-        PolicyError, GeometryError: for a policy that does not fit model or topology, or that FSDP2 or DDP
-            cannot run.
+        Refusal, PolicyError, GeometryError: for what is not possible, or does not fit model or topology.
     """
     policy = trial.resolved_policy()
     if policy is None:
         if PEERS[trial.strategy].family == DEEPSPEED:
             return _by_deepspeed(trial, model, device)
-        return peer(trial.strategy, model, device, trial.peer.compute)
+        one, compute = PEERS[trial.strategy], trial.peer.compute
+        wrapped = torch_peers.wrapped(one, model, device, compute)
+        return Strategy(wrapped, partial(torch_peers.algorithms, one, compute), None, ())
     wire = wire_of(trial, rank, device)
     if trial.host is not None:
         return _hosted(trial.host, model, wire, policy)
@@ -424,26 +409,13 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
-    if trial.control == "stale_secondary":
-        never_renew_secondary(zero)
-    elif trial.control == "late_secondary":
-        renew_secondary_late(zero)
-    elif trial.control == "unordered":
-        keep_rank_order(zero)
+    spoil(zero, trial.control)
     units = [unit.geometry for unit in zero.units]
     how = (trial.optimizer, trial.accumulation)
     return Sharded(model, partial(describe, zero), wire, units, zero, policy, *how)
 
 
-def peer(name: str, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> Strategy:
-    """Have ``model`` trained by a peer of torch; all ranks must call it."""
-    one = PEERS[name]
-    wrapped = torch_peers.wrapped(one, model, device, compute)
-    return Strategy(wrapped, partial(torch_peers.algorithms, one, compute), None, ())
-
-
 def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
-    """Have ``model`` trained by DeepSpeed."""
     config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
     engine = deepspeed.initialised(model, optimizer, config, device)
     told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}

@@ -29,8 +29,6 @@ from impl.plan.topology import Topology
 if TYPE_CHECKING:
     from harness.train.loop import Job
 
-LONGEST_SECONDS: Final = 7 * 86400.0
-DEFAULT: Final = GPTShape(layers=4, width=256, heads=4)
 MOST_LAYERS: Final = 10_000  # each takes time to be laid out
 MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
 LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
@@ -91,22 +89,14 @@ class Settings:
     ] = None
     plan: Annotated[bool, Option("--plan", help="Print the memory at each stage, and stop.")] = False
 
-    @property
-    def precision(self) -> str | None:
-        """The type that a flag says."""
-        return "fp16" if self.fp16 else "bf16" if self.bf16 else None
-
     def check(self) -> None:
         """Refuse flags that contradict each other, and files that cannot be read or written."""
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
-                raise Refusal(
-                    f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism here"
-                )
+                raise Refusal(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism")
         if self.save is None and (self.save_every or self.keep):
-            flag = "--save-every" if self.save_every else "--keep"
-            raise Refusal(f"{flag}: where to? give --save FOLDER")
+            raise Refusal(f"{'--save-every' if self.save_every else '--keep'}: where to? give --save FOLDER")
         if self.fp16 and self.bf16:
             raise Refusal("--fp16 and --bf16: expected at most one of them")
         if self.save is not None:
@@ -136,10 +126,11 @@ def train(**flags: Any) -> None:
     )
     speaks = not torchrun or os.environ.get("RANK", "0") == "0"
     problem = _refused(job, found, speaks=speaks)
-    if problem and not settings.plan:
+    if settings.plan:
+        return
+    if problem:
         raise Refusal(f"too big for memory: {problem}; the table says what other stages need")
-    if not settings.plan:
-        _run(job)
+    _run(job)
 
 
 train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # for typer
@@ -149,11 +140,10 @@ def _trial(
     settings: Settings, config: Mapping[str, Any], shape: GPTShape, topology: Topology, *, torchrun: bool
 ) -> tuple[Trial, Recipe]:
     """The trial that flags and configuration ask for, and what the configuration becomes."""
-    changes, lr = PolicyChanges(max_padding=settings.max_padding), settings.lr
-    table = _configured(settings, config)
+    changes, table = PolicyChanges(max_padding=settings.max_padding), _configured(settings, config)
     found = recipe(table, topology=topology, steps=settings.steps)
     found = replace(found, policy=changes.applied(found.policy))
-    adam = {"type": "AdamW", "lr": LR if lr is None else lr}
+    adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
     if found.optimizer is not None:
         adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
     elif found.peak is not None:
@@ -188,26 +178,22 @@ def _trial(
 
 
 def told_steps(manifest: Manifest) -> str:
-    """How far a checkpoint's run was, counted as its log counts: a step that an overflow skipped is one.
-
-    The loss scale counts them only while its setting stays; `zeropp train` saves what its log said.
-    """
+    """How far a checkpoint's run was, counted as its log counts: a step that an overflow skipped is one."""
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
-        done = int(extra["steps"])
+        done = int(extra["steps"])  # as `zeropp train` saves it: the scale counts while its setting stays
     skipped = done - manifest.step
-    if not skipped:
-        return f"step {done}"
-    return f"step {done}, of which {skipped} {'was' if skipped == 1 else 'were'} skipped for an overflow"
+    return f"step {done}" + (f", {skipped} of them skipped for an overflow" if skipped else "")
 
 
 def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration, completed by the flags; refused if one contradicts it."""
-    table, precision, lr = copy.deepcopy(dict(config)), settings.precision, settings.lr
+    table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
         ("--zero-stage", (ZERO, "stage"), settings.zero_stage),
-        (f"--{precision}", (str(precision), "enabled"), precision and True),
+        ("--fp16", ("fp16", "enabled"), settings.fp16 or None),
+        ("--bf16", ("bf16", "enabled"), settings.bf16 or None),
         ("--batch-size", ("train_micro_batch_size_per_gpu",), settings.batch_size),
     ]
     if isinstance(adam := table.get("optimizer"), dict):
@@ -253,7 +239,7 @@ def _torchrun(name: str) -> int:
 
 def _shape(settings: Settings) -> GPTShape:
     """The preset's shape, or a small one, with what the flags change."""
-    base = DEFAULT if settings.preset is None else PRESETS[f"gpt-{settings.preset}"]
+    base = PRESETS[f"gpt-{settings.preset or 'small'}"]
     assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
     given: dict[str, Any] = {
         "layers": settings.num_layers,
@@ -326,7 +312,7 @@ def _run(job: Job) -> None:
             ports=link.ports,
             paced_mbit=None,
             threads=trial.threads or 1,
-            timeout_seconds=LONGEST_SECONDS,
+            timeout_seconds=7 * 86400.0,
             log=Path(tempfile.gettempdir()) / f"zeropp-train-{os.getpid()}.log",
             backend="cpu:gloo,cuda:nccl" if cluster.device == "cuda" else "gloo",
         )

@@ -7,7 +7,6 @@ are those of the suites; it prints a log line per step and writes no record.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,7 @@ from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.records.record import Step
 from harness.runs.rank_trial import device_of
-from harness.strategies.strategy import Strategy, sharded, wire_of
+from harness.strategies.strategy import sharded, wire_of
 from harness.strategies.training import TrainingLoop
 from harness.suites.model_sizes import GPTShape, tflops_per_rank
 from harness.suites.trial import Trial
@@ -28,7 +27,6 @@ from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
 from impl.parameters.init import Init
-from impl.zero import Zero
 
 MB: Final = 1e6
 
@@ -74,9 +72,8 @@ class _Training:
             model = models.GPT(job.shape, trial.sequence)
         if trial.activation_checkpointing:
             models.checkpoint_activations(model)
-        self.strategy: Strategy = sharded(trial, model, wire, policy)
-        assert self.strategy.zero is not None  # noqa: S101  # a recipe is a policy
-        self.zero: Zero = self.strategy.zero
+        self.strategy = sharded(trial, model, wire, policy)
+        self.zero = self.strategy.zero
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
 
     def run(self) -> list[Step]:
@@ -102,20 +99,18 @@ class _Training:
         folder = self.job.load
         if folder is None:
             return 0
-        asked = [_options(group) for group in self.loop.optimizer.param_groups]
+        groups = self.loop.optimizer.param_groups
+        asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         try:
             loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
         except CheckpointError as error:
             raise Refusal(str(error)) from None
-        saved = [_options(group) for group in self.loop.optimizer.param_groups]
+        other: dict[str, None] = {}  # each once
         for group, options in zip(self.loop.optimizer.param_groups, asked, strict=True):
+            for name, value in options.items():
+                if (here := json.dumps(value)) != (there := json.dumps(group.get(name))):
+                    other[f"{name} = {here}, not the checkpoint's {there}"] = None
             group.update(options)
-        other = dict.fromkeys(
-            f"{name} = {here}, not the checkpoint's {there}"
-            for options, before in zip(asked, saved, strict=True)
-            for name in options
-            if (here := json.dumps(options[name])) != (there := json.dumps(before.get(name)))
-        )
         held = loaded.extra if isinstance(loaded.extra, dict) else {}
         for name, here in self._run().items():
             if held.get(name) != here:
@@ -148,11 +143,6 @@ class _Training:
         """Identity of the run, which must be equal on resume: batches are drawn from it."""
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of an optimizer's parameter group, without the parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:

@@ -26,9 +26,8 @@ from impl.plan.topology import Topology
 
 GB: Final = 1e9  # as the tutorials count
 MB: Final = 1e6
-_BLOCK_BYTES: Final = 34  # kept for backward of a block in 16 bits, per token and channel (2205.05198, eq. 1)
-
-
+# kept for backward of a block in 16 bits, per token and channel: 2205.05198, eq. 1, without attention scores
+_BLOCK_BYTES: Final = 34
 _COLUMNS: Final = {  # of the table: parts of :func:`impl.plan.memory.memory`; the rest is "other"
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
@@ -66,7 +65,10 @@ def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -
     """
     found, topology = [], trial.topology()
     for stage in get_args(Stage):
-        at = _at(policy, stage)
+        at = policy
+        if stage != policy.stage:  # without what only its own has, and however much that would be padded
+            bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
+            at = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
         units = plan_units(model, topology, at)
         held = memory(at, topology, units, micro_batches=trial.accumulation)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
@@ -81,21 +83,11 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
     return {**found, "other": sum(parts.values()) - sum(found.values())}
 
 
-def _at(policy: Policy, stage: Stage) -> Policy:
-    """The policy at another stage, without what only its own has, and however much that would be padded."""
-    if stage == policy.stage:
-        return policy
-    limits = MemoryLimits(max_padding=math.inf)
-    bare = policy.without_secondary()
-    return replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
-
-
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
     """Estimate the activation bytes that a micro-batch of ``sequences`` of ``length`` tokens keeps, at most.
 
-    A block keeps about 34 bytes a token and channel in 16 bits (2205.05198 without the attention's scores,
-    which the fused kernel does not keep); recomputed ones keep their input, and one at a time all of it.  The
-    logits and their gradient come on top, in the compute type and in fp32.
+    Recomputed blocks keep their input, and one at a time all of it.  The logits and their gradient come on
+    top, in the compute type and in fp32.
     """
     item = ITEM_BYTES[policy.compute]
     place = sequences * length * shape.width
@@ -129,12 +121,6 @@ def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
     if any(need.between for need in found):
         sent = ", ".join(f"{in_words(need.between)} at stage {need.stage}" for need in found)
         lines.append(f"sent between nodes by all ranks in a step: {sent}")
-    one, two = (replace(need, stage=0) for need in found[1:3])
-    if one == two:
-        lines.append(
-            "stages 1 and 2 need the same: a single micro-batch a step leaves stage 1 no gradients to add up "
-            "locally, and it reduces them as they come, as stage 2 does"
-        )
     if offloads:
         lines.append(
             "host: offloaded states, beside what lies on the device"

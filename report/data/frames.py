@@ -21,7 +21,6 @@ from pydantic import BaseModel, ValidationError
 
 from harness.records import chained_journal, checks
 from harness.records import record as schema
-from harness.records.chained_journal import Verified
 from harness.records.machine_use import joules
 from harness.records.record import LedgerRow, Record, RecordError, read_all
 from harness.records.trace_record import Trace, read_traces
@@ -87,7 +86,7 @@ class Frames:
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
     ran: dict[str, Trial]  # by id
-    journal: Verified | None  # what the folder's journal says of the records; None of records of no folder
+    journal: list[str]  # what is unlike the folder's journal; none of records of no folder
     shared: dict[str, str]  # changes that all policies share, which names leave out
     units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
     # What the busiest node sent to others over the timed steps, by id, then unit, phase and purpose.
@@ -115,7 +114,7 @@ def frames_of(
     traces: Sequence[Trace] = (),
     *,
     across_pools: bool = False,
-    verified: Verified | None = None,
+    verified: Sequence[str] = (),
 ) -> Frames:
     """Tables of ``records`` and traces of their steps, of several pools if asked; see :func:`load`."""
     found = len(records)
@@ -166,7 +165,7 @@ def frames_of(
         failures=pd.DataFrame(failures, columns=[*everything[0], *schema.Failure.model_fields]),
         facts=_facts_frame(records),
         ran=trials,
-        journal=verified,
+        journal=list(verified),
         shared=shared,
         units={r.id: r.units for r in ended},
         unit_bytes={r.id: _unit_bytes(r) for r in finished},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from harness.records import chained_journal
 from harness.suites import labels
 from impl.plan.shard_layout import MUCH_PADDING
 from report.data import footnotes
@@ -49,13 +48,7 @@ def of_page(derived: Derived) -> list[str]:
             f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
             "than the records; `zeropp trace` writes them again."
         )
-    if frames.journal is not None:
-        found += chained_journal.in_words(frames.journal)
-    if frames.journal is not None and frames.journal.without:
-        found.append(
-            f"Without journal: {counted(frames.journal.without, 'record')}, from before sweeps kept one; "
-            "whether trials were deleted or run again is not known."
-        )
+    found += frames.journal
     if len(unequal):
         found.append(
             f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "

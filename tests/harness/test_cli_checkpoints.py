@@ -114,7 +114,7 @@ def test_steps_are_counted_as_the_log_of_a_run_counts_them(
     """A step that an overflow skipped is one, and is told apart."""
     on_threads(Topology(1, 2), _overflowing, tmp_path, NET)
     assert main(["checkpoints", str(tmp_path)]) == 0
-    words = "checkpoint-000001: step 3, of which 1 was skipped for an overflow, "
+    words = "checkpoint-000001: step 3, 1 of them skipped for an overflow, "
     assert words in capsys.readouterr().out
 
 

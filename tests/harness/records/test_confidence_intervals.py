@@ -106,15 +106,6 @@ def test_intervals_of_medians_hold_them_as_often_as_they_say(name: str, n: int) 
     assert 0.93 < sum(one.contains(median) for one in found) / 2000 < 0.97
 
 
-@pytest.mark.parametrize("n", [6, 9, 20])
-def test_intervals_of_ratios_hold_them_as_often_as_they_say(n: int) -> None:
-    """In 0.93 to 0.97 of 2000 samples; without an effect 1 is outside in as few: no more false positives."""
-    for effect in (1.0, 3.0):
-        ratios = effect * np.random.default_rng(n).lognormal(0, 0.2, (2000, n))
-        found = [paired_ratio_interval(dict(enumerate(row)), dict.fromkeys(range(n), 1.0)) for row in ratios]
-        assert 0.93 < sum(one.contains(effect) for one in found) / 2000 < 0.97
-
-
 @pytest.mark.parametrize("between", [0.0, 0.02, 0.1])
 @pytest.mark.parametrize(("sweeps", "repeats"), [(3, 2), (5, 3), *nightly((3, 6), (8, 6))])
 def test_intervals_of_several_sweeps_hold_what_one_sweep_would_find_on_average(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from harness.strategies.controls import keep_rank_order, never_renew_secondary, renew_secondary_late
+from harness.strategies.controls import spoil
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from harness.workloads.rank_batches import RankBatches
@@ -19,7 +17,7 @@ from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
-from impl.zero import Zero, shard
+from impl.zero import shard
 from report.data.contender import label_of
 from tests.harness.runs.test_rank_trial import text, trial
 from tests.support.ranks import on_threads
@@ -32,11 +30,10 @@ MODEL = model()
 HPZ = preset("exact", memory=replace(ROOMY, max_reuse=0), secondary="node")
 
 
-def _trained(mesh: Mesh, spoil: Callable[[Zero], None] | None) -> tuple[list[float], dict[LedgerKey, Sent]]:
+def _trained(mesh: Mesh, control: str | None) -> tuple[list[float], dict[LedgerKey, Sent]]:
     net = copy.deepcopy(MODEL)
     zero = shard(net, mesh=mesh, policy=HPZ)
-    if spoil is not None:
-        spoil(zero)
+    spoil(zero, control)
     optimizer, losses = torch.optim.SGD(zero.param_groups(), lr=0.5), []
     for step in range(4):
         loss = net(batch(step, mesh.rank)).square().mean()
@@ -48,12 +45,12 @@ def _trained(mesh: Mesh, spoil: Callable[[Zero], None] | None) -> tuple[list[flo
     return losses, dict(zero.wire.ledger.rows())
 
 
-@pytest.mark.parametrize("spoil", [never_renew_secondary, renew_secondary_late])
-def test_an_old_secondary_changes_gradients_from_the_second_step_on(spoil: Callable[[Zero], None]) -> None:
+@pytest.mark.parametrize("control", ["stale_secondary", "late_secondary"])
+def test_an_old_secondary_changes_gradients_from_the_second_step_on(control: str) -> None:
     """Losses of two steps are equal, whose forward passes are right; the third differs, bytes never."""
     topology = Topology(2, 2)
     for (right, sent), (wrong, other) in zip(
-        on_threads(topology, _trained, None), on_threads(topology, _trained, spoil), strict=True
+        on_threads(topology, _trained, None), on_threads(topology, _trained, control), strict=True
     ):
         assert right[:2] == wrong[:2]
         assert right[2] != wrong[2]
@@ -62,9 +59,7 @@ def test_an_old_secondary_changes_gradients_from_the_second_step_on(spoil: Calla
 
 def test_a_late_secondary_is_one_step_old() -> None:
     """Its backward pass of the third step has the second's weights: another gradient than of the first's."""
-    late, stale = (
-        on_threads(Topology(2, 2), _trained, one) for one in (renew_secondary_late, never_renew_secondary)
-    )
+    late, stale = (on_threads(Topology(2, 2), _trained, one) for one in ("late_secondary", "stale_secondary"))
     for (ours, _), (theirs, _) in zip(late, stale, strict=True):
         assert ours[:3] == theirs[:3]
         assert ours[3] != theirs[3]
@@ -83,18 +78,11 @@ def test_half_a_batch_is_its_first_half(text: str) -> None:
     assert [len(read) for read, _ in half.validation] == [len(read) for read, _ in whole.validation]
 
 
-def test_half_of_one_sequence_is_refused() -> None:
-    """There is nothing to leave out."""
-    with pytest.raises(ValueError, match="half_batch': tokens_per_rank = 128 is one sequence; expected two"):
-        check(Trial(control="half_batch", sequence=128, tokens_per_rank=128))
-
-
 def _reduced(mesh: Mesh, spoilt: bool) -> tuple[list[torch.Tensor], dict[LedgerKey, Sent]]:
     """This rank's shard of every unit's mean gradient."""
     net = copy.deepcopy(MODEL)
     zero = shard(net, mesh=mesh, policy=preset("exact", memory=ROOMY))
-    if spoilt:
-        keep_rank_order(zero)
+    spoil(zero, "unordered" if spoilt else None)
     net(batch(0, mesh.rank)).square().mean().backward()
     zero.finish_backward()
     shards = [
@@ -116,17 +104,24 @@ def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("control", "fields", "words"),
     [
-        {"strategy": "zero3", "policy": {"reduce": "ring"}},
-        {"strategy": "fsdp2"},
-        {"strategy": "qgz", "cluster": {"nodes": 1, "ranks_per_node": 4}},
+        ("half_batch", {"sequence": 128, "tokens_per_rank": 128}, "128 is one sequence; expected two"),
+        ("unordered", {"strategy": "zero3", "policy": {"reduce": "ring"}}, "in 0 hops; expected two"),
+        ("unordered", {"strategy": "fsdp2"}, "in 0 hops; expected two"),
+        (
+            "unordered",
+            {"strategy": "qgz", "cluster": {"nodes": 1, "ranks_per_node": 4}},
+            "in 1 hops; expected two",
+        ),
+        *(("stale_secondary", {"strategy": name}, "keeps no secondary") for name in ("zero3", "ddp")),
+        ("stale_secondary", {"strategy": "fsdp2+exact"}, "'fsdp2\\+exact' keeps no secondary"),
     ],
 )
-def test_an_order_of_hops_needs_two(fields: dict[str, Any]) -> None:
-    """A ring has none, nor has a peer, or a single node."""
-    with pytest.raises(ValueError, match=r"control = 'unordered': strategy .* in \d hops; expected two"):
-        check(Trial.model_validate(fields | {"control": "unordered"}))
+def test_what_would_spoil_nothing_is_refused(control: str, fields: dict[str, Any], words: str) -> None:
+    """One sequence has no half, a ring or a node alone no order of hops, a policy without hpZ no copy."""
+    with pytest.raises(ValueError, match=f"control = '{control}': .*{words}"):
+        check(Trial.model_validate(fields | {"control": control}))
 
 
 def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:
@@ -136,10 +131,3 @@ def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:
     assert "control" not in Trial().canonical()
     assert Trial.from_canonical(control.canonical()) == control
     assert label_of(control, {}) == "ZeRO++ (control: stale secondary)"
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "ddp", "fsdp2+exact"])
-def test_without_a_secondary_there_is_no_such_control(strategy: str) -> None:
-    """It is refused by name: nothing would be spoilt."""
-    with pytest.raises(ValueError, match=f"stale_secondary.*{re.escape(repr(strategy))} keeps no"):
-        check(Trial.model_validate({"strategy": strategy, "control": "stale_secondary"}))

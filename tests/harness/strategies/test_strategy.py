@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from harness.cluster.rank_processes import ALLOCATOR, LaunchError, run_ranks
-from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
@@ -134,13 +132,6 @@ def test_an_impossible_optimizer_is_refused(tmp_path: Path, optimizer: dict[str,
     with pytest.raises(LaunchError, match=words) as caught:
         losses(trial("single", optimizer=optimizer), tmp_path)
     assert caught.value.kind == "refused"
-
-
-def test_exposed_time_is_unknown_of_peers() -> None:
-    """They send past our wire; what is unknown is not 0."""
-    wire: Any = SimpleNamespace(exposed_seconds=1.5)
-    assert Strategy(torch.nn.Linear(1, 1), dict, wire, ()).exposed_seconds() == 1.5
-    assert Strategy(torch.nn.Linear(1, 1), dict, None, ()).exposed_seconds() is None
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)

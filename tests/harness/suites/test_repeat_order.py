@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.records.confidence_intervals import FEWEST
 from harness.suites.repeat_order import LEAST, MOST, Repeats
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load
@@ -51,11 +50,6 @@ def test_other_repeats_are_refused(tmp_path: Path, said: object) -> None:
     with pytest.raises(SuiteError, match=r"repeats = .*expected") as error:
         suite(tmp_path, text)
     assert "\n" not in str(error.value)
-
-
-def test_an_interval_takes_as_many_repeats_as_are_run_before_it_is_asked_for() -> None:
-    """What suites count with is what statistics print from."""
-    assert LEAST == FEWEST
 
 
 def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> None:

@@ -95,13 +95,6 @@ def test_peers_run_once(tmp_path: Path) -> None:
     )
 
 
-def test_groups_under_two_names_run_once(tmp_path: Path) -> None:
-    """On two nodes of two ranks a group of the node is one of 2, and one of 4 is none."""
-    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
-    assert len(found.trials) == 2
-    assert len(found.merged) == 2
-
-
 def test_what_a_stage_cannot_hold_is_left_out(tmp_path: Path) -> None:
     """Reducing each micro-batch is stage 2: stage 0 runs once, as it does anyway, which is said."""
     found = suite(
@@ -170,6 +163,8 @@ def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
     )
     assert len(found.trials) == 2
     assert len(found.merged) == 2
+    groups = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
+    assert len(groups.trials) == 2  # on two nodes of two ranks
     qgz = suite(
         tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
@@ -401,19 +396,14 @@ def test_a_configuration_in_another_table_is_an_unknown_key(tmp_path: Path) -> N
     assert "cluster.deepspeed_config" in refusal(tmp_path, '[defaults.cluster]\ndeepspeed_config = "tiny"\n')
 
 
-def test_configurations_are_compared_with_presets_and_one_another(tmp_path: Path) -> None:
-    """As an axis of files, and in an override of strategy ``recipe`` beside a preset."""
+def test_configurations_are_an_axis(tmp_path: Path) -> None:
+    """Of files, each with its own policy."""
     for stage in (2, 3):
         text = f'{{"zero_optimization": {{"stage": {stage}}}}}'
         (tmp_path / f"ds{stage}.json").write_text(text, encoding="utf-8")
     axis = '[defaults]\nstrategy = "recipe"\n[matrix]\ndeepspeed_config = ["ds2.json", "ds3.json"]\n'
     found = suite(tmp_path, axis).trials
     assert [policy.stage for trial in found if (policy := trial.resolved_policy())] == [2, 3]
-    beside = (
-        '[matrix]\nstrategy = ["zero3", "recipe"]\n[[override]]\nmatch = { strategy = "recipe" }\n'
-        'set = { deepspeed_config = "ds3.json" }\n'
-    )
-    assert [trial.strategy for trial in suite(tmp_path, beside).trials] == ["zero3", "recipe"]
 
 
 @pytest.mark.parametrize(

