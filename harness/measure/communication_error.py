@@ -1,11 +1,8 @@
 """Measures what was communicated in one step against what should have been, where it happens.
 
-In passes of their own an :class:`Observed` is told of every reduction of the real path: this rank's gradient,
-each hop's frames with the values that they were encoded from, and the mean that comes out.  Afterwards all
-ranks' gradients are sent as they are, past the engine's wire, in fp32, and averaged in fp64: the exact mean.
-Of weights each rank compares what it gathered of the next rank's shard with that rank's own fp32 master.
-
-Every rank returns sums of squares (:class:`Sums`); those of all ranks give one error each.
+In passes of their own an :class:`Observed` is told of this rank's gradients, each hop's frames and values,
+and the means. Then all gradients are sent as they are, past the wire, in fp32, and averaged in fp64. Of
+weights each rank compares what it gathered of the next rank's shard with that rank's own fp32 master.
 """
 
 from __future__ import annotations
@@ -101,9 +98,8 @@ def compared(found: Tensor, exact: Tensor) -> Sums:
 
 
 def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
-    """Errors of each hop, and end to end, of the reductions that were observed; all ranks must call it.
-
-    The same gradients were reduced ``repeated`` times; of several only the end counts.
+    """Errors of each hop, and end to end, of ``repeated`` reductions; of several only the end counts.  All
+    ranks must call it.
     """
     found: Found = {}
     if repeated == 1:
@@ -118,9 +114,8 @@ def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
 
 
 def of_all_ranks(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """(world, n) fp32 elements ``start`` to ``start + n`` of all ranks' gradients (P,), as they are.
-
-    All ranks must call it, with the same n, and starts that tile the unit.
+    """(world, n) fp32 elements from ``start`` of all ranks' gradients (P,), as they are; all ranks must call
+    it, with starts that tile the unit.
     """
     world = dist.get_world_size()
     mine = torch.tensor([start], device=gradient.device)
@@ -183,10 +178,7 @@ def of_fsdp2_weights(step: int, model: nn.Module, joined: InFSDP2) -> Found:
 
 
 def _rows_of(shape: tuple[int, ...], rank: int, world: int) -> tuple[int, int]:
-    """(start, end) elements of a parameter that ``rank`` holds.
-
-    Torch cuts its rows into equal parts, of which the last ones may be shorter or empty.
-    """
+    """(start, end) elements of a parameter that ``rank`` holds: torch cuts rows into equal parts."""
     rows, *rest = shape
     part, width = -(-rows // world), math.prod(rest)
     return min(rank * part, rows) * width, min((rank + 1) * part, rows) * width
@@ -208,10 +200,7 @@ def _next_ranks(mine: Tensor, numel: int | None = None) -> Tensor:
 
 
 def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]:
-    """Combine the sums of all ranks; a place whose values are all 0 is left out.
-
-    Each place is told of every unit, and of all units together, whose name is empty.
-    """
+    """Combine the sums of all ranks, by unit and of all units; where all values are 0 is no error."""
     whole: dict[Place, Sums] = defaultdict(Sums)
     for rank in ranks:
         for place, sums in rank.items():
@@ -280,10 +269,7 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Whether reductions of the same gradients come out otherwise each time: by feedback, or random rounding.
-
-    Then the error of their sum is measured too, in which those of single steps may cancel.
-    """
+    """Whether reductions of the same gradients differ: then the error of their sum is measured too."""
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     return policy.feedback is not None or any(codec.stochastic for codec in codecs)
 

@@ -1,8 +1,7 @@
 """Measures computation by itself: the unsharded model on every rank at once, which send nothing.
 
-One micro-batch forward and backward in the policy's compute type, and the optimizer's step of a rank's share
-of the parameters, in plain PyTorch with the trial's threads; in evaluation mode, so that no random number is
-drawn and no buffer changed.  A barrier lets all ranks begin at once, as in a step.
+One micro-batch forward and backward in the policy's compute type, in evaluation mode, and the optimizer's
+step of a rank's share of the parameters; a barrier lets all ranks begin at once.
 """
 
 from __future__ import annotations
@@ -37,10 +36,8 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches of the unsharded ``model``, in the type that is computed, after one that
-    makes the memory; all ranks must call it. The model is left without gradients.
-
-    ``stepping`` makes the trial's optimizer over parameters, whose work is shared by ``ranks``.
+    """Time ``count`` micro-batches of the unsharded ``model``, which is left without gradients, and the
+    optimizer that ``stepping`` makes of a rank's share; all ranks must call it.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = batch[0].device

@@ -1,8 +1,4 @@
-"""CPU usage over an interval: of this process, and of the whole machine.
-
-The machine's is the kernel's, usually in ticks of 10 ms, and None where that does not count.  Only the CPUs
-that this process may use are counted.
-"""
+"""CPU usage over an interval: of this process, and, by the kernel's ticks, of the CPUs that it may use."""
 
 from __future__ import annotations
 
@@ -50,11 +46,7 @@ class ProcessorMeter:
 
 
 def busy() -> dict[str, float] | None:
-    """Read the CPU seconds since boot of all CPUs that this process may use; None where they are not counted.
-
-    ``user`` are programs', niced ones too, ``system`` the kernel's on their behalf, ``interrupts`` its
-    own for devices and the network, charged to no process, and ``steal`` what the hypervisor gave to others.
-    """
+    """CPU seconds since boot of all CPUs that this process may use; None where they are not counted."""
     try:
         times = dict(enumerate(psutil.cpu_times(percpu=True)))
     except (OSError, ValueError):
@@ -76,8 +68,8 @@ class ThreadClock:
         self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
 
     def read(self) -> tuple[float, float | None]:
-        """Wall-clock seconds, and those in which the thread neither ran nor waited for a CPU; None where the
-        kernel does not count the latter.
+        """Wall-clock seconds, and those in which the thread neither ran nor waited for a CPU; None if
+        unknown.
         """
         seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
         if waited is None or self._waited is None:

@@ -1,15 +1,10 @@
 """Checks reduced gradients before training against those of a single process.
 
-Every rank computes the gradient of its batches of the first step on the unsharded model; their mean over the
-ranks, by a plain fp32 all-reduce outside the wire, is what a single process has for all batches.  What the
-strategy reduced must be that mean within what its codecs promise together.
-
-The bound is derived in ``docs/reference/metrics.md``: ``k`` of a codec (:func:`relative_bound`), and ``m``,
-the mean over ranks and micro-batches of the largest magnitude in an element's window, which holds whole
-blocks of all codecs, since a hop encodes sums whose blocks are at most the sum of the ranks' largest.
-A sum of n in fp16 is off by ``(1 + 2^-11)^n - 1`` of itself and :attr:`Layout.floor`.
-
-Of large units windows are drawn, the same on all ranks, :data:`SAMPLED` elements of each unit.
+The mean over ranks, by a plain fp32 all-reduce outside the wire, of each rank's gradient on the unsharded
+model is what a single process has for all batches. What the strategy reduced must be that within what its
+codecs promise together: ``docs/reference/metrics.md`` derives the bound from ``k`` of a codec
+(:func:`relative_bound`) and ``m``, the mean of the largest magnitudes in an element's window, which holds
+whole blocks of all codecs. Of large units windows are drawn, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -214,9 +209,8 @@ class FirstGradient:
             flat = flat[part.numel() :]
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare what this rank has after a reduction with the mean: rows (n, row) from number ``first`` on.
-
-        None if nothing drawn is in it, or the mean is not finite, as of fp16 at too large a loss scale.
+        """Compare what this rank has after a reduction with the mean: rows (n, row) from number ``first`` on;
+        None if nothing drawn is in it, or the mean is not finite.
         """
         place = next(number for number, one in enumerate(self.layouts) if one is layout)
         drawn, per_row = self._drawn[place], -(-layout.row // layout.window)

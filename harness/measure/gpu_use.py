@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import psutil
 
-from harness.records.machine_use import GpuUse, NodeUse
+from harness.records.record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
 # Bits of NVML's clocks event reasons for what holds a clock down: not idleness, not a setting.
@@ -106,10 +106,7 @@ def _parent(pid: int) -> int | None:
 
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
-    """Sample a node's GPUs, by UUID, in a thread while the body runs; those unknown to NVML are left out.
-
-    The list holds the use once the body has ended; nothing without GPUs.
-    """
+    """Sample a node's GPUs, by UUID, in a thread while the body runs; the list is filled at its end."""
     found, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _opened(gpus)
     if not devices:
@@ -132,7 +129,8 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
     finally:
         stop.set()
         thread.join()
-        found.append(NodeUse(node, time.monotonic() - began, [device.use() for device in devices]))
+        seconds = time.monotonic() - began
+        found.append(NodeUse(node=node, seconds=seconds, gpus=[device.use() for device in devices]))
 
 
 def _opened(uuids: Sequence[str]) -> list[_Gpu]:

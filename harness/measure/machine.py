@@ -1,7 +1,6 @@
-"""Facts about the machine and code of a trial, and the pool key made of them.
+"""Facts about the machine and code of a trial, without host names and paths, and the pool key made of them.
 
-A fact that cannot be read is None.  No host name and no path is recorded.  Versions come from package
-metadata, so nothing heavy is imported.
+A fact that cannot be read is None. Versions come from package metadata: nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ def identity() -> str:
 
 
 def code() -> dict[str, Any]:
-    """Identity of the code: version, commit and whether the checkout is dirty, None outside of one, digest of
-    the sources, and the C++ kernels that they, compiler and flags make here.
-    """
+    """Identity of the code: version, commit, dirty (None outside git), digests of sources and kernels."""
     commit = git(ROOT, "rev-parse", "HEAD")
     status = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     return {

@@ -21,8 +21,8 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Errors over all ranks of a grid of bits and block sizes; a tensor of zeros has none.  All ranks must
-    call it, and have gradients that no optimizer step has consumed.
+    """Errors over all ranks of a grid of bits and block sizes, on gradients that no step has consumed; a
+    tensor of zeros has none.  All ranks must call it.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     found = []
@@ -51,9 +51,7 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 @torch.no_grad()
 def _sums(codec: Codec, x: Tensor) -> tuple[float, float, float, float]:
-    """Of one codec, which rounds to nearest, on one tensor, (S,) fp32: squared errors, squared values,
-    largest error, largest value.
-    """
+    """Squared errors and values, largest error and value, of one codec on one tensor, (S,) fp32."""
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
     ops.encode(codec, x, frames)

@@ -16,10 +16,10 @@ Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 class StepClock:
-    """Times each step by part, with the CPU seconds of the process, all its threads included.
+    """Times each step by part, with the CPU seconds of the process.
 
-    ``exposed`` returns seconds waited for communication so far, or None if not known; it is read at the edges
-    of every part, where a GPU is synchronised.
+    ``exposed`` returns seconds waited for communication so far, or None; it is read at the edges of every
+    part.
     """
 
     def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:

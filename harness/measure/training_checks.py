@@ -1,17 +1,11 @@
 """Checks of training after its first step, outside of what is timed.
 
-Each rank makes them while it trains (:class:`TrainingChecks`), and
-:func:`harness.records.checks.untrained` judges what all ranks found:
-
-- *the optimizer*: of a few masters every step is replayed in float64 as AdamW by the trial's own settings;
-- *the gradients* that the optimizer has in later steps are those of a rehearsal of the same step;
-- *the batches* of the first, a middle and the last step are those that the seed gives this rank, and differ:
-  each rank draws those of the next rank, too, and hashes of both are compared; validation is drawn again;
-- *gradient norms* are equal on all ranks, since all clip by the same, and no rank's own exceeds that;
-- *the clock*: the timed steps fill the time that passed over them, but for what is untimed, and none is
-  longer than by a second clock; while a rank is said to wait for messages, its thread sleeps.
-
-What is sent is judged by :func:`harness.measure.communication_error.refusal`, and kernels before training by
+Each rank makes them while it trains (:class:`TrainingChecks`), and :func:`harness.records.checks.untrained`
+judges what all ranks found: of a few masters every step is replayed in float64 as AdamW; gradients of later
+steps are those of a rehearsal; the batches of three steps are those that the seed gives this rank, by hashes
+beside the next rank's draws, and validation is drawn again; gradient norms are equal on all ranks, since all
+clip by the same; timed steps fill the time that passed, and a rank that waits for messages sleeps. Errors of
+what is sent are judged by :func:`harness.measure.communication_error.refusal`, kernels before training by
 :func:`wrong_kernel`.
 """
 
@@ -88,10 +82,7 @@ class TrainingChecks:
             self.found.wrong = f"rank {rank} validates on other samples than those held out for it"
 
     def _held_out(self, trial: Trial) -> Iterator[Batch]:
-        """This rank's validation batches, drawn again: samples spread evenly over the validation split.
-
-        Written a second time on purpose: what :meth:`Dataset.validation_batches` does wrong is not done here.
-        """
+        """This rank's validation batches, drawn again by a second implementation of their order."""
         drawn, ours = self._data.dataset, trial.tokens_per_rank // trial.sequence
         last = drawn.count(drawn.validation) - 1
         gaps = max(trial.validation_batches * self._world * ours - 1, 1)

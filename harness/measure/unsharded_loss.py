@@ -1,8 +1,5 @@
-"""An unsharded model's loss, as the sharded one's must be; :mod:`harness.runs.correctness_checks` compares.
-
-It is computed twice on this rank's batches of a step: with the fp32 weights, and with the weights as
-all-gathered, encoded and decoded once by the policy's codec.  The sharded model's loss must equal the second.
-All three are taken in evaluation mode, so dropout draws no random number.
+"""An unsharded model's loss, as the sharded one's must be: with the fp32 weights, and with the weights as
+all-gathered, encoded and decoded once, all in evaluation mode.
 """
 
 from __future__ import annotations
@@ -92,10 +89,7 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 
 
 def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
-    """``model`` in the policy's compute type: itself in fp32, else a copy whose parameters have that type.
-
-    Inputs of another floating-point type are cast, as the engine does.
-    """
+    """``model`` in the policy's compute type: itself in fp32, else a copy, which casts inputs."""
     dtype = DTYPES[policy.compute]
     if dtype == torch.float32:
         return model
@@ -112,9 +106,7 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
 
 
 def as_computed_by(trial: Trial, model: nn.Module, device: torch.device) -> nn.Module:
-    """``model`` in the type in which a trial's peer computes: itself in fp32, else a copy that computes in
-    bf16 as the peer does, by autocast or with weights in bf16.
-    """
+    """``model`` as a trial's peer computes: itself in fp32, else a copy by autocast or with bf16 weights."""
     if trial.peer.compute == "fp32":
         return model
     if family_of(trial.strategy) not in ("single", "ddp"):
@@ -126,10 +118,7 @@ def as_computed_by(trial: Trial, model: nn.Module, device: torch.device) -> nn.M
 
 @contextmanager
 def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
-    """As :func:`as_gathered`, for FSDP2: a rank's message is its shards of a parameter group.
-
-    The codec is not stochastic.
-    """
+    """As :func:`as_gathered`, for FSDP2, whose message is a rank's shards of a parameter group."""
     with _restored(model) as parameters:
         for group in groups:
             _pass_group(codec, group, parameters)
@@ -178,9 +167,8 @@ def _pass_unit(
     frozen: bool,
     rows: int = 0,
 ) -> None:
-    """Encode and decode every shard of a unit, with the reference backend whatever the engine uses.
-
-    With ``rows``, bands of so many rows are turned meanwhile.
+    """Encode and decode every shard of a unit by the reference; bands of so many ``rows`` are turned
+    meanwhile.
     """
     slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
     whole = torch.zeros(unit.padded, device=slots[0][1].device)

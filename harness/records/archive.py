@@ -25,8 +25,8 @@ _MOST: Final = 64 << 20  # bytes of a file in it
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write records of ``folder``, files of their runs, traces of steps and the journal to ``<into>/<its
-    name>.tar.xz``; a RecordError if there are none, or a file is none of these.
+    """Write a folder's records, runs, traces and journal to ``<into>/<its name>.tar.xz``, or raise a
+    RecordError.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -58,9 +58,8 @@ def pack(folder: Path, into: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path | None = None) -> Path:
-    """Write an archive's records into a folder, or beside it, as they were; returns their suite's folder.
-
-    A RecordError if it holds what is no record, or lacks one of the folder's.
+    """Write an archive's records into a folder, or beside it; returns their suite's folder, or raises a
+    RecordError for what is no record, or for a folder that has others.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into

@@ -29,11 +29,7 @@ class BenchError(Exception):
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio.
-
-    An operation of a codec beside a copy, a collective beside gloo's own, a step on a slow link beside
-    compute, a reduction in chunks beside that in one.  Samples of equal ``names`` are put together.
-    """
+    """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio."""
 
     kind: Kind
     names: dict[str, str | int | float | None]

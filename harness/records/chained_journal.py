@@ -35,9 +35,7 @@ class Entry(BaseModel, extra="forbid", frozen=True):
 
 
 def content_of(record: Record) -> str:
-    """SHA-256 of a record but for what a changed question rewrites, and for defaults: later versions of this
-    program, whose records have further fields, find the same.
-    """
+    """SHA-256 of a record but for what a changed question rewrites, and for defaults: they may be newer."""
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
 
@@ -47,10 +45,7 @@ def path_of(results: Path) -> Path:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a line and then the record, or raise a RecordError; returns the record with its line's number.
-
-    The line comes first: a sweep killed between the two leaves a trial that is named, not one unnoticed.
-    """
+    """Write a line and then the record, or raise a RecordError; returns the record with its line's number."""
     path = path_of(results)
     try:
         results.mkdir(parents=True, exist_ok=True)
@@ -85,9 +80,7 @@ def _write_line(path: Path, line: bytes) -> None:
 
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
-    """In what a folder's records are unlike its journal, one sentence for each kind; none where all is as it
-    was written.  A RecordError if the journal cannot be read.
-    """
+    """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
     path = path_of(results)
     try:
         lines = path.read_bytes().splitlines() if path.exists() else []

@@ -86,10 +86,7 @@ class Counted:
 
 
 def counted_nodes(record: Record) -> Iterator[Counted]:
-    """Of each node whose interface counted, and whose ranks have a ledger, what both say.
-
-    Validation is in neither: its bytes stand under ``evaluate``, where those of decoding stand, too.
-    """
+    """What the interface and the ledger of each node say, where it has both; validation is in neither."""
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
@@ -214,19 +211,15 @@ def _unblocked(text: str) -> str:
 
 
 def segmented(row: LedgerRow) -> int:
-    """Bytes of headers of a row's messages as a real network has them, in packets of ``SEGMENT_BYTES``.
-
-    Messages of one row that differ in size (chunks of several lengths) are taken to be of equal size.
-    """
+    """Bytes of headers of a row's messages, taken to be of equal size, in packets of ``SEGMENT_BYTES``."""
     if not row.messages:
         return 0
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / row.messages / SEGMENT_BYTES)
 
 
 def off_rate(record: Record, *, above: bool = False) -> str | None:
-    """How the link's probes after a trial miss the rate that was asked for; None where they do not.
-
-    A link that was too slow, ``above`` leaves alone: others on the machine can slow one down.
+    """How the probed link misses the rate that was asked for, or only is ``above`` it; None where it does
+    not.
     """
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:

@@ -1,8 +1,7 @@
 """Confidence intervals of medians, paired ratios and differences.  Formulas: docs/reference/metrics.md.
 
-Fewer than :data:`FEWEST` values have no interval: its ends are NaN, which plots and tables leave out.  Values
-of several sweeps are clustered by sweep: their interval is that of the sweeps' means, from
-:data:`FEWEST_SWEEPS` sweeps on.  No torch.
+Fewer than :data:`FEWEST` values, or :data:`FEWEST_SWEEPS` of several sweeps, by whose means intervals are,
+have none: its ends are NaN.  No torch.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate from ``n`` values or pairs, and the ends of its confidence interval; NaN for too few.
-
-    Where the values are of several ``sweeps``, the spread between sweeps is part of the interval.
-    """
+    """An estimate from ``n`` values or pairs of ``sweeps``, and its confidence interval; NaN for too few."""
 
     estimate: float
     low: float
@@ -53,8 +49,8 @@ class Interval:
 
 
 def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
-    """Where one further sweep, of as many repeats, is expected to find it: Student's prediction interval, of
-    k sweeps sqrt(1 + k) times as wide as the mean's; of a ratio on logarithms.
+    """Where one further sweep is expected to find it: Student's prediction interval, of a ratio on
+    logarithms.
     """
     low, middle, high = (math.log(x) if ratio else x for x in (found.low, found.estimate, found.high))
     wider = math.sqrt(1 + found.sweeps)
@@ -78,9 +74,7 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
 
 
 def _order_statistics(data: _Floats) -> tuple[float, float]:
-    """The ends of the interval of the median of sorted ``data``: between the d-th values from both ends,
-    whose coverage is binomial, and the next ones inside.
-    """
+    """The ends of the interval of the median of sorted ``data``, whose coverage is binomial, interpolated."""
     n, d = len(data), 1
     while (inner := _coverage(n, d + 1)) >= CONFIDENCE:
         d += 1
@@ -123,9 +117,7 @@ def geometric_interval(values: Sequence[float], sweeps: Sequence[int] | None = N
 
 
 def mean_interval(values: Sequence[float] | _Floats, sweeps: Sequence[int] | None = None) -> Interval:
-    """Mean with Student's interval, of several sweeps that of the sweeps' means, which holds the truth as
-    often as it says however large the spread between them is; a ValueError without values.
-    """
+    """Mean with Student's interval, of several sweeps that of their means; a ValueError without values."""
     data = _data(values)
     means = _by_sweep(data, sweeps, np.mean)
     few = len(data) < FEWEST or 1 < len(means) < FEWEST_SWEEPS
@@ -153,9 +145,7 @@ def quantile(freedom: float) -> float:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Probability that the upper end would lie below ``margin`` if there were no difference at all, by the
-    noncentral t with the spread that the interval shows; NaN without an interval.
-    """
+    """Probability, by the noncentral t, that of equals the upper end lies below ``margin``; or NaN."""
     if not difference.known:
         return math.nan
     freedom = (difference.n if difference.sweeps == 1 else difference.sweeps) - 1

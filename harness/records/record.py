@@ -16,7 +16,6 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.records.machine_use import NodeUse
 from harness.suites.question import Said
 from impl.deepspeed.recipe import Finding
 from impl.plan.shard_layout import padding_share
@@ -42,10 +41,7 @@ class _Part(BaseModel):
 
 
 class LedgerRow(_Part):
-    """Payload that one rank sent to others over the timed steps; a message is one per destination.
-
-    Tokens are decoded in phase ``evaluate``; purpose ``control`` has no unit; ``hop`` is the axis.
-    """
+    """Payload that one rank sent over the timed steps; a message is one per destination."""
 
     phase: Phase
     purpose: str
@@ -57,10 +53,7 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` of a part is what it waited for communication.
-
-    ``cpu_seconds`` is what all threads of the rank's process computed in it; None in older records.
-    """
+    """Times of one optimizer step on one rank; ``exposed_*`` of a part is what it waited for messages."""
 
     index: int
     warmup: bool
@@ -88,10 +81,7 @@ class Step(_Part):
 
 
 class Token(_Part):
-    """Time and bytes of decoding one token, in all sequences of a rank at once.
-
-    ``step`` is which generation, ``index`` 0 the token for which the prompt is read, too.
-    """
+    """Time and bytes of decoding one token; ``step`` is which generation, ``index`` 0 reads the prompt."""
 
     step: int
     warmup: bool
@@ -103,8 +93,8 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Mean loss over all ranks on the validation split after ``step`` steps, warm-ups included, with
-    seconds and bytes between nodes of training so far.
+    """Mean loss over ranks after ``step`` steps, warm-ups included, with seconds and bytes of training so
+    far.
     """
 
     step: int
@@ -114,10 +104,7 @@ class Validation(_Part):
 
 
 class Memory(_Part):
-    """Memory of one rank in bytes, by part: of the engine, and as ``impl.plan.memory`` predicts it.
-
-    ``copied`` is between host and device over the timed steps, by direction and purpose.
-    """
+    """Bytes of one rank by part, counted and predicted; ``copied`` between host and device."""
 
     engine: dict[str, int]
     formula: dict[str, int]
@@ -152,10 +139,7 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """The reduced gradient of one unit before a step (0: training) beside a single process's.
-
-    ``share`` is the largest ``|found - expected| / allowed``; the trial is wrong above 1.
-    """
+    """A unit's reduced gradient before a step: ``share`` is the largest ``|found - expected| / allowed``."""
 
     unit: str
     elements: int
@@ -206,10 +190,7 @@ class ChosenCodec(_Part):
 
 
 class LinkRecord(_Part):
-    """The link between nodes; rates in Mbit/s per node and direction, None is unshaped.
-
-    Calibrated before the sweep with messages of ``message_bytes``, probed right after the trial.
-    """
+    """The link between nodes, in Mbit/s per node and direction; None is unshaped."""
 
     kind: str
     why: str
@@ -228,6 +209,29 @@ class InterfaceCounters(_Part):
     tx_packets: int
 
 
+class GpuUse(_Part):
+    """One GPU of a node during the timed steps, by NVML."""
+
+    index: int
+    name: str
+    samples: int  # readings; means and shares are over them
+    joules: float | None  # by its own counter; None where it has none
+    sampled_joules: float  # the integral of its power, by the trapezoidal rule
+    watts: float  # mean power
+    utilisation: float  # mean share of time in which a kernel ran
+    clock_mhz: float  # mean clock of its multiprocessors
+    throttled: dict[str, float] = {}  # share of samples in which its clock was held down, by reason
+    others: int = 0  # most processes of others that computed on it at once
+
+
+class NodeUse(_Part):
+    """The GPUs of a node; ``seconds`` are of the timed steps and what came between them."""
+
+    node: int
+    seconds: float
+    gpus: list[GpuUse] = []
+
+
 class ProcessorUse(_Part):
     """CPU seconds of the machine in ``seconds`` of timed steps, evaluations between them included."""
 
@@ -241,10 +245,7 @@ class ProcessorUse(_Part):
 
 
 class Foreseen(_Part):
-    """A step as it was predicted before the trial ran (:mod:`impl.plan.step_time`).
-
-    ``compute`` and ``wire`` overlap; ``spread`` is relative, of the calibration's own steps.
-    """
+    """A step as it was predicted; ``compute`` and ``wire`` overlap, ``spread`` is the calibration's."""
 
     machine: str
     calibrated: bool
@@ -341,13 +342,21 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """True if it answers the suite's question: it has a result, or its memory limit allows none, or it is
-        known that a peer's library has none.
+        """Whether it answers the suite's question: by a result, or since a limit or a peer's library allows
+        none.
         """
         if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None
         return foreseen and self.trial.get("memory_limit") is not None
+
+
+def joules(nodes: list[NodeUse]) -> float | None:
+    """Energy of all GPUs of a trial, by their counters, else sampled; None without GPUs."""
+    gpus = [gpu for node in nodes for gpu in node.gpus]
+    if not gpus:
+        return None
+    return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus)
 
 
 def slowest_seconds(one: Record) -> list[float]:

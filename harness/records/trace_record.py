@@ -1,7 +1,6 @@
 """Traces of steps beside the records of their trials, as ``zeropp trace`` writes them.  No torch.
 
-A file ``<suite's folder>/traces/trace-<id>.json`` is a Chrome trace, of which only this is read back: what
-every rank did when, and of which trial, machine and code it is.
+Of the Chrome trace only this is read back: what every rank did when, and of which trial it is.
 """
 
 from __future__ import annotations

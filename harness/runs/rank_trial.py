@@ -35,7 +35,6 @@ from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed, as_computed_by
 from harness.records.checks import Checked
-from harness.records.machine_use import NodeUse
 from harness.records.memory_parts import together, without_training
 from harness.records.record import (
     Alone,
@@ -43,6 +42,7 @@ from harness.records.record import (
     InterfaceCounters,
     LedgerRow,
     Memory,
+    NodeUse,
     RankRecord,
     Validation,
 )

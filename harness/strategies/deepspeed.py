@@ -50,9 +50,8 @@ def why_not(trial: Trial) -> str | None:
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
-    """What DeepSpeed is given: the trial's configuration, and what the trial says by fields of its own.
-
-    It clips nothing unless the trial does; by its own default it clips at 1.0.
+    """What DeepSpeed is given: the trial's configuration, and what fields of its own say; it clips only by
+    them.
     """
     given = trial.peer_configuration()
     found = {key: value for key, value in given.items() if key not in ("fp16", "train_batch_size")} | {

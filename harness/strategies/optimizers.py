@@ -66,9 +66,8 @@ def _stepped(
 def built(
     optimizer: Optimizer, parameters: Iterable[Any], *, unwrapped: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that a trial names, over ``parameters`` or groups of them; else a Refusal.
-
-    ``unwrapped``, it lacks torch's wrappers, which import its compiler: 1.5 s.
+    """Build the trial's optimizer over ``parameters`` or groups of them, or raise a Refusal; ``unwrapped``,
+    it lacks torch's wrappers, which import its compiler: 1.5 s.
     """
     kind = _own(optimizer) if ":" in optimizer.name else getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):

@@ -118,9 +118,7 @@ class Strategy:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def weights_changed(self) -> None:
-        """Let go of gathered weights that the last pass left, such as FSDP2's root after a forward pass
-        alone: the next one all-gathers them again.
-        """
+        """Let go of gathered weights that the last pass left: the next one all-gathers them again."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -247,8 +245,8 @@ class ByDeepSpeed(Strategy):
         engine.empty_partition_cache()
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes that stay on this rank at most, by part: weights' shards count among the masters, and
-        gradients are computed to be as large as the masters.
+        """See :meth:`Strategy.memory`; shards of weights count among the masters, gradients are as large as
+        they.
         """
         masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
         stepped = sum(parameter.nbytes for parameter in masters)
@@ -378,9 +376,7 @@ class Sharded(Strategy):
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
     """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it.
-
-    Raises:
-        Refusal, PolicyError, GeometryError: for what is not possible, or does not fit model or topology.
+    Raises Refusal, PolicyError or GeometryError for what is not possible.
     """
     policy = trial.resolved_policy()
     if policy is None:

@@ -81,11 +81,7 @@ class TrainingLoop:
 
     @classmethod
     def of(cls, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> TrainingLoop:
-        """The loop of a strategy that has not trained yet.
-
-        Raises:
-            Refusal: if torch has no such optimizer, or its arguments do not fit.
-        """
+        """The loop of a strategy that has not trained yet; a Refusal if torch has no such optimizer."""
         optimizer, schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
         clock = StepClock(strategy.exposed_seconds, device)
         return cls(trial, strategy, data, optimizer, schedule, clock, [])

@@ -1,7 +1,6 @@
-"""The folder from which a suite's own inputs are found: that of its file.
+"""The folder of a suite's file, from which its inputs are found: corpora, configurations, modules.  No torch.
 
-Corpora, DeepSpeed configurations and modules (``module:object``) are looked for there; modules also in the
-working folder.  A process has one suite: where none was read, paths are of the working folder.  No torch.
+A process has one suite: where none was read, paths are of the working folder.
 """
 
 from __future__ import annotations

@@ -61,14 +61,11 @@ PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 
 
 
 def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
-    """Floating-point operations of one forward and backward pass, by Megatron's formula.
+    """Floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
 
-    B is ``sequences`` of all ranks together, s their ``length`` in tokens or, of a ViT, patches.
-    Each block takes ``24 B s h^2 (1 + s / 6h)`` forward, twice that backward, and once more where its
-    activations are recomputed.  A GPT's logits take ``6 B s h V`` and are not recomputed, which makes
-    ``96 B s l h^2 (1 + s / 6h + V / 16lh)`` with recomputation (arXiv 2104.04473, section 5.1) and
-    ``72 B s l h^2 (1 + s / 6h + V / 12lh)`` without.  A ViT's 32 x 32 pixels and its C classes take
-    ``4 B 1024 h + 6 B h C`` instead: images need no gradient.
+    Of B ``sequences`` of all ranks together and their ``length`` s, a block takes ``24 B s h^2 (1 + s / 6h)``
+    forward, twice that backward, and once more where recomputed; a GPT's logits ``6 B s h V``, a ViT's pixels
+    and C classes ``4 B 1024 h + 6 B h C``.
     """
     layers, width = shape.layers, shape.width
     passes = 4 if recompute else 3

@@ -1,8 +1,4 @@
-"""Peers: how other engines train, as shipped and tuned, as data.  No torch.
-
-What differs between the peers of one family is here, and is carried out by
-``harness.strategies.torch_peers``.  A family's best is what ours is divided by.
-"""
+"""Peers: how other engines train, as shipped and tuned, as data.  No torch."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ class Peer:
     hpz: bool = False  # of DeepSpeed, each node keeps a second copy of the weights
 
     def wire(self, compute: Compute) -> Compute:
-        """The type in which most of what it sends travels, where it computes in ``compute``.
-
-        DDP computes in bf16 by autocast, from gradients in fp32.
-        """
+        """The type in which most of what it sends travels; DDP's autocast gives gradients in fp32."""
         if self.family == "ddp":
             return "bf16" if self.compressed else "fp32"
         return compute
@@ -76,11 +69,7 @@ def family_of(strategy: str) -> Family | None:
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a peer of DeepSpeed's asks it, beside batches and types: ``table`` or, without one, ZeRO-3.
-
-    What is not said is as DeepSpeed ships it: with ``overlap_comm``, and with parameters below 100,000
-    elements gathered for good.
-    """
+    """What a peer of DeepSpeed's asks it, beside batches and types: ``table``, else ZeRO-3 as shipped."""
     found = _SHIPPED if table is None else table
     if not peer.hpz:
         return found

@@ -16,13 +16,7 @@ SAID: Final[tuple[str, ...]] = tuple(word for word in get_args(Said) if word)
 
 
 def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:
-    """The quantity that answers a suite's question: what it ``said``, else the first that applies.
-
-    ``tokens`` decoded per second; ``size`` of the largest model under a limit of memory; ``loss``, where
-    validation is repeated, or follows a long training; ``memory``, where shares of offload differ; ``error``
-    of what is sent, where it is measured and one strategy alone runs; the ``rate`` of the link, or the number
-    of ``nodes``, where they differ; else the seconds of a ``step``.
-    """
+    """The quantity that answers a suite's question: what it ``said``, else the first that applies."""
     if said:
         return said
     if all(trial.workload == "generate" for trial in trials):

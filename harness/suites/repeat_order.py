@@ -33,9 +33,7 @@ class Repeats:
 
     @classmethod
     def of(cls, value: Any) -> Repeats:
-        """Read the key ``repeats``: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a
-        ValueError.
-        """
+        """Read the key: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a ValueError."""
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
         found = _UNTIL.fullmatch(value) if isinstance(value, str) else None

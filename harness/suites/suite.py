@@ -50,11 +50,7 @@ class Suite:
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
-        """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat.
-
-        Inside a repeat, trials that differ only in strategy and policy stand together, and their order
-        changes from repeat to repeat.
-        """
+        """The trials that a sweep asks for at first, in the order in which they run: repeat by repeat."""
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleaved(self.cells, repeat))

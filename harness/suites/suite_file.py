@@ -89,11 +89,7 @@ _Cell = dict[str, _Setting]  # by dotted path
 
 
 def load(path: Path) -> Suite:
-    """Read a suite file and expand it.
-
-    Raises:
-        SuiteError: for what is known to be wrong without building the model, the first of it.
-    """
+    """Read a suite file and expand it; a SuiteError for the first of what is wrong."""
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
@@ -103,11 +99,7 @@ def load(path: Path) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """The name in a suite file, which is not expanded: nothing that it names is imported.
-
-    Raises:
-        SuiteError: if it cannot be read, or has no name that a folder can have.
-    """
+    """The name in a suite file, which is not expanded: nothing is imported; raises as :func:`load`."""
     try:
         return _validated(_parse(path)[1]).name
     except SuiteError as error:
@@ -221,10 +213,7 @@ def _expanded(file: _File, home: Path) -> Suite:
 
 
 def _read_configurations(file: _File, home: Path) -> dict[str, str]:
-    """Make DeepSpeed configurations, paths from ``home`` or tables, their text; returns the files', by path.
-
-    An argument of one's own model may have the key's name.
-    """
+    """Make DeepSpeed configurations, paths from ``home`` or tables, their text; returns those of files."""
     found: dict[str, str] = {}
 
     def text_of(value: Any) -> Any:
@@ -362,9 +351,7 @@ def _at(trial: Trial, path: str) -> Any:
 
 
 def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
-    """The cells without fields that would turn their strategies into others, unless set for those; and what
-    is left out of which, in words.
-    """
+    """The cells without what would turn their strategies into others, and what is left out, in words."""
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, one in enumerate(file.override, 1) if "strategy" in one.match}
     trials = [_trial(cell) for cell in cells]
@@ -437,11 +424,7 @@ def _raw(codecs: Sequence[Codec]) -> bool:
 
 
 def _check_together(cells: list[_Cell], trials: list[Trial], told: list[str]) -> None:
-    """Refuse fields that contradict each other.
-
-    The message names the table of the field that it begins with and, unless all cells are refused alike, the
-    cell.
-    """
+    """Refuse fields that contradict each other, naming the first one's table, or the cell if it is alone."""
     complaints = [_complaint(trial) for trial in trials]
     for cell, words, whose in zip(cells, complaints, told, strict=True):
         if words:
@@ -460,10 +443,7 @@ def _complaint(trial: Trial) -> str:
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:
-    """The trials with one common alignment, that of all policies, so that bytes compare on one geometry.
-
-    A peer's are without policy fields, and policies are without peers', so that cells do not differ by them.
-    """
+    """The trials with the common alignment of all policies; peers without policies' fields, and so on."""
     try:
         grain = math.lcm(1, *(policy.grain for one in trials if (policy := one.resolved_policy())))
     except CodecError as error:  # of a user's own, of which nothing was asked before

@@ -1,8 +1,4 @@
-"""One trial, as data: its fields, what they may hold, and what they resolve to.
-
-A :class:`Trial` says everything that defines a run; its id is a hash of its canonical JSON.  How
-a suite file in TOML becomes a list of trials is in ``harness.suites.suite_file``.  No torch.
-"""
+"""One trial, as data: its fields, what they may hold, and what they resolve to.  No torch."""
 
 from __future__ import annotations
 
@@ -65,9 +61,7 @@ class _Frozen(BaseModel):
 
 
 class Model(_Frozen):
-    """What is trained. ``name`` is a preset of ``harness.workloads.models`` or ``module:function``;
-    ``arguments`` override its keyword arguments.
-    """
+    """A preset of ``harness.workloads.models`` or ``module:function``, and changes of its arguments."""
 
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}
@@ -91,11 +85,7 @@ _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Cluster(_Frozen):
-    """Where ranks stand and what joins their nodes; ``docs/guide/suites.md`` says what each key does.
-
-    ``rate`` and ``inner_rate`` are Mbit/s per node and direction, ``latency`` milliseconds one way; None is
-    unshaped, or adds nothing.
-    """
+    """Where ranks stand and what joins nodes; rates are Mbit/s per node and direction, ``latency`` ms."""
 
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
@@ -253,11 +243,7 @@ class PeerSettings(_Frozen):
 
 
 class Trial(_Frozen):
-    """Everything that defines a run; its id is a hash of its canonical JSON.
-
-    ``docs/guide/suites.md`` says what each key does.  ``control`` is a positive control, which a test of
-    losses must call inferior; ``memory_limit`` is bytes.
-    """
+    """Everything that defines a run (docs/guide/suites.md); its id is a hash of its canonical JSON."""
 
     workload: Literal["train", "generate", "rlhf"] = "train"
     generate: Generate = Generate()
@@ -378,9 +364,6 @@ class Trial(_Frozen):
         return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:
-        """The strategy's preset with this trial's changes; None for a peer, which has no policy.
-
-        A single codec for ``gradients`` is meant for both hops. Raises as :meth:`PolicyChanges.applied`.
-        """
+        """The strategy's preset with this trial's changes; None for a peer.  Raises as ``applied``."""
         base = self.base_policy()
         return None if base is None else self.policy.applied(base)

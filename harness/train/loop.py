@@ -1,8 +1,4 @@
-"""Training loop of ``zeropp train`` on each rank.
-
-A job is a :class:`harness.suites.trial.Trial` of strategy ``recipe``, so model, data, optimizer and clocks
-are those of the suites; it prints a log line per step and writes no record.
-"""
+"""Training loop of ``zeropp train`` on each rank: model, data, optimizer and clocks of the suites."""
 
 from __future__ import annotations
 
@@ -45,11 +41,7 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports one line per step.
-
-    Raises:
-        Refusal, PolicyError, GeometryError, ZeroError, CorpusError: it cannot be run as asked.
-    """
+    """Train on this rank; rank 0 reports a line a step.  Raises what cannot be run as asked."""
     return _Training(rank, job).run()
 
 
@@ -146,11 +138,7 @@ class _Training:
 
 
 def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:
-    """Log line of one step, in the form of the ZeRO++ tutorial's log.
-
-    ``loss`` is the mean over all ranks, ``peak`` the largest bytes of a rank so far: allocated on its GPU, or
-    resident.
-    """
+    """Log line of one step, in the form of the ZeRO++ tutorial's; ``loss`` is over all ranks."""
     trial = job.trial
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks

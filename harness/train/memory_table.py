@@ -1,8 +1,4 @@
-"""Predicts the memory that a rank needs at each stage of ZeRO, as a table, before allocating any.
-
-Bytes of states are those of :func:`impl.plan.memory.memory`, from the model's units on the meta device;
-activations are an estimate, and marked so.
-"""
+"""Predicts the memory that a rank needs at each stage of ZeRO, as a table, before allocating any."""
 
 from __future__ import annotations
 
@@ -57,11 +53,8 @@ class Need:
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -> list[Need]:
-    """Memory needs of a rank at stages 0 to 3, with the rest of ``policy`` where a stage supports it; the
-    model is on the meta device, ``activations`` are of :func:`activation_bytes`.
-
-    Raises:
-        PolicyError, GeometryError, ZeroError: if the model's units cannot be planned.
+    """Memory needs of a rank at each stage, with the rest of ``policy`` where it supports it; the model is on
+    the meta device.  Raises as ``plan_units``.
     """
     found, topology = [], trial.topology()
     for stage in get_args(Stage):
@@ -84,10 +77,8 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
 
 
 def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
-    """Estimate the activation bytes that a micro-batch of ``sequences`` of ``length`` tokens keeps, at most.
-
-    Recomputed blocks keep their input, and one at a time all of it.  The logits and their gradient come on
-    top, in the compute type and in fp32.
+    """Estimate the activation bytes that a micro-batch keeps, at most: of blocks, and of the logits and their
+    gradient in the compute type and in fp32.
     """
     item = ITEM_BYTES[policy.compute]
     place = sequences * length * shape.width
@@ -97,10 +88,7 @@ def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length:
 
 
 def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
-    """Format the needs of all stages as lines of text, in GB of 1e9 bytes, or MB for small models.
-
-    With offload each stage has two rows, of the device and of the host; without ``cuda`` both are one memory.
-    """
+    """The needs of all stages as lines of text; with offload each stage has two rows, of device and host."""
     unit, name = (GB, "GB of 1e9") if max(need.training for need in found) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(sum(need.host.values()) for need in found)
     head = ["stage", *(["on"] if offloads else []), *found[0].device, "activations*", "in a step"]

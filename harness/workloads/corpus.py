@@ -1,12 +1,10 @@
-"""Corpora: the tokens that language models train on, and the batches drawn from them.
+"""Corpora: the tokens that language models train on.
 
-A corpus is text: the interpreter's own standard library sources (``stdlib``), or any file, or all files of a
-folder, joined in alphabetical order.  The first 95 % of its bytes are for training, the rest for validation,
-and bytes are the tokens, unless a tokenizer, a ``module:function``, makes a list of ints of each part as
-``str``.  Or it is tokens: a folder with ``train.npy`` and ``validation.npy``, or a ``module:function`` that
-returns both, one-dimensional arrays of whole numbers.  A function may also return pairs of arrays
-(:mod:`harness.workloads.own_pairs`).  What makes a batch follows from (seed, step, micro-batch, rank) alone,
-so every policy and every peer gets the same batches.  No torch.
+A corpus is text: ``stdlib``, the interpreter's own sources, a file, or all files of a folder in alphabetical
+order, of which the first 95 % are for training; bytes are the tokens, unless a tokenizer, a
+``module:function``, makes a list of ints of each part. Or it is tokens: a folder with ``train.npy`` and
+``validation.npy``, or a ``module:function`` that returns both, or pairs of arrays
+(:mod:`harness.workloads.own_pairs`).  No torch.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ class Corpus:
 
 
 class Text(Dataset):
-    """Windows of a corpus: (B, T) int64 tokens, and (B, T) int64 the token after each or, of masked text,
-    what :func:`harness.workloads.masked_text.masked` makes of them; a CorpusError for a corpus that does not
-    hold one, or has a token beyond ``vocab``.
-    """
+    """Windows of a corpus: (B, T) int64 tokens, and the token after each or, masked, the missing ones."""
 
     def __init__(
         self, corpus: Corpus, length: int, *, vocab: int | None = BYTES, masks: bool = False

@@ -28,10 +28,7 @@ class Dataset(ABC):
         """The samples of a part by number; what else is random in one follows from its key."""
 
     def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
-        """``sequences`` training samples, B, of one micro-batch of one rank, by the arguments alone.
-
-        ``step`` counts from 0, warm-ups included.
-        """
+        """``sequences`` training samples, B, of a micro-batch of a rank; ``step`` counts warm-ups, too."""
         keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
         count = self.count(self.train)
         return self.at(self.train, [draw(key, count) for key in keys], keys)

@@ -1,8 +1,7 @@
-"""Decoding with sharded weights: workload ``generate``, and a phase of ``rlhf``.
+"""Decoding with sharded weights: workload ``generate``, which takes the likeliest token, and a phase of
+``rlhf``.
 
-Workload ``generate`` takes the likeliest token each time, so that the output depends on weights and prompt
-alone.  Each rank caches keys and values of its sequences; every token after the first is one forward pass
-over one position, which still needs all weights.
+Every token after the first is one forward pass over one position, which still needs all weights.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ def decode(
     """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each; the caller has set evaluation
     mode.
 
-    The model's ``forward(tokens, None, past)`` gives (B, vocab) logits, as
-    ``harness.workloads.models.GPT``'s, of which ``choose`` makes tokens; each of its ``layers`` has a cache
-    of keys and values.
+    ``forward(tokens, None, past)`` gives (B, vocab) logits, as a GPT's, of which ``choose`` makes tokens;
+    each of the ``layers`` has a cache.
     """
-    past = [KeysAndValues(prompt.shape[1] + tokens) for _ in range(layers)]
+    past = [KeysAndValues() for _ in range(layers)]
     given = prompt
     for _ in range(tokens):
         with torch.no_grad():
@@ -50,10 +48,7 @@ Counts = tuple[float | None, int | None, int | None]  # seconds waited, bytes se
 
 
 class Generator:
-    """Runs generations, each from the same prompt, and times them token by token.
-
-    ``count`` returns what this rank has waited and sent so far; None for what is not known.
-    """
+    """Times generations from one prompt token by token; ``count`` returns what was waited and sent so far."""
 
     def __init__(
         self, prompt: Tensor, tokens: int, layers: int, count: Callable[[], Counts], device: torch.device

@@ -1,11 +1,8 @@
 """Labelled images for vision models: characters rendered in the fonts that ship with matplotlib.
 
-Twelve DejaVu fonts (sans, mono and serif, upright and slanted, regular and bold) share some two
-thousand characters.  The classes are the first 256 of them, by code point, that look different from
-one another.  One item is a character of one font; an image is an item drawn at some offset in the
-picture.  Every twentieth item, by hash, is for validation, so a character is validated in fonts in
-which it was never trained.  Nothing is downloaded, and no draw depends on an earlier one.
-No torch.
+The classes are the first 256 characters, by code point, of twelve DejaVu fonts that look different from one
+another; an item is a character of one font, drawn at some offset. Every twentieth, by hash, is for
+validation: a character is validated in fonts in which it was never trained.  No torch.
 """
 
 from __future__ import annotations
@@ -46,10 +43,7 @@ class Item:
 
 
 class Glyphs(Dataset):
-    """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes.
-
-    ``sha256`` is of the fonts' files, the characters and how they are drawn; no item is in both parts.
-    """
+    """Rendered characters: (B, 32, 32) float32 from 0 to 1, and (B,) int64 classes."""
 
     def __init__(self, sha256: str, train: list[Item], validation: list[Item]) -> None:
         self.sha256, self.train, self.validation = sha256, train, validation

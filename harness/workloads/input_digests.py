@@ -1,7 +1,5 @@
-"""Digests of a trial's input files: the corpus, and the sources of a user's model, optimizer, codecs.
-
-They may change while the suite that names them does not, so digests go on the record, and a record
-of other inputs is not reused.  No torch.
+"""Digests of a trial's input files: the corpus, and the sources of a user's model, optimizer, codecs.  No
+torch.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the l
 
 
 def digests(trial: Trial) -> dict[str, str]:
-    """SHA-256 by input: of the ``corpus``, and of the module's file of each ``module:object`` that is named.
-
-    An input that cannot be read is left out; running the trial reports why.
+    """SHA-256 of the ``corpus``, and of the file of each ``module:object`` named; without what cannot be
+    read.
     """
     found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.here())}
     found |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}

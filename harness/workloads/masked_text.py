@@ -1,8 +1,6 @@
-"""BERT's masking of tokens, for masked language modelling.  No torch.
+"""BERT's masking of tokens, for masked language modelling (arXiv 1810.04805, section 3.1).  No torch.
 
-As in arXiv 1810.04805, section 3.1: 15 % of the positions are targets; of these eight in ten show
-the mask, one in ten a random byte, one in ten the original.  Each sequence has the same number of
-targets, so a mean over sequences weighs all alike.
+Each sequence has the same number of targets, so a mean over sequences weighs all alike.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ def targets_in(length: int) -> int:
 
 
 def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """Mask some tokens of each sequence: (B, T) int64 masked tokens, and targets: the original, or
-    :data:`NO_TARGET`.
-
-    The masked positions follow from the B sequences' ``keys`` alone; the mask token is ``vocab``, above all.
+    """(B, T) int64 masked tokens and targets, ``NO_TARGET`` where none is, by the B ``keys``; ``vocab`` is
+    the mask.
     """
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)

@@ -44,26 +44,22 @@ _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default
 
 @dataclass(slots=True)
 class KeysAndValues:
-    """Key-value cache of one attention layer: (B, heads, capacity, width / heads) each, made with the first
-    tokens, of which it holds ``length``.
-    """
+    """Key-value cache of one attention layer: (B, heads, tokens so far, width / heads) each."""
 
-    capacity: int
-    length: int = 0
     keys: Tensor | None = None
     values: Tensor | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, heads, T, width / heads) of the next T tokens; returns those of all tokens so far."""
-        batch, heads, count, size = keys.shape
-        if self.keys is None or self.values is None:
-            self.keys = keys.new_empty((batch, heads, self.capacity, size))
-            self.values = torch.empty_like(self.keys)
-        end = self.length + count
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        """Append those of the next tokens; returns those of all tokens so far."""
+        if self.keys is not None and self.values is not None:
+            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class Attention(nn.Module):
@@ -162,10 +158,7 @@ class BERT(GPT):
 
 
 class ViT(nn.Module):
-    """A vision transformer: an encoder of image patches with learned positions, mean pooling, a classifier.
-
-    A patch has ``patch`` pixels in each direction.
-    """
+    """A vision transformer over patches of ``patch`` pixels each way: learned positions, mean pooling."""
 
     def __init__(self, shape: ViTShape, patch: int) -> None:
         super().__init__()
@@ -199,9 +192,8 @@ def under_autocast(model: nn.Module, device: torch.device) -> None:
 
 
 def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """() nats, mean cross-entropy of (N, classes) logits over (N,) targets, ``NO_TARGET`` ignored.
-
-    In fp32 whatever the logits' type: near 5.4 a loss in bf16 moves in steps of 1/32.
+    """() nats, of (N, classes) logits over (N,) targets, in fp32: near 5.4 one in bf16 moves in steps of
+    1/32.
     """
     return F.cross_entropy(logits.float(), targets, ignore_index=NO_TARGET)
 
@@ -216,10 +208,8 @@ def _initialise(model: nn.Module, layers: int) -> None:
 
 
 def build(model: Model, sequence: int) -> nn.Module:
-    """Build a model on the current default device; its weights follow from torch's seed.
-
-    A preset with changed sizes, or ``module:function``, which is called with ``sequence`` and the arguments,
-    all by name. A Refusal for what it does not take, for sizes that do not fit, and for what is no module.
+    """Build a model on the current default device, whose weights follow from torch's seed, or raise a
+    Refusal.
     """
     if ":" in model.name:
         built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
@@ -273,8 +263,6 @@ def of_trial(trial: Trial) -> nn.Module:
 def checkpoint_activations(model: nn.Module) -> None:
     """Have each block of ``model`` keep its inputs alone, and run again in backward; a Refusal without
     blocks.
-
-    Their class is changed, not an attribute, so that copies of the model run their own blocks.
     """
     check_blocks(model)
     for block in find_blocks(model):
@@ -328,10 +316,7 @@ def _user_function(model: Model, sequence: int) -> Callable[..., object]:
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that skips in-place initialisers of meta tensors.
-
-    There torch runs them as Python operations that import its compiler: 4 s, for values that do not exist.
-    """
+    """Skips initialisers of meta tensors, for which torch imports its compiler: 4 s."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -18,11 +18,10 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples of a function that returned ``(input, target)`` for training and for validation; a CorpusError
-    names the array that cannot be, its shape and its type.
+    """Examples of a function that returned ``(input, target)`` for training and for validation, an entry of
+    the first dimension each; a CorpusError names the array that cannot be.
 
-    Every array has one entry an example in its first dimension. Floating numbers reach the model as float32,
-    whole numbers and truth values as int64.
+    Floating numbers reach the model as float32, all others as int64.
     """
 
     def __init__(self, source: str, parts: Any) -> None:

@@ -47,9 +47,7 @@ class Given:
 
 
 class RankBatches:
-    """Batches of one rank of a trial, of strategy ``single`` those of all ranks; a CorpusError if the data
-    cannot be read, or does not fit the model.
-    """
+    """Batches of one rank of a trial, of strategy ``single`` those of all; a CorpusError for bad data."""
 
     def __init__(self, trial: Trial, rank: int, device: torch.device) -> None:
         trial_dataset.check(trial)

@@ -1,10 +1,8 @@
-"""Reinforcement learning from a reward model, by group-relative policy gradients: workload ``rlhf``.
+"""Workload ``rlhf``: group-relative policy gradients (GRPO, arXiv 2402.03300, one update of what was
+written).
 
-An actor continues prompts, several times each; a frozen reference, which is the actor as it began, and a
-frozen reward model score what it wrote; then it learns to write what scored above the other continuations of
-the same prompt, and not to leave the reference (GRPO, arXiv 2402.03300, with one update of what was written).
-
-The reward model is drawn at random: its scores mean nothing, and cost what those of a trained one cost.
+An actor continues prompts, several times each; a frozen reference, the actor as it began, and a frozen reward
+model, drawn at random, score what it wrote; it learns to write what scored above the others.
 """
 
 from __future__ import annotations

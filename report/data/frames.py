@@ -21,8 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from harness.records import chained_journal, checks
 from harness.records import record as schema
-from harness.records.machine_use import joules
-from harness.records.record import LedgerRow, Record, RecordError, read_all
+from harness.records.record import LedgerRow, Record, RecordError, joules, read_all
 from harness.records.trace_record import Trace, read_traces
 from harness.suites.question import Said
 from harness.suites.repeat_order import CONTENDER

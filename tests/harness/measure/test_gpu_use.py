@@ -10,7 +10,7 @@ import time
 import pytest
 
 from harness.measure.gpu_use import sampling
-from harness.records.machine_use import NodeUse, joules
+from harness.records.record import NodeUse, joules
 from tests.support.fake_nvml import FakeNvml
 
 # Power that rises and falls once a second around 300 W, and its exact integral.

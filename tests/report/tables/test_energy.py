@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.records.machine_use import GpuUse, NodeUse
-from harness.records.record import Record
+from harness.records.record import GpuUse, NodeUse, Record
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
