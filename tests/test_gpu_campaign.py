@@ -1,7 +1,11 @@
-"""The campaign on a GPU, rehearsed without one: no stage stops the next, and none is asked for in vain."""
+"""The first questions to a GPU, and the campaign, rehearsed without one: whoever is killed leaves what it had
+found, no stage stops the next, and none is asked for in vain.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -11,12 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from harness import cli
 from harness.runs.feasibility import Host, forecast
 from harness.suites.suite_file import load
 from tests import gpu_campaign
 from tests.gpu_campaign import ARCHIVE, Stage, main, run, stages, table
+from tests.gpu_first import ENGINES, questions
 
 NO_GPU = pytest.mark.needs("no CUDA device")
 
@@ -160,3 +166,30 @@ def test_it_imports_the_standard_library_alone() -> None:
     lines = Path(gpu_campaign.__file__).read_text().splitlines()
     modules = {line.split()[1].partition(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert modules <= sys.stdlib_module_names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [3, None])
+def test_each_answer_of_gpu_first_is_written_as_it_comes(tmp_path: Path, kept: int | None) -> None:
+    """Killed after some lines, the file holds them; whole, every kernel is the reference and every engine
+    learns from the same first loss.
+    """
+    out = tmp_path / "first.jsonl"
+    command = [sys.executable, "-m", "tests.gpu_first", "--device", "cpu", "--out", str(out)]
+    with subprocess.Popen(
+        command, cwd=gpu_campaign._REPOSITORY, stdout=subprocess.PIPE, text=True
+    ) as process:
+        printed = list(itertools.islice(process.stdout, kept))
+        if kept is not None:
+            process.kill()
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [json.loads(line) for line in printed] == found[: len(printed)]
+    if kept is not None:
+        assert len(found) >= kept
+        return
+    assert process.returncode == 0, printed
+    assert len(found) == len(list(questions(torch.device("cpu"))))
+    assert all(line["equal"] for line in found if line["ask"] == "reference")
+    engines = [line for line in found if line["ask"] == "engine"]
+    assert [line["engine"] for line in engines] == list(ENGINES)
+    assert max(line["losses"][0] for line in engines) - min(line["losses"][0] for line in engines) < 0.05

@@ -1,4 +1,4 @@
-"""What the documents name is there, and docs/paper.md gives every item a verdict."""
+"""What the documents name is there, docs/paper.md gives every item a verdict, and they stay short."""
 
 from __future__ import annotations
 
@@ -28,3 +28,10 @@ def test_every_item_has_a_verdict() -> None:
     assert len(items) >= 20
     assert all(len(row) == 4 and row[1] in VERDICTS and row[2] and row[3] for row in items)
     assert all(f"`{verdict}`: " in text for verdict in VERDICTS)
+
+
+def test_the_documents_are_short() -> None:
+    """README, changelog and all of docs and results/README.md have no more words than this, by ``wc -w``."""
+    pages = [*ROOT.glob("*.md"), ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    words = {str(page.relative_to(ROOT)): len(page.read_text(encoding="utf-8").split()) for page in pages}
+    assert sum(words.values()) <= 40_000, sorted(words.items(), key=lambda item: -item[1])

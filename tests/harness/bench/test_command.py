@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from harness import cli, errors
 from harness.bench import codecs as bench_codecs
 from harness.bench import overlap
-from harness.bench.collectives import any_inside
 from harness.bench.rounds import interleaved
 from harness.cluster import link, rank_processes
 from harness.cluster.rank import Rank
@@ -22,7 +21,7 @@ from harness.records.bench_record import Sample, together
 from harness.records.record import RecordError
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Axis, Topology
+from impl.plan.topology import Topology
 from tests.harness.test_cli import folder, refused
 from tests.report.bench.bench_records import OPERATIONS, codecs, collectives
 from tests.support.ranks import on_threads
@@ -149,21 +148,6 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
     assert found == [list(range(1, done + 1))] * contenders
     assert prepared == list(range(done + 1))
     assert calls == [(i, (i + turn) % contenders) for i in range(done + 1) for turn in range(contenders)]
-
-
-@given(st.integers(1, 4), st.integers(1, 4))
-def test_shared_memory_carries_what_stays_inside_a_node(nodes: int, ranks: int) -> None:
-    """Hops lie inside a node along the local axis of several ranks, and along the world of one node."""
-    topology = Topology(nodes, ranks)
-    local, node, world = topology.local_axis, topology.node_axis, topology.world_axis
-
-    def inside(*axes: Axis) -> bool:
-        return any_inside(topology, axes)
-
-    assert inside(local) == inside(node, local) == (ranks > 1)
-    assert inside(world) == (nodes == 1 and ranks > 1)
-    assert not inside(node)
-    assert not inside()
 
 
 @pytest.mark.timeout(120)
@@ -301,12 +285,3 @@ def test_computation_has_its_room(forward: int, backward: int, ahead: float, beh
     rate = overlap.rate_for_step((forward, backward), (ahead, behind))
     rooms = ahead / (8e-6 * forward / rate), behind / (8e-6 * backward / rate)
     assert min(rooms) == pytest.approx(overlap.ROOM, rel=0.01)
-
-
-@given(st.integers(1, 1 << 10), st.lists(st.floats(1e-3, 1e2), min_size=3, max_size=3))
-def test_the_second_hop_is_the_longer(mebibytes: int, first: list[float]) -> None:
-    """At the rate of two hops the second takes three times as long as the slowest rank's first did."""
-    rate = overlap.rate_for_hops([first, [took / 2 for took in first]], mebibytes)
-    topology = Topology(*overlap.TOPOLOGY_OF_HOPS)
-    row = parse(overlap.CODEC).frame_bytes((mebibytes << 18) // topology.world)
-    assert 8e-6 * topology.ranks_per_node * row / rate == pytest.approx(3 * sorted(first)[1], rel=0.01)

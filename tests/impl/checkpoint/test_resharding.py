@@ -120,16 +120,6 @@ def test_any_layout_hands_on_to_any_other(
     shutil.rmtree(folder)
 
 
-def test_groups_that_hold_copies_save_once(tmp_path: Path) -> None:
-    """MiCS: every element is in one file alone, and all ranks write a part."""
-    on_threads(Topology(2, 2), written, tmp_path, POLICIES["mics"], NET)
-    manifest = read_manifest(tmp_path / "checkpoint-000001")
-    parts = Parts(tmp_path / "checkpoint-000001", manifest)
-    elements = [sum(map(len, parts.tensors(number, "weight").values())) for number in range(4)]
-    assert all(elements)
-    assert sum(elements) == manifest.numel
-
-
 def test_what_is_left_is_said(tmp_path: Path) -> None:
     """On another topology carried errors, random states and another loss scale are dropped, a line each."""
     policy = replace(POLICIES["feedback"], loss_scale=LossScale(initial=8.0))

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from impl.cpu import build
-from impl.cpu.kernels import Kernels
 from tests.support import needs
 
 
@@ -22,38 +21,16 @@ def script(path: Path, body: str) -> str:
     return str(path)
 
 
-def counting(folder: Path, *, compiles: bool = False) -> tuple[str, Path]:
-    """A compiler that writes a line for each library that it builds, and where.
-
-    Unless it ``compiles``, it copies the library that was built for this machine: that takes no time.
-    """
-    real, log = next(filter(None, map(needs.program, build.COMPILERS))), folder / "log"
-    whole = "" if compiles else build.library(build.user_folder())
-    copies = f'for last; do :; done; exec cp {whole} "$last"' if whole else ""
-    command = script(
-        folder / "cxx",
-        f'case "$*" in *-shared*) echo built >> {log}; sleep 0.3; {copies or ":"};; esac; exec {real} "$@"',
-    )
-    return command, log
-
-
-@pytest.mark.long
-@pytest.mark.needs("c++")
-def test_a_library_is_built_once(tmp_path: Path) -> None:
-    """The second request finds what the first has built, and nothing else is left in the folder."""
-    command, log = counting(tmp_path, compiles=True)
-    folder = tmp_path / "cache" / "kernels"
-    first = build.library(folder, command)
-    assert build.library(folder, command) == first
-    assert log.read_text(encoding="utf-8").count("built") == 1
-    assert {path.suffix for path in folder.iterdir()} <= {".so", ".lock"}
-    Kernels(first)
-
-
 @pytest.mark.needs("c++")
 def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
-    """Of four processes that need the library at the same time one builds it."""
-    command, log = counting(tmp_path)
+    """Of four processes that need the library at the same time one builds it, and leaves nothing else."""
+    real, log = next(filter(None, map(needs.program, build.COMPILERS))), tmp_path / "log"
+    whole = build.library(build.user_folder())  # which takes no time to copy
+    copies = f'for last; do :; done; exec cp {whole} "$last"'
+    command = script(
+        tmp_path / "cxx",
+        f'case "$*" in *-shared*) echo built >> {log}; sleep 0.3; {copies};; esac; exec {real} "$@"',
+    )
     code = (
         "import sys; from pathlib import Path; from impl.cpu import build; "
         "print(build.library(Path(sys.argv[1]), sys.argv[2]))"
@@ -64,6 +41,7 @@ def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     said = {rank.communicate(timeout=120)[0].strip() for rank in ranks}
     assert len(said) == 1
     assert Path(said.pop()).exists()
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".so", ".lock"}
     assert log.read_text(encoding="utf-8").count("built") == 1
 
 

@@ -20,7 +20,6 @@ from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import History
-from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
 from tests.support.training import batch, mean_losses, model, sgd, single, train
@@ -85,32 +84,6 @@ def test_the_scale_moves_as_it_says() -> None:
     fixed = LossScaler(LossScale(initial=512.0, window=0))
     assert fixed.factor(math.inf, None) is None
     assert (fixed.scale, fixed.skipped) == (512.0, 1)
-
-
-def _half_frozen() -> Net:
-    net = model()
-    for block in net.blocks:
-        block.up.weight.requires_grad_(requires_grad=False)
-    return net
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_frozen_weights_may_be_held_as_codes(stage: Stage) -> None:
-    """They take the codec's bytes instead of 4 an element, are sent so, and train what is not frozen."""
-    codec, net = parse("int8:32"), _half_frozen()
-    policy = replace(EXACT, stage=stage, frozen=codec)
-    results = on_threads(Topology(1, 2), train, _half_frozen(), policy, 3)
-    for _, state, zero in results:
-        held = sum(unit.master_shard.held.nbytes for unit in zero.units if not unit.geometry.trainable)
-        # 16 x 40 weights a block, on two ranks
-        assert zero.memory()["frozen"] == held == 3 * codec.frame_bytes(320)
-        for index, block in enumerate(net.blocks):
-            got, original = state[f"blocks.{index}.up.weight"], block.up.weight
-            assert (got - original).abs().max() <= original.abs().max() / 127
-    with torch.no_grad():
-        for index, block in enumerate(net.blocks):
-            block.up.weight.copy_(results[0][1][f"blocks.{index}.up.weight"])
-    assert mean_losses(results) == pytest.approx(single(net, 2, 3), rel=1e-5)
 
 
 class Normed(nn.Module):
