@@ -31,14 +31,13 @@ class ZeroError(RuntimeError):
 
 
 class WrittenError(ZeroError):
-    """Parameters, whose ``names`` are in order and each once, were given other values during a pass."""
+    """Parameters were given other values during a pass."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(dict.fromkeys(names))
-        count, shown = len(self.names), ", ".join(map(repr, self.names[:_MOST_NAMED]))
-        more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
-        was, it = ("parameter {} was", "it") if count == 1 else ("parameters {} were", "them")
+        self.names = tuple(dict.fromkeys(names))  # in order, each once
+        more = len(self.names) - _MOST_NAMED
+        shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
         super().__init__(
-            f"{was.format(shown + more)} written in place or through .data during a pass, which reaches no "
-            f"master: write {it} between passes, under GatheredParameters"
+            f"written in place or through .data during a pass, which reaches no master: {shown}; write "
+            "parameters between passes, under GatheredParameters"
         )

@@ -56,10 +56,9 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank, which are compared
-            (:mod:`impl.parameters.initial_weights`); each rank keeps its own slice of them.  What
-            :class:`~impl.parameters.init.Init` cut is taken over as it is; a model on the meta device is
-            given its values block by block.
+        model: with the same architecture and values on every rank, which are compared; each rank keeps its
+            own slice of them.  What :class:`~impl.parameters.init.Init` cut is taken over as it is; a model
+            on the meta device is given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
@@ -77,13 +76,10 @@ def shard(
             that overlap or are not in the model, parameters that cannot be sharded, or values that differ
             between ranks.
     """
-    if not isinstance(policy, Policy):
-        raise ZeroError(
-            f"policy is a {type(policy).__name__}: expected an impl.plan.policy.Policy, as preset() gives "
-            "it, or the .policy of a recipe"
-        )
-    if not isinstance(mesh, Mesh):
-        raise ZeroError(f"mesh is a {type(mesh).__name__}: expected an impl.comm.mesh.Mesh of the ranks")
+    for value, kind in ((policy, Policy), (mesh, Mesh)):
+        if not isinstance(value, kind):
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            raise ZeroError(f"{kind.__name__.lower()} is a {type(value).__name__}: expected an {name}")
     check_shapes(model)
     check_plain(model)
     policy.check(mesh.topology)

@@ -1,8 +1,7 @@
 """Builds ``kernels.cpp`` once with the system's compiler, and keeps the library for later processes.
 
-A library's name holds the hash of what made it: sources, flags, compiler and processor (it is built for
-the one it runs on).  It has that name once it is whole and on the disk.  Processes that start at once build
-one after another: the first builds, the others find it.
+A library's name holds the hash of what made it: sources, flags, compiler and processor.  It has that name
+once it is whole and on the disk.  Of processes that start at once the first builds, the others find it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 SOURCE: Final = Path(__file__).parent / "kernels.cpp"
 HEADERS: Final = (SOURCE.parent.parent / "cuda" / "codec.cuh", *sorted(SOURCE.parent.glob("*.hpp")))
@@ -44,11 +43,7 @@ class BuildError(RuntimeError):
 
 
 def user_folder() -> Path:
-    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``.
-
-    Raises:
-        BuildError: for a user who has no home.
-    """
+    """Where this user's caches belong: in ``$XDG_CACHE_HOME`` if that is absolute, else in ``~/.cache``."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
@@ -58,10 +53,10 @@ def user_folder() -> Path:
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """The shared library, built if ``folder``, which is made if missing, does not hold it.
+    """The shared library, built if ``folder`` does not hold it.
 
     ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` come beside those that
-    optimise.  Without a compiler, if it fails, or if the folder cannot be written, it is a BuildError.
+    optimise.  Whatever fails is a BuildError.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
@@ -72,19 +67,13 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
         with FileLock(path.with_suffix(".lock"), timeout=_SECONDS):
             if not path.exists():
                 _build(command, flags, path)
-    except Timeout as problem:
-        raise BuildError(
-            f"another process has been building {path.name} for {_SECONDS:.0f} seconds"
-        ) from problem
-    except OSError as problem:
+    except OSError as problem:  # filelock's Timeout is one
         raise BuildError(f"{folder} cannot keep compiled kernels: {problem.strerror or problem}") from problem
     return path
 
 
 def identity() -> str:
-    """Name of the library that this machine would use, without building it: 16 hexadecimal digits that change
-    with sources, headers, flags, compiler and processor; or in words why there would be none.
-    """
+    """Key of the library that this machine would use, without building it; or why there would be none."""
     try:
         return _key(_compiler(), FLAGS)
     except BuildError as problem:

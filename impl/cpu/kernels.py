@@ -1,8 +1,7 @@
 """Codecs on CPU tensors in C++: bit-equal to :mod:`impl.codecs.reference`, on the calling thread.
 
-The library (:mod:`impl.cpu.build`) takes one structure, :class:`_Job`.  Rows may lie anywhere; elements
-that are not contiguous within a row are copied first.  Raw frames are copied, and summed in one pass;
-casts from one type to another are torch's, at the speed of memory.  ctypes lets other threads run meanwhile.
+The library takes one structure, :class:`_Job`.  Rows may lie anywhere; elements that are not contiguous
+within a row are copied first.  Raw frames are copied, and summed in one pass; casts are torch's.
 """
 
 from __future__ import annotations
@@ -80,9 +79,8 @@ class Kernels(Operations):
             function = getattr(self._library, name)
             function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
         self._library.job_bytes.restype = ctypes.c_int64
-        if self._library.job_bytes() != ctypes.sizeof(_Job):
-            found, wanted = self._library.job_bytes(), ctypes.sizeof(_Job)
-            raise OSError(f"{library}: a job has {found} bytes, not {wanted}")
+        if (found := self._library.job_bytes()) != ctypes.sizeof(_Job):
+            raise OSError(f"{library}: a job has {found} bytes, not {ctypes.sizeof(_Job)}")
 
     def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
         return True

@@ -2,8 +2,7 @@
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
 device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Every codec
-with scales has kernels, and so have published formats (``formats.cu``: sums are decodings of several frames).
-Raw codecs are casts, which torch does at the speed of memory: they use the reference.
+with scales has kernels, and so have published formats; raw ones are casts, which the reference does.
 
 Which kernel (the sources say why).  *Plain* are integers of 4 and 8 bits without rotation and error
 feedback, nearest or stochastic: their kernels are compiled for codec and type.  All else is asked of
@@ -68,13 +67,8 @@ _ROUNDINGS: Final = ("false", "true")  # nearest, stochastic
 class _Call:
     """The argument of a kernel while it is filled in, and the rows that its grid covers.
 
-    Args:
-        spread: as :class:`Kernels` takes it.
-        numel: elements of a row.
-        tensors: with equal leading dimensions, by the place that they are.
-        codecs: by the coding that they are.
-        beside: noise and error feedback of the rows.
-        frames: of several sources, whose first stands in ``tensors``.
+    ``tensors`` have equal leading dimensions, by the place that they are; ``codecs`` stand by the coding that
+    they are; ``frames`` are of several sources, whose first stands in ``tensors``.
     """
 
     def __init__(
@@ -173,13 +167,9 @@ class _Call:
 
 
 class Kernels(Operations):
-    """The operations as launches; casts are the reference's.
+    """The operations as launches, each carried out by ``run`` for tensors on a device.
 
-    Args:
-        run: carries a launch out for tensors on a device.
-        spread: thread blocks that a launch has before they begin to do several parts each.
-        without: kernels compiled for a codec, blocks in registers, blocks in shared memory, sums that are
-            encoded in the launch that adds them up.
+    ``spread`` is how many thread blocks a launch has before they begin to do several parts each.
     """
 
     name = "cuda"

@@ -1,11 +1,8 @@
 """Compiling and launching the kernels of this folder on a CUDA device: CuPy loads and launches, torch owns.
 
-Every kernel takes one argument, a structure that :data:`ARGUMENTS` mirrors field by
-field (``Arguments`` of ``frames.cuh``), passed by value.  The sources are files, compiled per kernel the
-first time it is launched; the results are kept on disk, beside CuPy's.
-
-They are compiled with NVRTC, not through ``cupy.RawModule``: that adds ``-ftz=true`` after all options
-(CuPy 14, ``cupy.cuda.compiler``), and kernels that lose denormals are not the reference's.
+Every kernel takes one argument by value, ``Arguments`` of ``frames.cuh``, which :data:`ARGUMENTS` mirrors.
+Kernels are compiled when they are first launched, and kept on disk, beside CuPy's; with NVRTC, for
+``cupy.RawModule`` adds ``-ftz=true`` after all options (CuPy 14), and loses denormals.
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ class Launch:
 def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> None:
     """Run ``launch`` on torch's current stream of ``device``, without waiting for it.
 
-    Each thread block asks for ``idle_bytes`` of shared memory and leaves them alone: so fewer run at once.
+    Each thread block asks for ``idle_bytes`` of shared memory, which it leaves alone: so fewer run at once.
     """
     import cupy
 
@@ -122,8 +119,7 @@ def compile_kernels(
 ) -> Compiled:
     """Compile ``kernels`` of ``file``, as C++ writes them, ``decode<Fp32, 8>``; needs no GPU.
 
-    ``architecture`` 90 is ``sm_90``; ``sources`` is the folder, also of headers; ``options`` come beside
-    :data:`OPTIONS`.
+    ``architecture`` 90 is ``sm_90``.
 
     Raises:
         RuntimeError: if the source does not compile.
@@ -158,13 +154,7 @@ def digest() -> str:
 
 
 def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
-    """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; needs no GPU.
-
-    Processes that start at once may each compile it, and write the same.
-
-    Raises:
-        RuntimeError: if the source does not compile.
-    """
+    """``KEY.LOWERED.cubin`` in ``folder``, compiled where it is not there yet; as :func:`compile_kernels`."""
     from cupy.cuda import nvrtc
 
     compiler = ".".join(map(str, nvrtc.getVersion()))

@@ -2,11 +2,10 @@
 
 [Note: saved tensors]
 Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
-applied twice in a row, outputs that hide tensors, a detached copy.  Autograd would then read memory that is
-gone.  So during a forward pass, of a tensor that lies in a unit's flat buffer (P,) only its
-:class:`~impl.unit.flat_buffer.Place` (type, shape, strides, offset) and the version of the weights are saved;
-unpacking it in backward gathers the unit if need be: a missed event costs time, never a crash.  The hooks
-switch torch's check of in-place changes off, so what is kept as it is has its version checked here.
+applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass, of a tensor
+that lies in a unit's flat buffer (P,) only its :class:`~impl.unit.flat_buffer.Place` and the version of the
+weights are saved; unpacking it in backward gathers the unit if need be: a missed event costs time, never a
+crash.  The hooks switch torch's check of in-place changes off, so it is made here.
 """
 
 from __future__ import annotations
@@ -81,11 +80,7 @@ class OutsideUses:
 
 
 def _use(uses_of: weakref.ref[OutsideUses], unit_of: weakref.ref[Unit], name: str) -> None:
-    """A parameter is used while its unit is not shown: in a pass it is gathered, else refused.
-
-    Raises:
-        ZeroError: outside of passes, or without an engine, naming the parameter.
-    """
+    """A parameter is used while its unit is not shown: in a pass it is gathered, else refused."""
     uses, unit = uses_of(), unit_of()
     if uses is None or unit is None:
         raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
@@ -125,18 +120,14 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
         raise ZeroError(
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
-    # Usually gathered by its event.  Where a use escapes the events (a module called twice in a
-    # row, outputs that hide tensors, a detached copy), this costs time, not a crash.
-    unit.all_gather("backward")
+    unit.all_gather("backward")  # if its event has not
     return unit.flat.view(place)
 
 
 class SavedTensors:
     """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
 
-    Args:
-        units: of the model.
-        weights_at: by address of memory, the index of the unit whose gathered weights came there last.
+    ``weights_at`` is, by address of memory, the index of the unit whose gathered weights came there last.
     """
 
     def __init__(self, units: Sequence[Unit], weights_at: Mapping[int, int]) -> None:

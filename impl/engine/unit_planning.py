@@ -37,11 +37,8 @@ class Draft(NamedTuple):
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
 
-    Args:
-        model: may be on the meta device.
-        most: elements of a unit; where a block has more, its parts take its place, and theirs theirs, until
-            they fit or have none.  Likewise what lies outside all blocks.  What stays outside the parts is
-            the root's.  0 for no limit.
+    Where a block, or what lies outside all blocks, has more elements than ``most`` (0: no limit), its parts
+    take its place, and theirs theirs, until they fit or have none.
     """
     blocks = _outermost(model)
     if not most:
@@ -112,11 +109,7 @@ def _check_size(draft: Draft, largest: int) -> None:
 
 
 def check_shapes(model: nn.Module) -> None:
-    """Refuse parameters and buffers of lazy modules that have no shape yet.
-
-    Raises:
-        ZeroError: naming the first.
-    """
+    """Refuse parameters and buffers of lazy modules that have no shape yet."""
     for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
         if nn.parameter.is_lazy(value):
             raise ZeroError(
@@ -128,12 +121,10 @@ def check_shapes(model: nn.Module) -> None:
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
-    """Every parameter in exactly one draft; shared between blocks, or outside them: the root's.
+    """Every parameter in exactly one draft: the root's if it is shared between blocks or outside them.
 
-    ``blocks`` None are those that :func:`find_blocks` finds within the policy's ``largest_unit``.
-
-    Those of fewer than ``persist_below`` elements form a draft of their own, the root's neighbour, as far
-    as ``persist_most`` allows.
+    ``blocks`` None are those that :func:`find_blocks` finds within the policy's ``largest_unit``.  Small
+    parameters form a draft of their own, the root's neighbour, as far as ``persist_most`` allows.
 
     Raises:
         ZeroError: for lazy modules without shapes, a block outside the model, inside another or with a
@@ -198,8 +189,7 @@ def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -
     """The layout of all units.
 
     Raises:
-        PaddingError: naming the unit that would be padded most, if that is too much; persistent parameters
-            are small, and may.
+        PaddingError: naming the unit that would be padded most, if that is too much and it is not persistent.
     """
 
     def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
@@ -231,15 +221,9 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """The units that :func:`impl.zero.shard` would make; the root's come first.
+    """The units that :func:`impl.zero.shard` would make, as it raises; the root's come first.
 
     ``model`` may be on the meta device and larger than any machine at hand.
-
-    Raises:
-        PolicyError: if the policy does not fit the topology.
-        GeometryError: if a unit would be padded too much.
-        ZeroError: for blocks that overlap or are not in the model.
     """
     policy.check(topology)
-    drafts = drafts_of(model, blocks, group_of, policy)
-    return geometries_of(drafts, topology, policy)
+    return geometries_of(drafts_of(model, blocks, group_of, policy), topology, policy)

@@ -30,17 +30,16 @@ _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 class GatheredParameters:
     """Context in which parameters are seen whole, in their type, by whoever holds them.
 
-    All ranks must enter it.  What rank ``modifier_rank`` wrote is there on all ranks afterwards, and what hpZ
-    kept of the old values is stale; what others wrote is discarded.  Elements that were not changed keep
-    their fp32 masters bit for bit.  Works on sharded models outside of passes at every stage, after
-    :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters outside of ``Init`` are whole on
-    every rank, and left as they are.
+    All ranks must enter it.  What rank ``modifier_rank`` wrote is there on all ranks afterwards; what others
+    wrote is discarded.  Elements that were not changed keep their fp32 masters bit for bit.  Works on sharded
+    models outside of passes, after :class:`~impl.parameters.init.Init`, and inside it.  Plain parameters
+    outside of ``Init`` are left as they are.
 
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
     written back.
 
     Args:
-        parameters: one, or many; modules' placeholders or not; twice counts once.
+        parameters: one, or many.
         modifier_rank: whose changes count; None for reading.
         enabled: False does nothing at all.
 
@@ -184,10 +183,7 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """A parameter of no engine yet: one that Init cut, with others that are whole together, or is to cut.
-
-    What Init is yet to cut is whole on each rank, so that its whole is each rank's part of it.
-    """
+    """A parameter of no engine yet: one that Init cut, or is to cut, and each rank has whole as its part."""
 
     def __init__(self, parameter: nn.Parameter, wire: Wire, cut: Cut | None) -> None:
         self._cut, self.shown = cut, parameter

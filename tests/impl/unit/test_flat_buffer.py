@@ -132,7 +132,7 @@ def test_a_pass_in_which_weights_were_written_has_ended(
     net = written if where == "root" else nn.Sequential(written, nn.Linear(8, 8))
     zero = _engine(mesh, net, transport=transport)
     for step in range(2):
-        with pytest.raises(ZeroError, match=r"parameter '\S*weight' was written in place or .* Gathered"):
+        with pytest.raises(ZeroError, match=r"written in place or .*: '\S*weight'; .* Gathered"):
             (net if where == "block" else written)(batch(step, mesh.rank, 8))
         assert not any(unit.gathered for unit in zero.units)
         assert not zero.hooks.saved.active
@@ -161,9 +161,9 @@ class _ClampsAll(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "named"),
     [
-        (1, "parameter 'blocks.0.weight' was written"),
-        (3, "parameters ('blocks.[012].weight'(, )?){3} were written"),
-        (6, "parameters ('blocks.[0-5].weight'(, )?){4} and 2 more were written"),
+        (1, "master: 'blocks.0.weight'; write"),
+        (3, "master: ('blocks.[012].weight'(, )?){3}; write"),
+        (6, "master: ('blocks.[0-5].weight'(, )?){4} and 2 more; write"),
     ],
 )
 @each_rank(1, 2)
@@ -212,7 +212,7 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
             writing.remove()
             losses.append(loss.item())
             if writes and step == 1:
-                with pytest.raises(ZeroError, match=r"parameter '0\.other' was written"):
+                with pytest.raises(ZeroError, match=r"no master: '0\.other'; write"):
                     loss.backward()
                 assert not any(unit.gathered for unit in zero.units)
                 loss = torch.zeros((), requires_grad=True)
