@@ -25,10 +25,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 from harness.cluster.keeper import answer, keeping
 
@@ -49,7 +50,6 @@ _TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
 _DRAIN_SECONDS: Final = 5.0
-_DONE: Final = b"ok"
 OPEN: Final = b"open"
 SHAPED: Final = b"shaped"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -92,20 +92,22 @@ def _check(result: int, call: str) -> None:
         raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
+def _setns(file: IO[bytes], kind: int) -> None:
+    _check(_LIBC.setns(file.fileno(), kind), f"setns({Path(file.name).name})")  # os.setns is of Python 3.12
+
+
 def enter(process: int) -> None:
     """Move this process, which must be single-threaded, into the namespaces of ``process``.
 
     Raises:
         OSError: if the kernel refuses.
     """
-    names = {"user": CLONE_NEWUSER, "net": CLONE_NEWNET}
-    if Path(f"/proc/{process}/ns/user").samefile("/proc/self/ns/user"):
-        del names["user"]
-    with contextlib.ExitStack() as stack:
-        # All are opened before the first move: afterwards /proc is seen with other rights.
-        files = {name: stack.enter_context(open(f"/proc/{process}/ns/{name}", "rb")) for name in names}  # noqa: PTH123
-        for name, file in files.items():  # os.setns is there from Python 3.12 only
-            _check(_LIBC.setns(file.fileno(), names[name]), f"setns({name})")
+    there, same = Path(f"/proc/{process}/ns"), Path("/proc/self/ns/user")
+    # Both are opened before the first move: afterwards /proc is seen with other rights.
+    with (there / "user").open("rb") as user, (there / "net").open("rb") as net:
+        if not (there / "user").samefile(same):
+            _setns(user, CLONE_NEWUSER)
+        _setns(net, CLONE_NEWNET)
 
 
 def die_with_parent(parent: int) -> None:
@@ -132,11 +134,18 @@ def _enter_own_namespace() -> str:
     return "rootless"
 
 
-def _netlink() -> Any:
-    # Inside the namespace only: a socket belongs to the namespace in which it was opened.
+@contextlib.contextmanager
+def _netlink(process: int) -> Iterator[Any]:
+    """A netlink socket in the network namespace of ``process``: it belongs to that in which it was opened."""
     from pyroute2 import IPRoute
 
-    return IPRoute()
+    with Path("/proc/self/ns/net").open("rb") as own, Path(f"/proc/{process}/ns/net").open("rb") as there:
+        _setns(there, CLONE_NEWNET)
+        try:
+            with IPRoute() as route:
+                yield route
+        finally:
+            _setns(own, CLONE_NEWNET)
 
 
 def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0) -> None:
@@ -158,21 +167,17 @@ def _tbf(route: Any, command: str, index: int, shape: Shape, *, latency: bool) -
     route.tc(command, "tbf", index, handle=_TBF, **rates, **below)
 
 
-def _reshape(shapes: Mapping[str, Shape | None], state: bytes, *, latency: bool = False) -> None:
-    """Hold what leaves the interfaces of this namespace, by name, to their rates, or to none (``OPEN``).
+def _reshape(route: Any, name: str, shape: Shape, state: bytes, *, latency: bool = False) -> None:
+    """Hold what leaves an interface to its rate, or to none (``OPEN``).
 
-    Their queues are empty before they hold it again, and the burst of an open one is not kept. Packets keep
+    Its queue is empty before it holds it again, and the burst of an open one is not kept. Packets keep
     their size, which a connection has from when it was made.
     """
-    with _netlink() as route:
-        for name, shape in shapes.items():
-            if shape is None:
-                continue
-            index = route.link_lookup(ifname=name)[0]
-            if state == SHAPED:
-                _drain(route, index, name)
-            opened = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
-            _tbf(route, "change", index, opened if state == OPEN else shape, latency=latency)
+    index = route.link_lookup(ifname=name)[0]
+    if state == SHAPED:
+        _drain(route, index, name)
+    opened = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
+    _tbf(route, "change", index, opened if state == OPEN else shape, latency=latency)
 
 
 def _drain(route: Any, index: int, name: str) -> None:
@@ -186,9 +191,9 @@ def _drain(route: Any, index: int, name: str) -> None:
         time.sleep(1e-3)
 
 
-def _configure_node(request: Request, node: int) -> None:
+def _configure_node(request: Request, node: int, holder: int) -> None:
     network, _, prefix = _NETWORK.partition("/")
-    with _netlink() as route:
+    with _netlink(holder) as route:
         inner = route.link_lookup(ifname=LOOPBACK)[0]
         if request.inner is not None:  # packets as between nodes, which its queue does not cut
             route.link("set", index=inner, mtu=MTU)
@@ -209,78 +214,64 @@ def _configure_node(request: Request, node: int) -> None:
         )
 
 
-class _Holder(NamedTuple):
-    """A child process inside a node's namespace, and the line to it."""
-
-    pid: int
-    line: socket.socket
-
-    def wait(self) -> None:
-        """Wait until it has done what it was told; what it answers else is an OSError."""
-        if (said := self.line.recv(4096)) != _DONE:
-            raise OSError(said.decode() or "a node's holder died")
-
-
-def _hold(request: Request, node: int) -> _Holder:
-    """Fork the holder of one node."""
-    keeper = os.getpid()
-    ours, line = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if pid := os.fork():
-        line.close()
-        return _Holder(pid, ours)
-    ours.close()
-    os.close(0)  # else the parent's end of our standard input would have two readers
-    try:
-        _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
-        die_with_parent(keeper)
-        line.send(_DONE)
-        line.recv(1)
-        _configure_node(request, node)
-        line.send(_DONE)
-        while state := line.recv(len(SHAPED)):
-            own = {interface(request.prefix, node): request.shapes[node]}
-            _reshape(own, state, latency=bool(request.latency_ms))
-            _reshape({LOOPBACK: request.inner}, state)
-            line.send(_DONE)
-    except BaseException as error:  # the process boundary
-        line.send(f"node {node}: {error}"[:4000].encode())
-    finally:
-        os._exit(1)
+def _hold() -> int:
+    """Fork a child that stands in a new network namespace and keeps it; returns its process."""
+    keeper, (done, told) = os.getpid(), os.pipe()
+    if not (holder := os.fork()):
+        try:
+            os.close(0)  # else the parent's end of our standard input would have two readers
+            _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
+            die_with_parent(keeper)
+            os.write(told, b"ok")
+            signal.pause()
+        except OSError as error:
+            os.write(told, str(error).encode())
+        finally:
+            os._exit(1)
+    os.close(told)
+    if (said := os.read(done, 4096)) != b"ok":
+        raise OSError(said.decode() or "a node's holder died")
+    os.close(done)
+    return holder
 
 
-def _join(request: Request, holders: Sequence[_Holder]) -> dict[str, Shape | None]:
-    """Make the interfaces: one veth pair for two nodes, else a bridge; returns its ports, one per node."""
+def _join(request: Request, holders: Sequence[int]) -> None:
+    """Make the interfaces: one veth pair for two nodes, else a bridge with one port per node."""
     names = [interface(request.prefix, node) for node in range(len(holders))]
-    ports: dict[str, Shape | None] = {}
-    with _netlink() as route:
+    with _netlink(os.getpid()) as route:
         if len(holders) == 2:
-            peer = {"ifname": names[1], "net_ns_pid": holders[1].pid}
-            route.link("add", ifname=names[0], kind="veth", peer=peer)
-            route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0].pid)
-            return ports
+            route.link(
+                "add", ifname=names[0], kind="veth", peer={"ifname": names[1], "net_ns_pid": holders[1]}
+            )
+            route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0])
+            return
         bridge = f"{request.prefix}br"
         route.link("add", ifname=bridge, kind="bridge")
         master = route.link_lookup(ifname=bridge)[0]
         route.link("set", index=master, state="up")
         for node, (name, holder) in enumerate(zip(names, holders, strict=True)):
             port = f"{request.prefix}p{node}"
-            route.link("add", ifname=port, kind="veth", peer={"ifname": name, "net_ns_pid": holder.pid})
+            route.link("add", ifname=port, kind="veth", peer={"ifname": name, "net_ns_pid": holder})
             index = route.link_lookup(ifname=port)[0]
             route.link("set", index=index, master=master)
             # Towards the node; the node's own end shapes the other way.
             _shape(route, index, request.shapes[node])
             route.link("set", index=index, state="up")
-            ports[port] = request.shapes[node]
-    return ports
 
 
-def _set(ports: Mapping[str, Shape | None], holders: Sequence[_Holder], state: bytes) -> None:
+def _set(request: Request, holders: Sequence[int], state: bytes) -> None:
     """Let all queues of the link hold it to its rate, or to none."""
-    _reshape(ports, state)
-    for holder in holders:
-        holder.line.send(state)
-    for holder in holders:
-        holder.wait()
+    ends = [(node, holder, shape) for node, holder, shape in zip(count(), holders, request.shapes) if shape]
+    if len(holders) > 2:
+        with _netlink(os.getpid()) as route:
+            for node, _, shape in ends:
+                _reshape(route, f"{request.prefix}p{node}", shape, state)
+    for node, holder, shape in ends:
+        with _netlink(holder) as route:
+            own = interface(request.prefix, node)
+            _reshape(route, own, shape, state, latency=bool(request.latency_ms))
+            if request.inner is not None:
+                _reshape(route, LOOPBACK, request.inner, state)
 
 
 def _ended_or(ready: socket.socket) -> bool:
@@ -288,19 +279,19 @@ def _ended_or(ready: socket.socket) -> bool:
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
-def _serve(ports: Mapping[str, Shape | None], holders: Sequence[_Holder], listening: socket.socket) -> None:
+def _serve(request: Request, holders: Sequence[int], listening: socket.socket) -> None:
     """Open the link for one process after the other that connects, until standard input closes.
 
     If it could not be shaped again nobody may use it: the error ends this process.
     """
     while not _ended_or(listening):
         with listening.accept()[0] as client:
-            _set(ports, holders, OPEN)
+            _set(request, holders, OPEN)
             with contextlib.suppress(OSError):  # a client that died is one that has finished
                 client.sendall(OPEN)
             if _ended_or(client):
                 return
-            _set(ports, holders, SHAPED)
+            _set(request, holders, SHAPED)
             with contextlib.suppress(OSError):
                 client.sendall(SHAPED)
 
@@ -311,15 +302,11 @@ def _keep(request: Request) -> None:
     if len(longest := interface(request.prefix, nodes[-1])) > _NAME_LENGTH:
         raise OSError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()
-    # Fork before the first netlink socket is open, so that the children share none.
-    holders = [_hold(request, node) for node in nodes]
-    for holder in holders:
-        holder.wait()
-    ports = _join(request, holders)
-    for holder in holders:  # one after the other: with a node that fails goes the other end of its neighbour
-        holder.line.send(b"g")
-        holder.wait()
-    made = [(interface(request.prefix, node), address(node), holders[node].pid) for node in nodes]
+    holders = [_hold() for _ in nodes]
+    _join(request, holders)
+    for node, holder in enumerate(holders):
+        _configure_node(request, node, holder)
+    made = [(interface(request.prefix, node), address(node), holder) for node, holder in enumerate(holders)]
     if request.shapes[0] is None:
         answer({"mode": mode, "ports": made, "control": ""})
         sys.stdin.read()
@@ -331,7 +318,7 @@ def _keep(request: Request) -> None:
         listening.bind(control := str(Path(folder, "link")))
         listening.listen()
         answer({"mode": mode, "ports": made, "control": control})
-        _serve(ports, holders, listening)
+        _serve(request, holders, listening)
 
 
 def _request(text: str) -> Request:
