@@ -36,7 +36,7 @@ class Joined:
         policy.check(wire.mesh.topology)
         if wire.mesh.device.type != "cpu":
             raise HostError(
-                f"our collectives inside {host} are carried on the CPU, the mesh is on {wire.mesh.device}"
+                f"inside {host} our collectives are on the CPU, the mesh is on {wire.mesh.device}"
             )
         ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy

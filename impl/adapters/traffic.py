@@ -63,10 +63,7 @@ def check_host(host: Host, policy: Policy) -> None:
             )
     for codec in (policy.weights, *policy.gradients):
         if codec.stochastic:
-            raise PolicyError(
-                f"{codec} inside {host}: it tells no steps, by which stochastic rounding is keyed; expected "
-                "a codec that rounds to nearest"
-            )
+            raise PolicyError(f"{codec} inside {host}: it tells no steps; expected rounding to nearest")
 
 
 def _values(policy: Policy) -> Iterator[tuple[str, Any]]:

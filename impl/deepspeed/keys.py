@@ -85,15 +85,15 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         try:
             text = Path(config).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
-            raise DeepSpeedError(f"{where}: cannot read: {reason or error}") from None
+            raise DeepSpeedError(
+                f"{where}: cannot read: {getattr(error, 'strerror', None) or error}"
+            ) from None
     try:
         found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
     except DeepSpeedError as error:
         raise DeepSpeedError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
-        reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise DeepSpeedError(f"{where}: not JSON: {reason}") from None
+        raise DeepSpeedError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
     return found

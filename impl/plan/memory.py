@@ -11,13 +11,12 @@ from dataclasses import replace
 from typing import Final
 
 from impl.codecs.codec import ITEM_BYTES
-from impl.plan.policy import Policy, SecondaryFormat
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import MASTER_BYTES, kept_units, placements_of, reduction_hops, secondary_bytes
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
-_EITHER_WAY: Final[tuple[SecondaryFormat, SecondaryFormat]] = ("frames", "bf16")
 STAGED: Final = 2  # mean gradients on their way to the host at most
 PARTS: Final = (
     "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
@@ -41,10 +40,9 @@ def memory(
     for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
     frames, of a budget in the largest codec, or 16 bits; ``feedback`` the kept errors; ``gathered`` in the
     compute type, unsharded: all below stage 3, else what is in use around all blocks and the largest block
-    (:func:`_largest_block`) or, if more, those that stay for backward; ``local_gradients``: everything, in
-    fp32, where several micro-batches are added up locally, else those of the root and of the largest block
-    in the compute type.  Units gathered ahead come on top: at most ``prefetch`` elements.  Without
-    ``backward`` passes nothing stays for one.
+    or, if more, those that stay for backward; ``local_gradients``: everything, in fp32, where several
+    micro-batches are added up locally, else those of the root and of the largest block in the compute type.
+    Units gathered ahead come on top: at most ``prefetch`` elements.  Without ``backward`` nothing stays for it.
 
     What lies in host memory has ``host_`` before its name.  For it the device holds ``frames``, those of
     offloaded masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on
@@ -76,12 +74,9 @@ def memory(
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units, backward=backward)
     trained = [unit for unit in units if unit.trainable]
+    parts["local_gradients"] = item * _around_and_most(trained, [u.padded for u in trained if not u.outer])
     if micro_batches > 1 and not policy.reduces_each_micro_batch:
         parts["local_gradients"] = max(item, MASTER_BYTES) * sum(unit.padded for unit in trained)
-    else:
-        around = sum(unit.padded for unit in trained if unit.outer)
-        largest = max((unit.padded for unit in trained if not unit.outer), default=0)
-        parts["local_gradients"] = item * (around + largest)
     return parts
 
 
@@ -89,25 +84,23 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) 
     """Most elements of weights that are gathered at once, unless ahead of their use."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
-    around = sum(unit.padded for unit in units if unit.outer)
-    kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
-    largest = _largest_block([unit for unit in units if not unit.outer], backward=backward)
-    return around + max(kept if backward else 0, largest)
-
-
-def _largest_block(units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Most elements of blocks that are gathered together; ``units`` in the order in which they run.
-
-    A block's units, trainable and frozen, and in a backward pass with them the frozen ones of the block
-    after it: those go when the gradients of its inputs have arrived, which also calls the block before.
-    """
+    # A block's units, and in a backward pass with them the frozen ones of the block after it: those go when
+    # the gradients of its inputs have arrived, which also calls the block before.
     whole: dict[str, int] = defaultdict(int)
     frozen: dict[str, int] = defaultdict(int)
     for unit in units:
-        whole[unit.block] += unit.padded
-        frozen[unit.block] += unit.padded if backward and not unit.trainable else 0
+        if not unit.outer:
+            whole[unit.block] += unit.padded
+            frozen[unit.block] += unit.padded if backward and not unit.trainable else 0
     after = [*list(frozen.values())[1:], 0]
-    return max((size + more for size, more in zip(whole.values(), after, strict=False)), default=0)
+    together = [size + more for size, more in zip(whole.values(), after, strict=False)]
+    kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
+    return _around_and_most(units, [*together, kept if backward else 0])
+
+
+def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
+    """Elements of the units that are in use around all blocks, and the largest of ``sizes``."""
+    return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
 def secondary_either_way(
@@ -116,15 +109,11 @@ def secondary_either_way(
     """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
     if policy.secondary == 0:
         return None
-    owns = [(policy.of(unit), unit) for unit in units]
-    frames, halves = (
-        sum(
-            secondary_bytes(replace(own, secondary_format=kept), topology, unit)
-            for own, unit in owns
-            if own.secondary
-        )
-        for kept in _EITHER_WAY
-    )
+    frames = halves = 0
+    for unit in units:
+        if (own := policy.of(unit)).secondary:
+            frames += secondary_bytes(replace(own, secondary_format="frames"), topology, unit)
+            halves += secondary_bytes(replace(own, secondary_format="bf16"), topology, unit)
     return frames, halves
 
 

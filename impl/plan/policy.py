@@ -122,10 +122,8 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
-            raise PolicyError(
-                f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}: expected "
-                f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of steps or 0"
-            )
+            given = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
+            raise PolicyError(f"{given}: expected 0 < least <= scale <= {LARGEST_SCALE:g}, and steps, or 0")
 
     def __str__(self) -> str:
         if not self.window:
@@ -139,19 +137,16 @@ class LossScale:
 class Offload:
     """What lies in host memory instead of the device's (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
-    Whole units are offloaded, in model order, until at least the share is reached.
-
-    Attributes:
-        optimizer: share of trained elements whose masters, mean gradients and optimizer state lie on the
-            host, where the optimizer steps them; the device keeps the frame that they are sent in.
-        weights: share of elements whose frames, frozen shards and hpZ's secondary frames lie on the host
-            too and are brought to the device for each gather.  A trained unit whose master is on the device
-            has no frame, since it is encoded on its way out: of it only the secondary frames go.
+    Whole units are offloaded, in model order, until at least the share is reached.  Of a trained unit whose
+    master is on the device, which is encoded on its way out, only hpZ's secondary frames go.
 
     Raises PolicyError: for shares outside [0, 1].
     """
 
+    # share of trained elements whose masters, mean gradients and optimizer state lie on the host, where the
+    # optimizer steps them; the device keeps the frame that they are sent in
     optimizer: float = 0.0
+    # share of elements whose frames, frozen shards and hpZ's secondary frames do, brought for each gather
     weights: float = 0.0
 
     def __post_init__(self) -> None:
@@ -205,10 +200,8 @@ class Feedback:
     def __post_init__(self) -> None:
         _check_words(self, {"hops": ("last", "all"), "state": ITEM_BYTES})
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
-            raise PolicyError(
-                f"feedback: decay = {self.decay} and reset = {self.reset}; a decay is in [0, 1), a reset "
-                "a number of steps or 0 for never"
-            )
+            given = f"decay = {self.decay} and reset = {self.reset}"
+            raise PolicyError(f"feedback: {given}; a decay is in [0, 1), a reset in steps, 0 for never")
 
     def __str__(self) -> str:
         head = "loco" if self.decay else "classic"
@@ -253,18 +246,15 @@ class BitBudget:
     gradients of a step are measured, and after it the units travel in those whose errors are least in sum
     and whose bytes are within the budget: first after step 1, then after every ``every`` steps.
 
-    Attributes:
-        codecs: candidates, beside the policy's own.
-        every: optimizer steps from one choice to the next.
-        weights: bits an element that the weight gathers may take between nodes, in the mean of a step, scales
-            and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
-        gradients: the same of the hop of reductions that crosses nodes.
+    ``weights`` are bits an element that the weight gathers may take between nodes, in the mean of a step,
+    scales and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
+    ``gradients`` are the same of the hop of reductions that crosses nodes.
 
     Raises PolicyError: for candidates whose bytes nobody knows beforehand, and numbers that are none.
     """
 
-    codecs: tuple[Codec, ...]
-    every: int = 50
+    codecs: tuple[Codec, ...]  # candidates, beside the policy's own
+    every: int = 50  # optimizer steps from one choice to the next
     weights: float | None = None
     gradients: float | None = None
 
@@ -306,9 +296,7 @@ def _check_sized(codec: Codec) -> None:
 def parse_budget(text: str) -> BitBudget | None:
     """Read a budget, which prints back: ``gradients 4.5 every 50 of int3:128 int6:128``; None for ``none``.
 
-    Raises:
-        PolicyError: naming the text and what is allowed.
-        CodecError: for a codec's text that means nothing.
+    Raises PolicyError: naming the text and what is allowed.  CodecError: for a codec's that means nothing.
     """
     given = " ".join(text.split())
     if given == "none":
@@ -639,9 +627,7 @@ class Policy:
             raise PolicyError(why)
         crosses = any(topology.crosses(axis) for axis, _ in self.reduce_axes(topology))
         if "gradients" in self.candidates and not crosses:
-            raise PolicyError(
-                f"budget '{self.budget}' chooses the codec of gradients between nodes, and {topology} has one"
-            )
+            raise PolicyError(f"budget '{self.budget}' is of gradients between nodes, and {topology} has one")
 
     def _of_own_codecs(self) -> Iterator[str]:
         """What only users' own objects say, which a policy that is merely read does not import."""
@@ -683,10 +669,7 @@ class Policy:
         return tuple(self.feedback.hops == "all" or hop == hops - 1 for hop in range(hops))
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Hops of a gradient reduction with the codec of each, first hop first.
-
-        A hop among one rank sends nothing: it is none, and its codec is not used.
-        """
+        """Hops of a gradient reduction, of several ranks each, with their codecs, first hop first."""
         axes: tuple[Axis, ...] = (topology.world_axis,)
         if self.reduce == "two_hop":
             axes = (topology.local_axis, topology.node_axis)

@@ -152,10 +152,7 @@ class UnitGeometry:
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """(group, start, end) of each optimizer group inside ``rank``'s shard, shard-relative; maybe empty.
-
-        Padding belongs to the group before it.
-        """
+        """(group, start, end) of each optimizer group, with padding after it, shard-relative; maybe empty."""
         bounds: list[tuple[int, int]] = []  # (group, first element in the unit)
         for slot in self.slots:
             if not bounds or bounds[-1][0] != slot.spec.group:
@@ -219,11 +216,10 @@ def lay_out(
     if padding > max_padding * unit.numel:
         needed = -(-100 * padding // unit.numel) / 100
         whose = f" ({grain_in_words})" if grain_in_words else ""
+        share = f"{padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding"
         raise PaddingError(
-            f"unit {name!r}: {padding} of {padded} elements would be padding "
-            f"({padding / unit.numel:.1%} of {unit.numel}, allowed {max_padding:.1%} by max_padding) for "
-            f"blocks of {grain}{whose} on {world} ranks; use smaller blocks or raise max_padding to "
-            f"{needed:.2f}",
+            f"unit {name!r}: {padding} of {padded} elements would be padding ({share}) for blocks of "
+            f"{grain}{whose} on {world} ranks; use smaller blocks or raise max_padding to {needed:.2f}",
             needed,
         )
     return unit

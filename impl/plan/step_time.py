@@ -117,13 +117,9 @@ class Machine:
 
     def cost(self, codec: Codec) -> CodecCost:
         """Of a codec, or of the measured one whose text is most alike: first its type, then its options."""
-        text = str(codec)
         if not self.codecs:
-            return _FREE
-        return self.codecs[max(sorted(self.codecs), key=lambda known: _alikeness(known, text))]
-
-
-_FREE: Final = CodecCost(encode=0.0, decode=0.0)
+            return CodecCost(encode=0.0, decode=0.0)
+        return self.codecs[max(sorted(self.codecs), key=lambda known: _alikeness(known, str(codec)))]
 
 
 def _alikeness(known: str, text: str) -> tuple[bool, bool, int]:

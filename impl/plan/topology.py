@@ -78,11 +78,9 @@ class Topology:
         inside = ranks > 0 and self.ranks_per_node % ranks == 0
         across = ranks > 0 and ranks % self.ranks_per_node == 0 and self.world % ranks == 0
         if not (ranks == 0 or inside or across):
-            raise ValueError(
-                f"{what} of {ranks} ranks does not fit {self.nodes} nodes x "
-                f"{self.ranks_per_node} ranks: it must divide {self.ranks_per_node}, or be a "
-                f"multiple of it that divides {self.world}"
-            )
+            here, most = self.ranks_per_node, self.world
+            does = f"{what} of {ranks} ranks does not fit {self.nodes} nodes x {here} ranks"
+            raise ValueError(f"{does}: it must divide {here}, or be a multiple of it that divides {most}")
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
         """Hops of the hierarchical gather, first hop first, and how many come before hpZ's copy.

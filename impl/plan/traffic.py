@@ -204,8 +204,10 @@ def predict(
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
                 if event == "step" and policy.budget is not None:
-                    if steps % policy.budget.every == 0:
-                        book.control(SQUARES_BYTES * _measured(policy, units))
+                    if steps % policy.budget.every == 0:  # sums of values, and of each codec's errors
+                        chosen = sum(unit.trainable and not unit.persistent for unit in units)
+                        sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
+                        book.control(SQUARES_BYTES * chosen * sums)
                     steps += 1
                     for sender in senders:
                         sender.follow(decided[steps])
@@ -348,12 +350,6 @@ class _Sender:
         book.reduction(policy, unit.name, unit.piece, policy.grain)
         axes, codec = policy.replica_axes(book.topology)
         book.gather(Tag("backward", "gradients", unit.name), axes, codec.frame_bytes(unit.piece))
-
-
-def _measured(policy: Policy, units: Sequence[UnitGeometry]) -> int:
-    """Sums that a rank tells before a budget's codecs are chosen: of values, and of each codec's errors."""
-    chosen = sum(unit.trainable and not unit.persistent for unit in units)
-    return chosen * sum(1 + len(codecs) for codecs in policy.candidates.values())
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:

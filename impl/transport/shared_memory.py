@@ -98,11 +98,11 @@ def shared_file(waiting: Waiting, total: int) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise SharedMemoryError(
-                f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} "
-                f"({path}: {error.strerror}); are they on one machine, under one user? "
-                "Otherwise use transport 'backend'"
-            ) from error
+            who = f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]}"
+            why = (
+                f"({path}: {error.strerror}): unless on one machine, under one user, use transport 'backend'"
+            )
+            raise SharedMemoryError(f"{who} {why}") from error
     opened = dist.barrier(group=group.process_group, async_op=True)
     opened.wait(*limit)  # the first rank's handle must outlive the opening
     return handle
@@ -137,15 +137,11 @@ class Arena:
     def claim(self) -> int:
         """Take a slot for the next exchange, once all have read what it held; returns its number.
 
-        Raises:
-            SharedMemoryError: if all slots are in use by this rank itself.
-            TimeoutError, ConnectionError: as :meth:`wait`.
+        Raises SharedMemoryError: if all slots are in use by this rank itself.  Else as :meth:`wait`.
         """
         if not self._free:
-            raise SharedMemoryError(
-                f"{SLOTS} exchanges are under way inside the node (axis {self.group.axis.name}) and "
-                "none has been finished: no room for another"
-            )
+            axis = self.group.axis.name
+            raise SharedMemoryError(f"{SLOTS} exchanges along {axis} are under way: no room for another")
         slot = min(self._free)
         self._read.wait(slot, self._last[slot], "did not read")
         self._free.remove(slot)
@@ -166,9 +162,7 @@ class Arena:
     def wait(self, number: int) -> Tensor:
         """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
 
-        Raises:
-            TimeoutError: after the timeout, naming who is missing.
-            ConnectionError: once a missing rank has exited, naming it.
+        Raises TimeoutError, or ConnectionError once it has exited: naming who is missing.
         """
         slot = self._slots[number]
         self._posted.wait(slot, number, "did not send")

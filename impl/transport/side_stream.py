@@ -35,11 +35,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Arrival]:
-        """Enqueue the body here: after all that the current stream was given, beside what it is given later.
-
-        Yields:
-            The end of it, to be joined by who uses what it brought.
-        """
+        """Enqueue the body here, after all that the current stream was given; yields its end."""
         arrival = Arrival()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -255,9 +255,8 @@ def check_plain(model: nn.Module) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             check_hooks(name, parameter)
         if type(parameter) not in (nn.Parameter, Placeholder):
-            raise ZeroError(
-                f"parameter {name!r} is a {type(parameter).__name__}: only plain parameters can be sharded"
-            )
+            kind = type(parameter).__name__
+            raise ZeroError(f"parameter {name!r} is a {kind}: only plain parameters can be sharded")
 
 
 def _handles(tensor: Tensor) -> int:

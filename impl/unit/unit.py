@@ -266,10 +266,10 @@ class Unit:
         if number in self.flat.whole:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 member.placeholder.grad = None
+            name = self.geometry.slots[number].spec.name
             raise ZeroError(
-                f"backward() to parameter {self.geometry.slots[number].spec.name!r} under "
-                "GatheredParameters, which no optimizer would see: compute the loss in a pass of the model, "
-                "or use torch.no_grad()"
+                f"backward() to parameter {name!r} under GatheredParameters, which no optimizer would see: "
+                "compute the loss in a pass of the model, or use torch.no_grad()"
             )
         self.reduction.collect_outside(number)
 
