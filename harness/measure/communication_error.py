@@ -144,14 +144,14 @@ def _of_next_rank(unit: Unit, exact: Tensor) -> tuple[Tensor, Tensor]:
     """What this rank gathered of the next rank's shard, and of ``exact`` (S,) the same: padding left out."""
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
-    parts: list[tuple[Tensor, Tensor]] = []
+    gathered, masters = [], []
     for member, slot in zip(unit.members, geometry.slots, strict=True):
         first, end = geometry.overlap(slot, rank)
         start, stop = geometry.part(slot, rank)
         flat = member.parameter.detach().reshape(-1)
-        parts.append((flat[first - slot.offset : end - slot.offset].float(), exact[start:stop]))
-    gathered, masters = (torch.cat(list(tensors)) for tensors in zip(*parts, strict=True))
-    return gathered, masters
+        gathered.append(flat[first - slot.offset : end - slot.offset].float())
+        masters.append(exact[start:stop])
+    return torch.cat(gathered), torch.cat(masters)
 
 
 def of_fsdp2_weights(step: int, model: nn.Module, joined: InFSDP2) -> Found:
@@ -190,10 +190,8 @@ def _next_ranks(mine: Tensor, numel: int | None = None) -> Tensor:
     if world == 1:
         return mine.detach().clone()
     received = mine.new_empty(mine.numel() if numel is None else numel)
-    sent = mine.detach().contiguous()
-    operations = [dist.P2POp(dist.isend, sent, (rank - 1) % world)] if sent.numel() else []
-    if received.numel():
-        operations.append(dist.P2POp(dist.irecv, received, (rank + 1) % world))
+    messages = [(dist.isend, mine.detach().contiguous(), rank - 1), (dist.irecv, received, rank + 1)]
+    operations = [dist.P2POp(kind, one, peer % world) for kind, one, peer in messages if one.numel()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     return received
@@ -253,12 +251,9 @@ def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:
 
 def _error(place: Place, sums: Sums) -> CommunicationError:
     finite = math.isfinite(sums.error) and math.isfinite(sums.value)
-    return CommunicationError(
-        **place._asdict(),
-        squared_error=sums.error if finite else None,
-        squared_value=sums.value if finite else None,
-        cosine=None if np.ndim(sums.products) == 0 else mean_cosine(sums.products),
-    )
+    error, value = (sums.error, sums.value) if finite else (None, None)
+    cosine = None if np.ndim(sums.products) == 0 else mean_cosine(sums.products)
+    return CommunicationError(**place._asdict(), squared_error=error, squared_value=value, cosine=cosine)
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:

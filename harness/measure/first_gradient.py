@@ -40,8 +40,7 @@ class GradientError:
     unit: str
     elements: int  # that were compared
     share: float  # the largest ``|found - expected| / allowed``
-    # found, expected, allowed: there
-    found: float
+    found: float  # there, as are the next two
     expected: float
     allowed: float
     step: int = 0  # before which it was compared
@@ -124,11 +123,8 @@ def of_groups(groups: Iterable[GroupGeometry], policy: Policy | None, topology: 
 
 def of_model(model: nn.Module) -> list[Layout]:
     """The layout of all trained parameters of a model that every rank has whole, reduced in fp32."""
-    specs = [
-        ParameterSpec(name, tuple(parameter.shape))
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    specs = [ParameterSpec(name, tuple(parameter.shape)) for name, parameter in trained]
     return [Layout(lay_out("model", specs, grain=_WINDOW, world=1, max_padding=math.inf), 0.0, _WINDOW)]
 
 
@@ -139,11 +135,9 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy, topology: To
     axes, last = policy.replica_axes(topology)
     codecs += [last] * bool(axes)
     factor, floor = composed(codecs), 0.0
-    if policy.sums == "fp16":
+    if policy.sums == "fp16":  # each term, and each sum with it, is rounded
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
-        factor = (1 + factor) * (1 + 2.0**-11) ** sum(
-            sizes
-        ) - 1  # each term, and each sum with it, is rounded
+        factor = (1 + factor) * (1 + 2.0**-11) ** sum(sizes) - 1
         floor = len(sizes) * 2.0**-24 * (1 + factor)  # of n terms 2 n - 1 times, by half a step at most
     return Layout(geometry, factor, _window(codecs, geometry.piece), floor)
 
@@ -223,15 +217,8 @@ class FirstGradient:
         allowed = ((layout.factor + self.rounding) * largest + least).unsqueeze(1).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        return GradientError(
-            unit=layout.geometry.name,
-            elements=found.numel(),
-            share=float(share.view(-1)[worst]),
-            found=float(found.reshape(-1)[worst]),
-            expected=float(expected.reshape(-1)[worst]),
-            allowed=float(allowed.reshape(-1)[worst]),
-            step=self.step,
-        )
+        there = [float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed)]
+        return GradientError(layout.geometry.name, found.numel(), *there, self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:

@@ -69,15 +69,12 @@ class TrainingChecks:
         # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
         if adamw and family_of(trial.strategy) != "deepspeed":
-            plain = [
-                p for p in self._parameters if type(p) is torch.nn.Parameter and p.dtype is torch.float32
-            ]
-            full = [p for p in plain if p.numel()]
+            plain = [p for p in self._parameters if type(p) is torch.nn.Parameter and p.numel()]
+            full = [p for p in plain if p.dtype is torch.float32]
             for parameter in full[:: max(1, -(-len(full) // _TENSORS))]:
                 value = _sample(parameter)
-                self._masters.append(
-                    _Replayed(parameter, value, torch.zeros_like(value), torch.zeros_like(value))
-                )
+                zero = torch.zeros_like(value)
+                self._masters.append(_Replayed(parameter, value, zero, zero))
         if data.validation and _digest(data.validation) != _digest(self._held_out(trial)):
             self.found.wrong = f"rank {rank} validates on other samples than those held out for it"
 
@@ -92,6 +89,10 @@ class TrainingChecks:
                 keys = [f"validation/{place}" for place in places]
                 read, answer = drawn.at(drawn.validation, [place * last // gaps for place in places], keys)
                 yield torch.tensor(read), torch.tensor(answer)
+
+    def _note(self, wrong: str) -> None:
+        """Keep what went wrong first."""
+        self.found.wrong = self.found.wrong or wrong
 
     def rehearsed(self, index: int) -> None:
         """Note the gradients of a rehearsal of step ``index``, which are there."""
@@ -110,8 +111,8 @@ class TrainingChecks:
             begin = time.perf_counter()
             digest, draws = _digest(batches), self._data.dataset
             many = draws.count(draws.train) ** self._sequences > _CHANCES
-            if many and digest in self.found.batches.values() and self.found.wrong is None:
-                self.found.wrong = f"rank {self._rank} read in step {step} what it had read in a step before"
+            if many and digest in self.found.batches.values():
+                self._note(f"rank {self._rank} read in step {step} what it had read in a step before")
             self.found.batches[step] = digest
             after = self._data.of_rank(step, (self._rank + 1) % self._world)
             self.found.of_next_rank[step] = _digest(after)
@@ -128,8 +129,7 @@ class TrainingChecks:
             gradient = master.parameter.grad
             after = _sample(master.parameter)
             if gradient is not None:
-                before = master.value
-                expected = self._adamw(master, _sample(gradient), index) if done else before
+                expected = self._adamw(master, _sample(gradient), index) if done else master.value
                 self._compare(index, number, after, expected)
                 self.found.replayed += number == 0
             master.value = after
@@ -142,8 +142,8 @@ class TrainingChecks:
             return
         cosine = float(torch.nn.functional.cosine_similarity(expected, found, 0))
         self.found.linked += 1
-        if not cosine >= _SAME and self.found.wrong is None:
-            self.found.wrong = (
+        if not cosine >= _SAME:
+            self._note(
                 f"in step {index} the optimizer of rank {self._rank} had other gradients than a rehearsal of "
                 f"the step just before it: a cosine of {cosine:.3f}"
             )
@@ -152,8 +152,8 @@ class TrainingChecks:
         """A rank's part of the gradient is no longer than the whole, which was clipped."""
         gradients = [p.grad for p in self._parameters if type(p) is torch.nn.Parameter and p.grad is not None]
         norm = math.sqrt(math.fsum(float(one.double().square().sum()) for one in gradients))
-        if not norm <= clip * 1.001 and self.found.wrong is None:
-            self.found.wrong = (
+        if not norm <= clip * 1.001:
+            self._note(
                 f"in step {index} rank {self._rank}'s part of the gradient has a norm of {norm:.6g}, and was "
                 f"to be clipped to {clip:g}"
             )
@@ -171,13 +171,11 @@ class TrainingChecks:
         return after
 
     def _compare(self, index: int, number: int, found: Tensor, expected: Tensor) -> None:
-        if self.found.wrong is not None:
-            return
         allowed = _ULPS * expected.abs() + _OF_RATE * abs(self._settings["lr"])
         wrong = ~((found - expected).abs() <= allowed)  # NaN is wrong, too
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
-            self.found.wrong = (
+            self._note(
                 f"after step {index} element {at} of rank {self._rank}'s master {number} is "
                 f"{float(found[at]):.9g}, by AdamW of the trial {float(expected[at]):.9g}: they differ by "
                 f"more than {float(allowed[at]):.2g}"

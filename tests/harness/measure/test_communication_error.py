@@ -145,9 +145,7 @@ def ratio(error: CommunicationError) -> float:
     "topology", [Topology(2, 2), pytest.param(Topology(4, 2), marks=pytest.mark.nightly)], ids=str
 )
 def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topology: Topology) -> None:
-    """Of every trial of suite ``algorithms`` the error end to end, and that of each hop, is that of an
-    independent implementation on the captured gradients, within 1 %, by unit and of all units.
-    """
+    """Of every trial of suite ``algorithms``, end to end and of each hop, within 1 %."""
     trials = of_the_suite(text, topology)
     assert {one.policy.reduce for one in trials} == set(ALGORITHMS)
     printed: dict[tuple[str, str], float] = {}
@@ -224,10 +222,7 @@ ROOMY: Final[dict[str, Any]] = {"policy": {"max_padding": 1e6}, "validate_every"
     ],
 )
 def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, changes: dict[str, Any]) -> None:
-    """With and without errors measured, losses, norms, validations, every rank's ledger and its prediction,
-    memory held and copies are equal to the last bit: carried errors, random bits, running means and counters
-    go on as if nothing had been.
-    """
+    """Losses, norms, validations, ledgers, predictions, memory and copies are equal to the last bit."""
     plain, measured = (
         result(trial(text, strategy, **ROOMY | changes, measure_quantisation=on), tmp_path / "log")
         for on in (False, True)
@@ -247,9 +242,7 @@ def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, cha
 
 
 def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path) -> None:
-    """In fp32 neither weights nor gradients err but by rounding of sums; in int8 weights do, and those of
-    hpZ's copy, which are the same frames, exactly as much.
-    """
+    """In fp32 nothing errs but by rounding of sums; in int8 weights do, and hpZ's copy exactly as much."""
     exact = result(trial(text, "exact", measure_quantisation=True), tmp_path / "log")
     for error in exact.communication_errors:
         assert ratio(error) <= (0 if error.purpose == "weights" else 1e-12)
@@ -269,9 +262,7 @@ def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path
 
 @pytest.mark.long
 def test_feedback_errs_more_in_a_step_and_less_over_steps(text: str, tmp_path: Path) -> None:
-    """With error feedback what one step's reduction lacks is in the next one's: its error in one step is
-    larger than without, and that of the sum of eight reductions of the same gradients a small part of it.
-    """
+    """A step's error is larger than without feedback, that of a sum of eight reductions far smaller."""
     plain, carried = (
         result(
             trial(text, "qgz", policy={**LOSSLESS, "feedback": feedback}, measure_quantisation=True),
@@ -297,9 +288,7 @@ def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, 
 
 
 def test_sums_of_ranks_make_one_error() -> None:
-    """Squares and products add up over ranks, and over units; values that are all 0 have no error, and those
-    that are not finite are told as not known.
-    """
+    """Sums add up over ranks and units; zeros have no error, and what is not finite is not known."""
     place = Place(3, "gradients", "a")
     sums = Sums(1.0, 10.0, np.array([[4.0, 1.0], [1.0, 1.0]]))
     other = dataclasses.replace(sums, error=3.0)

@@ -26,9 +26,7 @@ def read(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> dict[str
 
 
 def test_counts_of_our_processors_are_told_by_who_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Niced programs are programs, both kinds of interrupts are one; idleness, guests and processors that the
-    process may not use are left out.
-    """
+    """Niced programs are programs, interrupts one; idleness, guests and others' processors are left out."""
     found = read(monkeypatch, Times(*[1.0] * 10), Times(1.0, 0.2, 0.3, 40.0, 0.5, 0.06, 0.07, 0.8, 0.9, 0.1))
     assert found == pytest.approx({"user": 1.2, "system": 0.3, "interrupts": 0.13, "steal": 0.8})
 
@@ -41,9 +39,7 @@ def test_what_the_system_does_not_count_is_not_known(monkeypatch: pytest.MonkeyP
 
 
 def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
-    """Half a second of this process's computation is its own, and the machine's programs had no less; a meter
-    that was not asked for the machine tells the process alone.
-    """
+    """Half a second is this process's own, and the machine's programs had no less, where it is asked for."""
     meter, alone = ProcessorMeter(machine=True), ProcessorMeter(machine=False)
     compute(0.5)
     found, ours = meter.spent(), alone.spent()

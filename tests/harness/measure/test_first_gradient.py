@@ -56,9 +56,7 @@ def test_one_codec_keeps_every_element_within_its_relative_bound(
 def test_two_hops_keep_a_mean_within_the_composed_bound(
     first: str, second: str, seed: int, nodes: int
 ) -> None:
-    """Sums inside nodes of encoded gradients, encoded again and summed between nodes, are the exact sum
-    within the composed bound of the ranks' largest magnitudes together.
-    """
+    """Of the ranks' largest magnitudes together: sums inside nodes, encoded again and summed between them."""
     draw = torch.Generator().manual_seed(seed)
     gradients = torch.randn((nodes * 2, 64), generator=draw) * torch.rand((nodes * 2, 1), generator=draw)
     codecs = parse(first), parse(second)
@@ -70,9 +68,7 @@ def test_two_hops_keep_a_mean_within_the_composed_bound(
 
 
 def test_bounds_compose() -> None:
-    """One exact codec has no bound to speak of, one of 4 bits half its step, and two of them a little more
-    than twice that; a codec of 2 bits keeps half the largest magnitude.
-    """
+    """Of one codec of 4 bits half its step, of two a little more than twice that; 2 bits keep half."""
     four = parse("int4:256")
     assert composed([]) == 0
     assert composed([parse("fp32")]) < 1e-6

@@ -24,7 +24,6 @@ from harness.measure.training_checks import wrong_kernel
 from harness.records.record import CommunicationError
 from harness.runs.correctness_checks import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, run
-from harness.strategies import training
 from harness.strategies.strategy import Sharded
 from harness.suites.contradictions import check
 from harness.suites.trial import Trial
@@ -81,16 +80,6 @@ def _decays_twice(optimizer: torch.optim.AdamW, _: int, __: Rank) -> bool:
             for parameter in group["params"]:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
     return False
-
-
-def no_rate_in_a_step(_: Rank) -> Patch:
-    """The learning rate is 0 in the fourth step."""
-
-    def set_rates(optimizer: torch.optim.Optimizer, _: Any, step: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0 if step == 3 else 3e-4
-
-    return mock.patch.object(training, "set_rates", set_rates)
 
 
 def local_norms(rank: Rank) -> Patch:
@@ -206,13 +195,6 @@ def _forgets_moments(optimizer: torch.optim.AdamW, count: int, _: Rank) -> bool:
     return False
 
 
-def _nudges_a_weight(optimizer: torch.optim.AdamW, count: int, rank: Rank) -> bool:
-    if count == 3 and rank.rank == 2:
-        with torch.no_grad():
-            optimizer.param_groups[0]["params"][0].view(-1)[0] += 1e-3
-    return False
-
-
 def a_late_update(_: Rank) -> Patch:
     """The optimizer steps by the gradients of the step before."""
     before = dict[int, list[Tensor]]()
@@ -276,7 +258,6 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
     "weight decay twice": (_stepping(_decays_twice), "after step 0 element .* by AdamW of the trial"),
     "every second step skipped": (_stepping(lambda _, count, __: count % 2 == 0), "after step . element"),
-    "learning rate 0 in a step": (no_rate_in_a_step, "after step 3 element"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "gradients of .* err by"),
     "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
@@ -287,7 +268,6 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a clock that counts too much": (late_clock, "the clock counts too much"),
     "moments forgotten": (_stepping(_forgets_moments), "after step 2 element"),
-    "a weight nudged": (_stepping(_nudges_a_weight), "after step 2 element 0 of rank 2's master 0"),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than a rehearsal",

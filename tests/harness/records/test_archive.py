@@ -15,9 +15,7 @@ from tests.report.records import record_of
 
 
 def test_records_come_back_as_they_were(tmp_path: Path) -> None:
-    """To the byte, with the files of their runs and traces of steps, and without logs; packing them again
-    gives the same file.
-    """
+    """To the byte, with runs and traces, without logs; packing them again gives the same file."""
     folder = tmp_path / "a" / "q"
     for seed in range(3):
         record.write(folder, record_of(Trial(steps=2, warmup=0, seed=seed), suite="q"))

@@ -29,9 +29,7 @@ def halved(record: Record) -> Record:
 
 @pytest.mark.parametrize("strategy", ["zero3", "zeropp"])
 def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy: str) -> None:
-    """With half its bytes a ledger differs from its prediction and from the interfaces, whatever flag stands
-    beside it; both messages name the numbers.
-    """
+    """Whatever flag stands beside it; both messages name the numbers."""
     made = record_of(Trial(strategy=strategy, steps=2, warmup=0))
     assert checks.unpredicted(made) is None
     assert checks.miscounted(made) is None
@@ -70,9 +68,7 @@ def test_peers_have_nothing_to_be_checked_against() -> None:
     share=st.floats(0, 3),
 )
 def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, share: float) -> None:
-    """Between 0.99 and 1.02 of ledger and headers all is well, below the first it never is, and above the
-    second only as far as gloo's own bytes.
-    """
+    """0.99 to 1.02 of ledger and headers, and above that gloo's own bytes."""
     headers, control = HEADER_BYTES * packets, CONTROL_BYTES * messages
     stated = ledger + headers
     counted = round(share * stated)
@@ -87,9 +83,7 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
 @given(share=st.floats(0.5, 2))
 @example(share=1.25)
 def test_a_link_of_another_rate_is_marked(share: float) -> None:
-    """One that carries 25 % too much is, with its share, and fails its trial; too slow a link is marked:
-    others can slow one down.  Within 5 % of the rate both ways none is.
-    """
+    """Beyond 5 % of the rate, with its share; too fast a link fails its trial, since none is sped up."""
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.link is not None
     probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})

@@ -172,9 +172,7 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
 def test_intervals_of_crossings_hold_them_as_often_as_they_say(
     n: int, shared: float, spread: tuple[float, float]
 ) -> None:
-    """In 0.93 to 0.97 of samples that cross, also where repeats share a drift or one side is less certain; a
-    line too uncertain to cross for sure has open ends.
-    """
+    """In 0.93 to 0.97 of samples that cross, also with a shared drift, or one side less certain."""
     generator, hits, crossed = np.random.default_rng(n), 0, 0
     for _ in range(2000):
         drift = generator.normal(0, shared, n)
@@ -217,9 +215,7 @@ def test_power_is_how_often_equals_pass(n: int, spread: float) -> None:
 
 
 def test_no_verdict_without_power() -> None:
-    """Few seeds, or seeds that scatter by more than the margin, say nothing, whatever their mean; what lies
-    beyond the margin for sure is called so.
-    """
+    """Few seeds, or scattered ones, say nothing; what lies beyond the margin for sure is called so."""
     assert verdict(mean_interval([0.0] * (FEWEST - 1)), 1.0) == "no power"
     wide = mean_interval([-9.0, 9.0, -8.0, 8.0, -7.0, 6.0])
     assert power(wide, 1.0) < ENOUGH_POWER

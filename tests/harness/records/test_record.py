@@ -37,9 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_an_older_record_is_read(tmp_path: Path) -> None:
-    """Without processor seconds, the machine's use or a digest, it says that these are not known; what is no
-    longer kept is read over.
-    """
+    """What it lacks is not known, and what is no longer kept is read over."""
 
     def older(data: Any) -> None:
         del data["processor_use"]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from harness.cluster.rank import Rank
-from harness.cluster.rank_processes import LaunchError, run_ranks
+from harness.cluster.rank_processes import LaunchError
 from harness.records.record import read
 from harness.runs.feasibility import Host, forecast
 from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed
 from harness.suites.trial import Trial
-from impl.plan.topology import Topology
-from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_sweep import sweep, trial
 from tests.harness.strategies.test_strategy import INSTALLED, losses
 from tests.harness.strategies.test_strategy import trial as small
@@ -65,27 +60,6 @@ def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> 
     (foreseen,) = forecast([one], HERE)
     assert foreseen.failure is not None
     assert foreseen.failure.message == message
-
-
-def build_quantiser(_: Rank, name: str) -> str:
-    """What DeepSpeed says when it is asked for the kernels of qwZ and qgZ on a CPU."""
-    os.environ["DS_ACCELERATOR"] = name
-    library = importlib.import_module("deepspeed")
-    try:
-        library.ops.op_builder.QuantizerBuilder().load()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@INSTALLED
-@pytest.mark.timeout(180)
-def test_deepspeed_itself_has_no_quantisers_for_cpus(tmp_path: Path) -> None:
-    """What is refused for it beforehand it would refuse too, in the middle of a step; if it learns it, this
-    fails.
-    """
-    (words,) = run_ranks(build_quantiser, "cpu", local(Topology(1, 1), tmp_path / "log"))
-    assert words
 
 
 @INSTALLED

@@ -83,9 +83,7 @@ def test_all_train_like_a_single_process(
     more: dict[str, Any],
     setting: tuple[float | None, int, bool],
 ) -> None:
-    """Peers as shipped and tuned, and the exact policy, have a single process's losses within 1e-4 over 20
-    steps.
-    """
+    """Peers and the exact policy have a single process's losses within 1e-4 over 20 steps."""
     folder = tmp_path_factory.getbasetemp()
     found = losses(trial(strategy, **changes(*setting), **more), folder)
     expected = reference(*setting, folder)
@@ -109,9 +107,7 @@ def test_all_train_like_a_single_process(
 def test_in_16_bits_all_train_nearly_like_a_single_process(
     tmp_path_factory: pytest.TempPathFactory, strategy: str, more: dict[str, Any]
 ) -> None:
-    """Computing or sending in bf16, with masters in fp32, each has the fp32 losses within bf16's 2^-8 of
-    them over 20 steps, and not the same ones.
-    """
+    """Each has the fp32 losses within bf16's 2^-8 of them over 20 steps, and not the same ones."""
     folder = tmp_path_factory.getbasetemp()
     found = losses(trial(strategy, **changes(0.5, 2, False), **more), folder)
     expected = reference(0.5, 2, False, folder)

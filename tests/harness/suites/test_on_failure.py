@@ -22,15 +22,10 @@ TOP = 'name = "q"\nquestion = "?"\n'
     ],
 )
 def test_answers(tmp_path: Path, text: str, answer: Answer) -> None:
-    """Each answer means what it says, and changes no trial."""
+    """Each answer means what it says."""
     file = tmp_path / "q.toml"
-    file.write_text(TOP, encoding="utf-8")
-    before = load(file)
     file.write_text(f'{TOP}[on_failure]\nkilled = "{text}"\n', encoding="utf-8")
-    found = load(file)
-    assert found.on_failure == {"killed": answer}
-    assert before.on_failure == {}
-    assert [one.id for one in found.trials] == [one.id for one in before.trials]
+    assert load(file).on_failure == {"killed": answer}
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,6 @@ from harness.suites.peers import PEERS, configuration, quantised, zero_stage
 from harness.suites.trial import Trial
 
 
-def test_peers_differ() -> None:
-    """No two names mean the same settings, and every one says what it does."""
-    settings = [(p.family, p.tuned, p.compressed, p.prefetch, p.kept, p.hpz) for p in PEERS.values()]
-    assert len(set(settings)) == len(PEERS)
-    assert len({peer.says for peer in PEERS.values()}) == len(PEERS)
-
-
 @pytest.mark.parametrize(
     ("name", "fp32", "bf16"),
     [
@@ -26,9 +19,7 @@ def test_peers_differ() -> None:
     ],
 )
 def test_what_travels(name: str, fp32: str, bf16: str) -> None:
-    """DDP sends fp32 gradients whatever it computes in, unless its hook compresses them; the others what they
-    compute in.
-    """
+    """DDP sends fp32 gradients unless its hook compresses them; the others what they compute in."""
     assert (PEERS[name].wire("fp32"), PEERS[name].wire("bf16")) == (fp32, bf16)
 
 

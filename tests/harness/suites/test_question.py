@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
-from harness.suites.question import LEAST_STEPS, SAID, Quantity, quantity
+from harness.suites.question import SAID, Quantity, quantity
 from harness.suites.suite_file import SuiteError, load
-from harness.suites.trial import Cluster, PolicyChanges, Trial
 
 SUITES = Path(__file__).resolve().parents[3] / "suites"
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ([{}, {"strategy": "zero3"}], "step"),
-        ([{"validate_every": 20}], "loss"),
-        ([{"validate_every": 0, "steps": LEAST_STEPS}], "loss"),
-        ([{"validate_every": 0, "steps": 4}], "step"),
-        ([{"workload": "generate"}], "tokens"),
-        ([{"memory_limit": "64 MiB", "validate_every": 10}], "size"),
-        ([{"measure_quantisation": True}], "error"),
-        ([{"measure_quantisation": True}, {"measure_quantisation": True, "strategy": "zero3"}], "step"),
-        ([{"cluster": Cluster(rate="50 Mbit/s")}, {"cluster": Cluster(rate="100 Mbit/s")}], "rate"),
-        ([{"cluster": Cluster(nodes=2)}, {"cluster": Cluster(nodes=4)}], "nodes"),
-        ([{"policy": PolicyChanges(offload_optimizer=0.5)}, {}], "memory"),
-    ],
-)
-def test_axes_say_what_is_asked(fields: list[dict[str, Any]], expected: str) -> None:
-    """The quantity that answers follows from the trials."""
-    assert quantity([Trial(**one) for one in fields]) == expected
 
 
 @pytest.mark.parametrize(

@@ -199,9 +199,7 @@ CELLS = {
 
 @pytest.mark.parametrize("path", sorted(SUITES.glob("*.toml")), ids=lambda path: path.stem)
 def test_shipped_suites_ask_what_they_say(path: Path) -> None:
-    """Each is named like its file and states its time at its top; none loses a cell to merging, or changes
-    what a strategy is by accident.
-    """
+    """Each is named like its file, states its time, loses no cell to merging, and changes no strategy."""
     found = load(path)
     assert found.name == path.stem
     assert path.read_text(encoding="utf-8").startswith("# Time: ")
@@ -342,20 +340,17 @@ def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
     assert words in refusal(tmp_path, "", head)
 
 
-def test_binary_file(tmp_path: Path) -> None:
-    """A binary file is refused as such."""
+def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
+    """A binary file as such; a missing file, or a folder, with the system's reason."""
     file = tmp_path / "q.toml"
     file.write_bytes(b"\x7fELF\xff\x00")
-    with pytest.raises(SuiteError, match="not a text file: byte 4"):
-        load(file)
-
-
-def test_missing_file_and_folder(tmp_path: Path) -> None:
-    """A missing file, or a folder, is refused with the system's reason."""
-    with pytest.raises(SuiteError, match="No such file"):
-        load(tmp_path / "none.toml")
-    with pytest.raises(SuiteError, match="Is a directory"):
-        load(tmp_path)
+    for path, words in (
+        (file, "not a text file: byte 4"),
+        (tmp_path / "none.toml", "No such file"),
+        (tmp_path, "Is a directory"),
+    ):
+        with pytest.raises(SuiteError, match=words):
+            load(path)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -389,11 +384,6 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert policy is not None
     assert policy.weights == parse("int8:2048:clip")
     assert Trial.from_canonical(trial.canonical()) == trial
-
-
-def test_a_configuration_in_another_table_is_an_unknown_key(tmp_path: Path) -> None:
-    """It is named where it stands, and no such file is looked for."""
-    assert "cluster.deepspeed_config" in refusal(tmp_path, '[defaults.cluster]\ndeepspeed_config = "tiny"\n')
 
 
 def test_configurations_are_an_axis(tmp_path: Path) -> None:

@@ -96,12 +96,6 @@ def test_other_rates_are_refused(value: object) -> None:
         parse_rate(value)
 
 
-@given(trials.filter(lambda trial: trial.strategy in PEERS))
-def test_peers_have_no_policy(trial: Trial) -> None:
-    """A peer resolves to no policy."""
-    assert trial.resolved_policy() is None
-
-
 def test_frames_are_what_is_kept_unless_said_otherwise() -> None:
     """Saying that hpZ's copy is of frames changes no id; in 16 bits it is another trial, on record."""
     plain, said, other = (

@@ -51,9 +51,7 @@ def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
 def test_another_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str, *, failed: bool
 ) -> None:
-    """A result of another corpus or model source is not skipped over silently: run refuses, naming it and
-    what to do.  A failure of which nothing was measured stops no run, and its trial is run again.
-    """
+    """A result of another corpus or model is refused, with what to do; a failure is run again."""
     (tmp_path / "text").write_text("some text " * 1000)
     (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_feasibility import tiny as build\n")
     (tmp_path / "q.toml").write_text(

@@ -189,8 +189,7 @@ def test_bytes_of_every_phase_are_the_closed_form(
     strategy: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Generating gathers the actor once a token, with hpZ between nodes once; scoring the frozen models once,
-    with hpZ, and below stage 3, never again; and training sends what it sends without them.  Gradients before
-    training are a single process's, and what is planned is what was sent.
+    with hpZ, and below stage 3, never again.  What is planned is what was sent.
     """
     one = trial(strategy, **changes)
     found, policy = result(one, tmp_path / "log"), one.resolved_policy()
@@ -254,7 +253,7 @@ def test_a_step_is_its_phases(tmp_path: Path) -> None:
     [
         ({"strategy": "ddp"}, "strategy 'ddp' has no engine of ours"),
         ({"strategy": "fsdp2+qwz"}, "strategy 'fsdp2\\+qwz' has no engine of ours"),
-        ({"sequence": 32, "tokens_per_rank": 96}, "expected together sequence = 32, which is trained on"),
+        ({"sequence": 32, "tokens_per_rank": 96}, "together sequence = 32 with workload = 'rlhf'"),
         ({"tokens_per_rank": 64}, "are 4 sequences: expected a multiple of rlhf.group = 3"),
         ({"validate_every": 1}, "validate_every = 1: .* has no use for it"),
         ({"policy": {"offload_weights": 1.0}}, "expected none with workload = 'rlhf'"),
