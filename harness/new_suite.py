@@ -22,8 +22,7 @@ _SHARED_MEMORY: Final = 64 << 20  # of a node, through which its ranks exchange
 def write(name: str, host: Host) -> tuple[Path, Expected | str]:
     """Write ``<name>.toml`` into the working folder; returns its path, and the time that it should take.
 
-    Raises:
-        Refusal: for a name that a suite cannot have, and where the file is there already.
+    A Refusal for a name that a suite cannot have, and where the file is there already.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:

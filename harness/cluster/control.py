@@ -64,11 +64,7 @@ class Place:
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by torchrun's variables, which must all be there; None if it did not start it.
-
-    Raises:
-        Refusal: naming a variable that is missing or no number.
-    """
+    """This process's place by torchrun's variables, of which a Refusal names a missing one; None outside."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
@@ -85,10 +81,9 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step, which must all be there; None outside.
+    """This process's place by the variables of a Slurm job step; None outside.
 
-    Raises:
-        Refusal: naming a variable that is missing or no number, or the nodes that Slurm does not name.
+    A Refusal names a variable that is missing or no number, or the nodes that Slurm does not name.
     """
     if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None

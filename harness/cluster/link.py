@@ -290,10 +290,8 @@ def join(port: Port) -> None:
 
 @contextlib.contextmanager
 def opened(control: str) -> Iterator[None]:
-    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies.
-
-    Raises:
-        LinkError: if the keeper does not answer.
+    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies; a
+    LinkError if the keeper does not answer.
     """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)

@@ -97,11 +97,7 @@ def _setns(file: IO[bytes], kind: int) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of ``process``.
-
-    Raises:
-        OSError: if the kernel refuses.
-    """
+    """Move this process, which must be single-threaded, into the namespaces of ``process``, or an OSError."""
     there, same = Path(f"/proc/{process}/ns"), Path("/proc/self/ns/user")
     # Both are opened before the first move: afterwards /proc is seen with other rights.
     with (there / "user").open("rb") as user, (there / "net").open("rb") as net:

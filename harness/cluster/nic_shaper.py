@@ -52,10 +52,7 @@ def removal(interface: str, segment: int) -> str:
 @contextlib.contextmanager
 def shaped_interface(request: Request) -> Iterator[dict[str, Any]]:
     """Shape it in the body; yields its ``interface``, ``mtu``, largest ``segment``, queue ``before``, and the
-    host's ``congestion`` control.
-
-    Raises:
-        LinkError: saying why it may not be, or with what removes a queue that may still be there.
+    host's ``congestion`` control.  A LinkError says why it may not be, or what removes a queue that is left.
     """
     try:
         keeper = Keeper("harness.cluster.nic_shaper", json.dumps(asdict(request)))

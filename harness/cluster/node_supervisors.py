@@ -133,9 +133,8 @@ class Nodes:
         """Hold what leaves the interfaces of the first ``count`` nodes to a rate, None: no longer; returns
         what each found (:func:`~harness.cluster.nic_shaper.shaped_interface`).
 
-        Raises:
-            LinkError: if one refuses; then none is held.
-            Refusal: if one may still be held: no further link would be what it is called.
+        A LinkError if one refuses, and then none is held; a Refusal if one may still be held, since no
+        further link would be what it is called.
         """
         addresses = [port.address for port in self.ports[:count]]
         number = self._tell(shape=rate_mbit, nodes=count, addresses=addresses)
@@ -232,9 +231,7 @@ def leading(
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
     """Be the supervisor of another node until the leading one ends; returns the status that it says.
 
-    Raises:
-        Refusal: if that one cannot be reached any more.
-        LinkError: if this host's interface may still be shaped.
+    A Refusal if that one cannot be reached any more, a LinkError if this host may still be shaped.
     """
     try:
         with Channel(place) as channel, contextlib.ExitStack() as held:

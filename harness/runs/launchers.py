@@ -18,10 +18,8 @@ from harness.suites.trial import Cluster, Trial
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """The distinct clusters of trials that a launcher, one alone, runs, those with most nodes first.
-
-    Raises:
-        Refusal: if they name several launchers, or several lists of hosts.
+    """The distinct clusters of trials that a launcher runs, those with most nodes first; a Refusal of several
+    launchers, or lists of hosts.
     """
     found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     several = sorted(found.values(), key=lambda one: -one.nodes)
@@ -70,10 +68,8 @@ def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
 def gathered(
     here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Lead the nodes of a launcher in the body, all with this code if ``same_code``; None without one.
-
-    Raises:
-        Refusal: if they do not come together; with ``same_code``, if one runs other code.
+    """Lead the nodes of a launcher in the body, None without one; a Refusal if they do not come together or,
+    with ``same_code``, one runs other code.
     """
     if here is None:
         yield None

@@ -107,8 +107,7 @@ def hosted_bytes(
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
     """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
 
-    Raises:
-        PolicyError, GeometryError: if the host cannot run the policy.
+    A PolicyError or GeometryError if the host cannot run it.
     """
     from impl.adapters.joined import HostError, hosted_units
 

@@ -100,11 +100,8 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank; the default process group is initialised.
-
-    Raises:
-        Refusal, PolicyError, GeometryError, CorpusError: it cannot be run as asked.
-        TrialError: a check of its results failed.
+    """Run a trial on this rank, in the default process group; a Refusal, PolicyError, GeometryError or
+    CorpusError if it cannot be run as asked.
     """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()

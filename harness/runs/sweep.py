@@ -63,21 +63,11 @@ def run_sweep(
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
-    What the suite says of all trials is written to records that are there, too.
+    What the suite says of all trials is written to records that are there, too.  Each of ``batches`` is asked
+    for once all trials before have records; ``total`` are known to come.  ``nodes`` are a launcher's, None if
+    all ranks run on this host; ``on`` is a machine on which steps are predicted before they run.
 
-    Args:
-        suite: whose trials they are.
-        batches: of trials; each is asked for once all before have records.
-        results: folder of the records.
-        console: where progress is printed.
-        nodes: those of a launcher; None if all ranks run on this host.
-        retry_failed: run those again that failed for good.
-        total: trials that are known to come in all.
-        on: machine on which steps are predicted before they run; None predicts nothing.
-
-    Raises:
-        RecordError: if ``results`` cannot be read or written.
-        Refusal: if a sweep was begun on another machine.
+    A RecordError if ``results`` cannot be read or written, a Refusal if a sweep was begun on another machine.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(alone(results))
@@ -101,12 +91,9 @@ def run_sweep(
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
-    """The record of a trial that need not run again; None if it has to.
+    """The record of a trial that need not run again, None if it has to; a RecordError of what is no record.
 
     A failure counts only if code and inputs are still the same.
-
-    Raises:
-        RecordError: if there is a file that is not a record.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -142,8 +129,7 @@ class _Sweep:
     def missing(self, batch: Batch) -> list[Trial]:
         """The trials of a batch that have to run, once what can be decided before any of them does is.
 
-        Raises:
-            Refusal: if some of the batch's sweep ran on another machine: its pairs would be of two machines.
+        A Refusal if some of the batch's sweep ran on another machine: its pairs would be of two machines.
         """
         why = "some intervals are not narrow enough"
         if batch.sweep != self._number:

@@ -128,17 +128,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return there
 
 
-@pytest.fixture
-def forgetful(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> pytest.CaptureFixture[str]:
-    """This process may import the test's module, for it forgets it."""
-    monkeypatch.setitem(sys.modules, "mine", sys)  # whatever there is: the end of the test takes it away
-    monkeypatch.delitem(sys.modules, "mine")
-    importlib.invalidate_caches()
-    return capsys
-
-
 def write(folder: Path, body: str) -> str:
     """The suite's path."""
     (folder / "q.toml").write_text(HEAD + body, encoding="utf-8")
@@ -154,18 +143,19 @@ class Done:
 
 
 @pytest.fixture
-def zeropp(forgetful: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     """A command line in this process, which knows nothing of the user's module, nor of a suite, beforehand.
 
     Ranks are processes of their own, which import the user's module themselves.
     """
+    monkeypatch.setitem(sys.modules, "mine", sys)  # whatever there is: the end of the test takes it away
 
     def zeropp(*arguments: str) -> Done:
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
         suite_folder.forget()
-        forgetful.readouterr()
-        return Done(cli.main(arguments), forgetful.readouterr().err)
+        capsys.readouterr()
+        return Done(cli.main(arguments), capsys.readouterr().err)
 
     return zeropp
 
@@ -289,61 +279,59 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
     assert "was made of another corpus 'mine:images'" in done.stderr
 
 
+DATA = {
+    "mine:signed": "has a token -5; expected 0 and above",
+    "mine:one": "returned a ndarray; expected tokens for training",
+    "mine:raising": "raised RuntimeError: no data today",
+    "mine:leaving": "raised SystemExit: 0",
+    "mine:pairs": "pairs of arrays, and model 'gpt-tiny' reads text of ours",
+    "mine:uneven": "9 inputs and 8 targets for training; expected as many of both",
+    "mine:reshaped": "inputs are (2,) of float64 for training and (3,) of float64 for validation",
+    "mine:retyped": "targets are () of int64 for training and () of float64 for",
+    "mine:named": "target for training: an array of <U1; expected numbers",
+    "mine:pickled": "input for training: an array of object; expected numbers",
+    "mine:endless": "input for training: holds NaN or infinity",
+    "mine:empty": "input for validation: an array (0, 2); expected one example or more",
+    "mine:three": "3 arrays for training; expected a pair, input and target",
+    "half": "expected the files train.npy and validation.npy, or neither",
+    "hollow": "train.npy: EOFError",
+    "~nosuchuser/x": "'~nosuchuser/x': no such file or folder in",
+}
+OPTIMIZERS = {
+    "mine:Eighths": "expected a class derived from torch.optim.Optimizer",
+    "mine:Absent": "mine has no 'Absent'",
+    "json:Plain": "json is that of ",
+    "mine:Normed": "is not elementwise and would be another algorithm on shards",
+    "mine:Sparse": "optimizer.arguments of mine:Sparse: ",
+}
+CODECS = {
+    "mine:Broken": "mine:Broken breaks zero",
+    "mine:No": "mine:No: mine has no 'No'",
+    "mine:Uncounted": "raised KeyError",
+    "mine:Halves": "expected fp32 too",
+    "mine:Shrinking": "and made them",
+    "mine:Elsewhere": "expected any, cpu, cuda",
+    "mine:OnGpu": "mine:OnGpu is for cuda, and the tensors are on cpu",
+}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Broken']\n"), "mine:Broken breaks zero"),
-        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:No']\n"), "mine:No: mine has no 'No'"),
+        *((("mine:tokens", data), words) for data, words in DATA.items()),
+        *((("mine:Plain", optimizer), words) for optimizer, words in OPTIMIZERS.items()),
+        *(
+            (("", f"[matrix]\nstrategy = ['qwz']\npolicy.weights = ['{c}']\n"), words)
+            for c, words in CODECS.items()
+        ),
         (("vocab = 512", "vocab = 256"), "its largest token is 299, and the vocabulary has 256"),
-        (("mine:tokens", "mine:signed"), "has a token -5; expected 0 and above"),
-        (("mine:tokens", "mine:one"), "returned a ndarray; expected tokens for training"),
-        (("mine:tokens", "mine:raising"), "raised RuntimeError: no data today"),
-        (("mine:tokens", "mine:leaving"), "raised SystemExit: 0"),
-        (("mine:tokens", "mine:pairs"), "pairs of arrays, and model 'gpt-tiny' reads text of ours"),
-        (("mine:tokens", "mine:uneven"), "9 inputs and 8 targets for training; expected as many of both"),
-        (
-            ("mine:tokens", "mine:reshaped"),
-            "inputs are (2,) of float64 for training and (3,) of float64 for validation",
-        ),
-        (("mine:tokens", "mine:retyped"), "targets are () of int64 for training and () of float64 for"),
-        (("mine:tokens", "mine:named"), "target for training: an array of <U1; expected numbers"),
-        (("mine:tokens", "mine:pickled"), "input for training: an array of object; expected numbers"),
-        (("mine:tokens", "mine:endless"), "input for training: holds NaN or infinity"),
-        (
-            ("mine:tokens", "mine:empty"),
-            "input for validation: an array (0, 2); expected one example or more",
-        ),
-        (("mine:tokens", "mine:three"), "3 arrays for training; expected a pair, input and target"),
-        (("mine:tokens", "half"), "expected the files train.npy and validation.npy, or neither"),
-        (("mine:tokens", "hollow"), "train.npy: EOFError"),
-        (("mine:tokens", "nowhere"), "'nowhere': no such file or folder in"),
-        (("mine:Plain", "mine:Eighths"), "expected a class derived from torch.optim.Optimizer"),
-        (("mine:Plain", "mine:Absent"), "mine has no 'Absent'"),
-        (("mine:Plain", "json:Plain"), "json is that of "),
-        (
-            ("mine:Plain", "mine:Normed"),
-            "is not elementwise and would be another algorithm on shards",
-        ),
-        (("mine:Plain", "mine:Sparse"), "optimizer.arguments of mine:Sparse: "),
-        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Uncounted']\n"), "raised KeyError"),
-        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Halves']\n"), "expected fp32 too"),
-        (("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Shrinking']\n"), "and made them"),
-        (
-            ("", "[matrix]\nstrategy = ['qwz']\npolicy.weights = ['mine:Elsewhere']\n"),
-            "expected any, cpu, cuda",
-        ),
-        (
-            ("", "[matrix]\nstrategy = ['qgz']\npolicy.gradients = ['mine:OnGpu']\n"),
-            "mine:OnGpu is for cuda, and the tensors are on cpu",
-        ),
-        (("mine:tokens", "~nosuchuser/x"), "'~nosuchuser/x': no such file or folder in"),
         (('"gpt-tiny"', '"mine:flat"\nactivation_checkpointing = true'), "the model has no blocks"),
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
         (("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"), "has tokens already; expected no tokenizer"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_the_first_trial(
-    folder: Path, change: tuple[str, str], words: str, forgetful: pytest.CaptureFixture[str]
+    folder: Path, change: tuple[str, str], words: str, zeropp: Callable[..., Done]
 ) -> None:
     """In one line, with status 2; nothing is written."""
     (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
@@ -353,12 +341,12 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
             (folder / place / name).touch()
     before, after = change
     body = BODY.replace(before, after) if before else BODY + after
-    if "[matrix]" not in body:
+    if "strategy" not in body:
         body += "[matrix]\nstrategy = ['zero3']\n"
-    status, said = cli.main(["run", write(folder, body)]), forgetful.readouterr().err
-    assert status == cli.REFUSED, said
-    assert words in said
-    assert said.count("\n") == 1
+    done = zeropp("run", write(folder, body))
+    assert done.returncode == cli.REFUSED, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not Path("results").exists()
 
 

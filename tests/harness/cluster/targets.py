@@ -67,13 +67,6 @@ def hang(rank: Rank, _: None) -> None:
     dist.barrier()
 
 
-def announce_and_hang(rank: Rank, path: str) -> None:
-    """Write one's process id into a folder, then wait for ever."""
-    with open(os.path.join(path, f"{rank.rank}"), "w", encoding="ascii") as file:  # noqa: PTH118, PTH123
-        file.write(str(os.getpid()))
-    time.sleep(600)
-
-
 def exchanged_in_groups(rank: Rank, what: tuple[int, int]) -> list[float]:
     """Exchange messages as on GPUs; achieved rates."""
     return exchange(rank, *what, grouped=True)

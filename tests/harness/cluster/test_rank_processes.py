@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from harness.cluster.link import Port
@@ -18,7 +12,6 @@ from harness.cluster.rank import Progress
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
-from tests.support.params import nightly
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -77,43 +70,6 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert log.startswith("== rank 0, 1, 2 ==\nTraceback")
     assert log.count("Traceback") == 1
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), *nightly(signal.SIGINT)]
-)
-def test_no_rank_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
-    """Killed without warning or by Ctrl-C, the parent takes all its ranks with it."""
-    code = f"""
-from pathlib import Path
-from tests.harness.cluster import targets
-from tests.harness.cluster.test_rank_processes import local
-from harness.cluster.rank_processes import run_ranks
-from impl.plan.topology import Topology
-if __name__ == "__main__":
-    try:
-        log = Path({str(tmp_path)!r}, "log")
-        run_ranks(targets.announce_and_hang, {json.dumps(str(tmp_path))}, local(Topology(1, 2), log))
-    except KeyboardInterrupt:
-        print("clean")
-"""
-    (tmp_path / "main.py").write_text(code)
-    parent = subprocess.Popen(
-        [sys.executable, tmp_path / "main.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
-    time.sleep(0.2)
-    below = psutil.Process(parent.pid).children(recursive=True)
-    ranks = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert set(ranks) <= {process.pid for process in below}
-    parent.send_signal(number)
-    out, _ = parent.communicate(timeout=120)
-    until(lambda: not any(process.is_running() for process in below))
-    assert out.strip() == ("clean" if number == signal.SIGINT else "")
 
 
 def until(true: object, seconds: float = 240) -> None:

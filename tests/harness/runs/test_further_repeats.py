@@ -11,7 +11,7 @@ from scipy import stats
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.runs.further_repeats import Batch, batches, enough, seconds_of
-from harness.suites.repeat_order import BEYOND, Repeats, interleaved
+from harness.suites.repeat_order import BEYOND, Repeats
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from report.data import decoding, metrics
@@ -148,9 +148,3 @@ def test_what_trials_took_is_what_the_report_says() -> None:
         assert seconds_of(record) == pytest.approx(math.exp(np.log(found.get_group(record.id)).mean()))
     assert seconds_of(None) is None
     assert seconds_of(record.model_copy(update={"ranks": []})) is None
-
-
-def test_repeats_of_a_sweep_turn_in_every_order() -> None:
-    """Each contender of a cell runs first in some repeat, so that no place in it is any one's."""
-    first = {next(interleaved(CELLS[:3], repeat)).strategy for repeat in range(6)}
-    assert first == {"zero3", "zeropp", "qwz"}

@@ -444,33 +444,24 @@ def test_nothing_is_left_of_a_sweep_that_was_ended(tmp_path: Path) -> None:
     interrupted, and run the next time.
     """
     one = trial("zeropp", kind="namespaces", rate="100 Mbit/s", steps=100_000)
-    (tmp_path / "main.py").write_text(
-        f"""
+    code = f"""
 import json
 from pathlib import Path
 from rich.console import Console
-from harness.suites.on_failure import Answer
-from harness.suites.trial import Trial
-from harness.runs.sweep import run_sweep
 from harness.runs.further_repeats import Batch
+from harness.runs.sweep import run_sweep
 from harness.suites.suite import Suite
-if __name__ == "__main__":
-    trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
-    print(run_sweep(Suite("test"), [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console()))
+from harness.suites.trial import Trial
+trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
+run_sweep(Suite("test"), [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console())
 """
-    )
     shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
+    own = namespaces_of([psutil.Process()])
     with subprocess.Popen(
-        [sys.executable, tmp_path / "main.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as parent:
         try:
             sweeping = psutil.Process(parent.pid)
-            own = namespaces_of([psutil.Process()])
             # the keeper with two holders, the fork server with two ranks, and the resource tracker
             until(lambda: len(sweeping.children(recursive=True)) >= 7)
             until(lambda: len(namespaces_of(sweeping.children(recursive=True)) - own) >= 3)
@@ -478,10 +469,8 @@ if __name__ == "__main__":
             below = sweeping.children(recursive=True)
             made = namespaces_of(below) - own
             assert len(made) == 3
+        finally:
             os.killpg(parent.pid, signal.SIGINT)  # as a terminal does
-        except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)  # or the rest of the run would share the machine with it
-            raise
         shown = parent.stdout.read()
     until(lambda: not any(process.is_running() for process in below))
     until(lambda: not made & namespaces_of(psutil.process_iter()))
