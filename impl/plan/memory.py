@@ -42,7 +42,7 @@ def memory(
     compute type, unsharded: all below stage 3, else what is in use around all blocks and the largest block
     or, if more, those that stay for backward; ``local_gradients``: everything, in fp32, where several
     micro-batches are added up locally, else those of the root and of the largest block in the compute type.
-    Units gathered ahead come on top: at most ``prefetch`` elements.  Without ``backward`` nothing stays for it.
+    Units gathered ahead come on top: at most ``prefetch`` elements.  Without ``backward`` nothing stays.
 
     What lies in host memory has ``host_`` before its name.  For it the device holds ``frames``, those of
     offloaded masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on

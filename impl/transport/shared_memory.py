@@ -191,8 +191,7 @@ class Flags:
     def set(self, slot: int, rank: int, number: int) -> None:
         """Set it, and wake who waits for it."""
         self._numbers[slot, rank] = number
-        if futex_available():
-            futex_wake(self._address(slot, rank))
+        _futex(self._address(slot, rank), _WAKE, _ALL, None)
 
     def wait(self, slot: int, number: int, what: str) -> None:
         """Wait until all ranks' flags of ``slot`` have reached ``number``; those that have not ``what``."""
@@ -210,9 +209,10 @@ class Flags:
                     look = now + _LOOK_SECONDS
                     if gone := self._waiting.exited(self._late(slot, number)):
                         raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
-                if futex_available():
+                if _syscall is not None:  # may return early
                     limit = min(look, begin + timeout) - now + 1e-3
-                    futex_wait(self._address(slot, rank), seen, limit)
+                    span = _Span(int(limit), int(limit % 1 * 1e9))
+                    _futex(self._address(slot, rank), _WAIT, seen, span)
                 else:  # let others run, who may be more than there are cores
                     time.sleep(pause)
                     pause = min(pause * 1.5, 500e-6)
@@ -227,24 +227,8 @@ class Flags:
         return self._first + (slot * self._size + rank) * LINE
 
 
-def futex_available() -> bool:
-    """Whether this machine has them."""
-    return _syscall is not None
-
-
-def futex_wait(address: int, value: int, seconds: float) -> None:
-    """Sleep while the lower 32 bits at ``address`` are ``value``'s, at most ``seconds``; may return early.
-
-    The address is in memory that all processes map.
-    """
-    assert _syscall is not None  # noqa: S101  # futex_available() was asked
-    whole = int(seconds)
-    span = _Span(whole, int((seconds - whole) * 1e9))
-    word = ctypes.c_uint32(value & 0xFFFFFFFF)
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, word, ctypes.byref(span), None, 0)
-
-
-def futex_wake(address: int) -> None:
-    """Let all go on that wait for the word at ``address``, which has just been written."""
-    assert _syscall is not None  # noqa: S101
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
+def _futex(address: int, operation: int, value: int, span: _Span | None) -> None:
+    """Sleep while the 32 bits at ``address``, which processes share, are ``value``, or wake as many."""
+    if _syscall is not None:
+        word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
+        _syscall(_NUMBER, ctypes.c_void_p(address), operation, word, limit, None, 0)

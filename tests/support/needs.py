@@ -73,12 +73,6 @@ def _deepspeed() -> str | None:
     return None if why_missing() is None else "pip install 'zeropp-bench[deepspeed]'"
 
 
-def _futex() -> str | None:
-    from impl.transport.shared_memory import futex_available
-
-    return None if futex_available() else "a Linux whose system calls are known"
-
-
 # What to do where it is missing; None where it is there.
 COMPONENTS: Final[dict[str, Callable[[], str | None]]] = {
     "c++": _compiler,
@@ -96,7 +90,6 @@ COMPONENTS: Final[dict[str, Callable[[], str | None]]] = {
     "CUDA device": _cuda_device,
     "CuPy": _cupy,
     "DeepSpeed": _deepspeed,
-    "futex": _futex,
     "no CUDA device": lambda: None if _cuda_device() else "a machine without one",
 }
 

@@ -14,8 +14,8 @@ from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Axis, Topology, ranks_in_words
-from impl.plan.traffic import ORDER_BYTES, LedgerKey, Tag
-from tests.support.ranks import each_rank, on_processes, on_threads
+from impl.plan.traffic import Tag
+from tests.support.ranks import each_rank, on_processes
 
 UNITS = ("", "embed", "blocks.0", "blocks.1")
 AXES = (("world", 4, 1), ("local", 2, 1), ("node", 2, 2))
@@ -118,41 +118,6 @@ def _play(wire: Wire, plan: Plan) -> None:
         exchange.post()
         exchange.wait()
         exchange.close()
-
-
-def _checked(mesh: Mesh, plan: Plan, times: int) -> tuple[tuple[int, int], dict[LedgerKey, tuple[int, int]]]:
-    wire = Wire(mesh)
-    for _ in range(times):
-        _play(wire, plan)
-        wire.check_order()
-    return _sent(wire._watchdog.collective_log), {
-        k: v for k, v in wire.ledger.rows().items() if k.purpose == "control"
-    }
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["all_gather", "all_to_all"]),
-            st.integers(0, 2),
-            st.integers(1, 3).map(lambda n: 16 * n),
-            st.sampled_from(UNITS),
-            st.booleans(),
-        ),
-        max_size=8,
-    )
-)
-def test_equal_runs_never_raise_and_book_their_checks(plan: Plan) -> None:
-    """Ranks that do the same pass every check, and each check sends 16 bytes to every other rank."""
-    topology = Topology(2, 2)
-    told = on_threads(topology, _checked, plan, 2)
-    assert len({collective_log for collective_log, _ in told}) == 1
-    for _, control in told:
-        assert {key.link: tuple(sent) for key, sent in control.items()} == {
-            "inter": (2 * 2 * ORDER_BYTES, 4),
-            "intra": (2 * ORDER_BYTES, 2),
-        }
-        assert all((key.phase, key.unit, key.hop) == ("step", "", "world") for key in control)
 
 
 @each_rank(1, 2)

@@ -161,15 +161,3 @@ def test_memory_of_a_message_that_is_due_is_not_used_again(mesh: Mesh, waits: bo
     fresh = wire.all_to_all(axis, 1024, TAG)
     dist.barrier()
     assert due.isdisjoint(buffer.data_ptr() for buffer in fresh._taken)
-
-
-@each_rank(1, 3)
-def test_small_values_of_all_ranks_are_control_messages(mesh: Mesh) -> None:
-    """Each rank gets every rank's values by rank, in their type, and books them once a destination."""
-    wire = Wire(mesh)
-    found = wire.all_gather_small(torch.tensor([mesh.rank + 0.5, -mesh.rank], dtype=torch.float64))
-    assert found.tolist() == [[0.5, 0.0], [1.5, -1.0], [2.5, -2.0]]
-    again = wire.all_gather_small(torch.tensor([mesh.rank, 9]), "buffers")
-    assert again.tolist() == [[rank, 9] for rank in range(mesh.topology.world)]
-    booked = sorted((key.phase, key.purpose, sent.bytes) for key, sent in wire.ledger.rows().items())
-    assert booked == [("step", "buffers", 32), ("step", "control", 32)]

@@ -306,6 +306,9 @@ def test_the_first_overflow_halves_the_scale_which_is_reported() -> None:
     assert [finding.kind for finding in found.findings if finding.key == "fp16.hysteresis"] == ["changed"]
 
 
+SIZES: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
 @given(
     micro=st.integers(1, 8),
     steps=st.integers(1, 8),
@@ -316,11 +319,7 @@ def test_two_sizes_of_batches_give_the_third(
     micro: int, steps: int, topology: Topology, given_names: set[int]
 ) -> None:
     """Any two of the three, or all."""
-    sizes = [
-        ("train_batch_size", micro * steps * topology.world),
-        ("train_micro_batch_size_per_gpu", micro),
-        ("gradient_accumulation_steps", steps),
-    ]
+    sizes = list(zip(SIZES, (micro * steps * topology.world, micro, steps), strict=True))
     found = recipe(dict(sizes[index] for index in given_names), topology=topology)
     assert (found.micro_batch, found.accumulation) == (micro, steps)
 
@@ -426,10 +425,7 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (
-            zero(stage=2, zero_hpz_partition_size=2),
-            "zero_hpz_partition_size = 2: of stage 3, but .*stage = 2",
-        ),
+        (zero(stage=2, zero_hpz_partition_size=2), "hpz_partition_size = 2: of stage 3, but .*stage = 2"),
         (zero(stage=2, mics_shard_size=2), "mics_shard_size = 2: of stage 3, but .*stage = 2"),
         (zero(stage=2, zero_quantized_gradients=True), "zero_quantized_gradients.*stage = 2"),
         (zero(stage=4), "stage = 4: expected one of 0, 1, 2, 3"),
@@ -438,31 +434,19 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         (zero(mics_shard_size=2, zero_hpz_partition_size=2), "mics_shard_size = 2.*zero_hpz_partition_size"),
         (zero(offload_param={"device": "nvme"}), 'offload_param.device = "nvme"'),
         (zero(stage=2, offload_param={"device": "cpu"}), "offload_param.device.*stage = 2"),
-        (
-            zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}),
-            "ratio = 0.5: a part is offloaded at stage 3 only, but .*stage = 2",
-        ),
+        (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio = 0.5: .*stage = 2"),
         ({"fp16": {"enabled": True, "min_loss_scale": 1e6}}, "^loss scale 65536 .* and least 1e"),
         (zero(zeropp_loco_param={"err_beta": 0.8}), "zeropp_loco_param.*zero_quantized_gradients"),
         (zero(zero_hpz_partition_size=3), "3 ranks does not fit 2 nodes x 2 ranks"),
         (zero(cpu_offload=True, offload_optimizer={"device": "none"}), "cpu_offload = true"),
-        (
-            {"gradient_predivide_factor": 2.0, **zero(zero_quantized_gradients=True)},
-            "gradient_predivide_factor = 2.0: expected 1",
-        ),
-        (
-            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
-            "train_batch_size = 32: but train_micro_batch_size_per_gpu = 2.*4 ranks make 16",
-        ),
+        (zero(zero_quantized_gradients=True) | {"gradient_predivide_factor": 2.0}, "2.0: expected 1"),
+        (dict.fromkeys(SIZES, 2), "train_batch_size = 2: but train_micro_batch_size.* = 2.* 4 ranks make 16"),
         ({"train_batch_size": 6}, "train_batch_size = 6: expected a multiple of 4 ranks"),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type = "Lamb": expected one of Adam, AdamW'),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.*expected one of WarmupLR, "),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR: expected scheduler.params.total"),
         ({"scheduler": {"params": {"warmup_num_steps": 3}}}, "scheduler without scheduler.type"),
-        (
-            warmed({"warmup_min_lr": 0.5, "warmup_max_lr": 0.1}),
-            "warmup_min_lr = 0.5: expected 0 to the learning rate that the warm-up ends at, 0.1",
-        ),
+        (warmed({"warmup_min_lr": 0.5, "warmup_max_lr": 0.1}), "0.5: expected 0 to the learning rate .* 0.1"),
         (warmed({"warmup_type": "cubic"}), 'warmup_type = "cubic": expected one of log, linear'),
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
         ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
