@@ -56,7 +56,7 @@ class InFSDP2(Joined):
         super().__init__("fsdp2", wire, policy)
         _check_sharded(model, wire.mesh.topology)
         modules: dict[str, Any] = dict(model.named_modules())
-        blocks = [one for name, one in modules.items() if name and isinstance(one, FSDPModule)]
+        blocks: list[Any] = [one for name, one in modules.items() if name and isinstance(one, FSDPModule)]
         self.units = groups = fsdp2_groups(model, blocks, wire.mesh.topology)
         self._model = model
         self.phase: Phase = "forward"

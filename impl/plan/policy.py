@@ -678,7 +678,7 @@ class Policy:
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
 
-_NO_COPY: Final = {  # without hpZ
+_NO_COPY: Final[dict[str, Any]] = {  # without hpZ
     "secondary": 0, "secondary_format": "frames", "inside": None, "differences": None, "refresh": 0,
 }  # fmt: skip
 
@@ -742,22 +742,19 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
     "mxfp8-planes": Policy(weights=_MXFP8, planes=2),
 }
-"""What others published, with the deviations of each:
+"""What others published, and where it deviates:
 
 - ``zeropp-deepspeed``: ZeRO++ with DeepSpeed's scale rule for weights too, and its hpZ copy in 16 bits;
-- ``zeropp-shipped``: also its sums in fp16 and its blocks, as it ships ZeRO++.  What differs: scales travel
-  with their codes, a mean is a mean (its is larger by the ranks of a node), vectors are quantised with the
-  matrices beside them, and nothing falls back where a size does not divide;
+- ``zeropp-shipped``: also its sums and blocks.  Scales travel with their codes, a mean is a mean (its is
+  larger by the ranks of a node), vectors are quantised with the matrices beside them, nothing falls back;
 - ``loco`` (2407.04480): ZeRO++ with a moving average of the errors of both hops;
-- ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8 bits inside a node, in 4, rotated,
-  between nodes;
-- ``qsdp`` (2302.02390): weights and gradients in 8 bits, unbiased, by minimum and maximum of 1024 elements;
-- ``bf16-fp32sum``: gradients in bf16 by stochastic rounding, summed in fp32 by who receives them, as
-  torchcomms sends them, but by two hops;
-- ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one scale a tensor;
+- ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8, between nodes in 4, rotated;
+- ``qsdp`` (2302.02390): 8 bits, unbiased, by minimum and maximum of 1024 elements;
+- ``bf16-fp32sum``: bf16 by stochastic rounding, summed in fp32, as torchcomms, but by two hops;
+- ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one a tensor;
 - ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters;
-- ``mxfp8-planes``: weights in MXFP8 by rows and by columns, both in every gather, as Megatron-FSDP sends
-  them; vectors, which it keeps in 16 bits, go as MXFP8 with the matrices beside them.
+- ``mxfp8-planes``: weights in MXFP8 by rows and columns in every gather, as Megatron-FSDP, whose vectors
+  stay in 16 bits.
 
 Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across) has the placements of ``hpz``.
 """

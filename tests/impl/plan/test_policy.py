@@ -150,12 +150,20 @@ def test_unknown_names_are_refused() -> None:
         preset("zero3", bits=4)
 
 
-def test_group_size_is_checked_against_the_topology() -> None:
-    """A group size that does not fit a topology is a policy error there, not before."""
-    policy = preset("hpz", secondary=3)
-    policy.check(Topology(2, 3))
-    with pytest.raises(PolicyError, match="3 ranks does not fit 2 nodes x 2 ranks"):
-        policy.check(Topology(2, 2))
+def test_a_topology_that_does_not_fit_is_refused_there_and_not_before() -> None:
+    """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
+    for policy, fits, other, words in (
+        (
+            preset("hpz", secondary=3),
+            Topology(2, 3),
+            Topology(2, 2),
+            "3 ranks does not fit 2 nodes x 2 ranks",
+        ),
+        (Policy(**GRADIENTS), Topology(2, 1), Topology(1, 4), "between nodes, and 1x4 has one"),
+    ):
+        policy.check(fits)
+        with pytest.raises(PolicyError, match=words):
+            policy.check(other)
 
 
 @given(feedbacks)
@@ -316,14 +324,6 @@ def test_the_text_of_a_budget_reads_back(
         return
     budget = BitBudget(weights=weights, gradients=gradients, every=every, codecs=tuple(map(parse, codecs)))
     assert parse_budget(str(budget)) == budget
-
-
-def test_a_budget_of_gradients_needs_a_hop_between_nodes() -> None:
-    """On one node there is none."""
-    policy = Policy(budget=parse_budget("gradients every 5 of int4:32"))
-    policy.check(Topology(2, 1))
-    with pytest.raises(PolicyError, match="between nodes, and 1x4 has one"):
-        policy.check(Topology(1, 4))
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:

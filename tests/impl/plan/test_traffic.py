@@ -72,7 +72,7 @@ def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[floa
 def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> None:
     """One-hop all-to-all crosses nodes with N times the two-hop traffic, N ranks a node (facts A2)."""
     topology = Topology(2, ranks)
-    two = preset("zero3", weights=preset("zero3").weights)
+    two = preset("zero3")
     one = preset("zero3", reduce="one_hop")
     gathers = 2 * inter_bytes(two, topology, Load()) / 3
     assert inter_bytes(one, topology, Load()) - gathers == ranks * (
