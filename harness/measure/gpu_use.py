@@ -63,7 +63,8 @@ class _Gpu:
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
         self._read["reasons"].append(reasons)
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or []
-        self._read["others"].append(_of_others([process.pid for process in processes]))
+        pids = {process.pid for process in processes} - {os.getpid()}
+        self._read["others"].append(sum(_parent(pid) != os.getppid() for pid in pids))  # our ranks' siblings
 
     def use(self) -> GpuUse:
         """All samples together."""
@@ -89,12 +90,6 @@ class _Gpu:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
-
-
-def _of_others(pids: Sequence[int]) -> int:
-    """How many are neither this process nor started by the one that started it, as all ranks are."""
-    family = os.getppid()
-    return sum(pid != os.getpid() and _parent(pid) != family for pid in pids)
 
 
 def _parent(pid: int) -> int | None:

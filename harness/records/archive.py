@@ -35,7 +35,7 @@ def pack(folder: Path, into: Path) -> Path:
         files += sorted(folder.glob(pattern))
     buffer = io.BytesIO()
     try:
-        with tarfile.open(
+        with tarfile.open(  # type: ignore[call-overload]  # no preset is extreme to it
             fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=_PRESET
         ) as archive:
             for path in files:

@@ -47,15 +47,9 @@ def _comments(record: Record, run: Run) -> list[str]:
     """Where and when it ran, and what was set there."""
     said = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
     for number, node in enumerate(run.nodes):
-        machine = node.machine
-        gpus = ", ".join(str(gpu.get("name")) for gpu in machine.get("gpus") or []) or "no GPU"
-        said.append(
-            f"Node {number}: {machine.get('cpu')}, {machine.get('cores')} cores, "
-            f"{machine.get('memory_gib')} GiB, {gpus}, {machine.get('system')} {machine.get('kernel')}, "
-            f"Python {machine.get('python')}."
-        )
-        if node.software.libraries:
-            said.append("  " + ", ".join(f"{name} {v}" for name, v in node.software.libraries.items()))
+        told = {name: fact for name, fact in node.machine.items() if fact and name != "packages"}
+        told |= node.software.libraries
+        said.append(f"Node {number}: {', '.join(f'{name} {fact}' for name, fact in told.items())}")
         if node.environment:
             said.append("  " + shlex.join(f"{name}={value}" for name, value in node.environment.items()))
         if number and (other := sorted(set(node.software.packages) ^ set(run.nodes[0].software.packages))):

@@ -28,8 +28,7 @@ class SuiteText(_Part):
 
     name: str
     text: str
-    # DeepSpeed configurations in files, as JSON text, by the path that the suite has
-    configurations: dict[str, str] = {}
+    configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by the path that the suite has
 
 
 class Changes(_Part):

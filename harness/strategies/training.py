@@ -39,9 +39,7 @@ def run_passes(
     trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
     """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
-    found = Passes()
-    if clock is None:
-        clock = unread_clock()
+    found, clock = Passes(), clock or unread_clock()
     for number, micro in enumerate(data.step(index)):
         strategy.begin(last=number == trial.accumulation - 1)
         for batch in micro:
@@ -76,8 +74,7 @@ class TrainingLoop:
     clock: StepClock  # with the times and the loss of each step so far
     events: list[Event]  # of all passes and steps so far
     checks: TrainingChecks | None = None  # of every step, if any
-    # makes what a step trains on, as a part of it; None trains on the data as they are
-    collect: Callable[[int, StepClock], Given] | None = None
+    collect: Callable[[int, StepClock], Given] | None = None  # makes what a step trains on, if not the data
 
     @classmethod
     def of(cls, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> TrainingLoop:

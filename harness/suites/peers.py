@@ -20,9 +20,7 @@ class Peer:
     says: str  # what it does, in a few words, for tables and documentation
     tuned: bool = False  # of DDP, gradients are views of its buckets, and the graph is static
     compressed: bool = False  # of DDP, buckets are reduced in bf16 (its ``bf16_compress_hook``)
-    # of FSDP2, all-gathers are asynchronous, and begun `AHEAD` blocks ahead in forward and backward
-    # As shipped it prefetches by streams, which CPUs have not: every gather is waited for
-    prefetch: bool = False
+    prefetch: bool = False  # of FSDP2, asynchronous all-gathers begin `AHEAD` blocks ahead, without streams
     kept: bool = False  # of FSDP2, all weights stay gathered until backward, not only the root's
     hpz: bool = False  # of DeepSpeed, each node keeps a second copy of the weights
 

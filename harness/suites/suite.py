@@ -24,19 +24,13 @@ class Suite:
     time: str = "not stated"  # how long it takes, as its file states
     cells: tuple[Trial, ...] = ()  # each trial once
     repeats: Repeats = field(default_factory=Repeats)  # how often each is run
-    # cells dropped as duplicates, by what the axes say of each: those of a peer that differ in policy alone,
-    # or two that resolve to one policy
-    merged: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()  # cells dropped as duplicates, by what the axes say of each
     kept: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
-    # ``baseline`` or ``contrast`` by the id of a trial's first repeat, if the file names them
-    roles: Mapping[str, str] = field(default_factory=dict)
-    # what a run does after a failed trial, by kind; `SKIP` for others
-    on_failure: Mapping[str, Answer] = field(default_factory=dict)
-    # file, text: its file's name, and what it holds; empty if it is of none
-    file: str = ""
-    text: str = ""
-    # DeepSpeed configurations in files, as JSON text, by the path that the suite has
-    configurations: Mapping[str, str] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)  # by the id of a trial's first repeat
+    on_failure: Mapping[str, Answer] = field(default_factory=dict)  # by kind; `SKIP` for others
+    file: str = ""  # its name, if it is of one
+    text: str = ""  # what its file holds
+    configurations: Mapping[str, str] = field(default_factory=dict)  # DeepSpeed's in files, JSON by path
     answer: Said = ""  # the quantity that answers the question; empty leaves it to the axes
     margin: int = 0  # steps of training that losses may differ by; 0 leaves it to the report
 

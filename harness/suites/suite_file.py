@@ -205,7 +205,7 @@ def _expanded(file: _File, home: Path) -> Suite:
         tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
         tuple(left_out),
         _roles(file, cells, trials),
-        dict[str, Any](file.on_failure),
+        dict(file.on_failure.items()),
         configurations=configurations,
         answer=file.answer,
         margin=file.margin,

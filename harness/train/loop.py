@@ -33,8 +33,7 @@ class Job:
 
     trial: Trial  # model, data, optimizer and policy
     shape: GPTShape
-    # a checkpoint to go on from, or a folder of them, whose newest is taken; None for none
-    load: Path | None
+    load: Path | None  # a checkpoint to go on from, or a folder of them, whose newest is taken
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all

@@ -105,16 +105,10 @@ def _path(font: str) -> Path:
 @cache
 def _glyph(font: str, character: int) -> NDArray[np.uint8]:
     """(height, width) grey levels of a character, without margins."""
-    drawn = _opened(font)
+    from matplotlib.ft2font import FT2Font
+
+    drawn = FT2Font(str(_path(font)))
+    drawn.set_size(_PIXELS, 72)  # at 72 dots per inch a point is a pixel
     drawn.set_text(chr(character), 0.0)
     drawn.draw_glyphs_to_bitmap(antialiased=True)
     return np.array(drawn.get_image(), dtype=np.uint8)
-
-
-@cache
-def _opened(font: str):  # type: ignore[no-untyped-def]  # noqa: ANN202  # matplotlib is imported inside
-    from matplotlib.ft2font import FT2Font
-
-    opened = FT2Font(str(_path(font)))
-    opened.set_size(_PIXELS, 72)  # at 72 dots per inch a point is a pixel
-    return opened

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -25,7 +23,6 @@ from harness.records.record import CommunicationError
 from harness.runs.correctness_checks import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.strategies.strategy import Sharded
-from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.rank_batches import RankBatches
@@ -34,7 +31,7 @@ from impl.codecs.codec import FORMATS, parse
 from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
 from impl.engine.optimizer_step import Stepped
-from impl.plan.policy import Feedback, Policy, PolicyError
+from impl.plan.policy import Feedback, Policy
 from impl.plan.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.secondary_shard import SecondaryShard
@@ -72,14 +69,6 @@ def _stepping(change: Callable[[torch.optim.AdamW, int, Rank], bool]) -> Callabl
         return mock.patch.object(torch.optim.AdamW, "step", step)
 
     return patched
-
-
-def _decays_twice(optimizer: torch.optim.AdamW, _: int, __: Rank) -> bool:
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    return False
 
 
 def local_norms(rank: Rank) -> Patch:
@@ -178,23 +167,6 @@ def no_clipping(_: Rank) -> Patch:
     return mock.patch.object(Sharded, "step", step)
 
 
-def late_clock(_: Rank) -> Patch:
-    """The clock counts a tenth of a second too much in every step."""
-    begin = StepClock.begin
-
-    def begun(self: StepClock) -> None:
-        begin(self)
-        self._begun -= 0.1
-
-    return mock.patch.object(StepClock, "begin", begun)
-
-
-def _forgets_moments(optimizer: torch.optim.AdamW, count: int, _: Rank) -> bool:
-    if count == 3:
-        optimizer.state.clear()
-    return False
-
-
 def a_late_update(_: Rank) -> Patch:
     """The optimizer steps by the gradients of the step before."""
     before = dict[int, list[Tensor]]()
@@ -256,8 +228,10 @@ def halved_steps(_: Rank) -> Patch:
 
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
-    "weight decay twice": (_stepping(_decays_twice), "after step 0 element .* by AdamW of the trial"),
-    "every second step skipped": (_stepping(lambda _, count, __: count % 2 == 0), "after step . element"),
+    "every second step skipped": (
+        _stepping(lambda _, count, __: count % 2 == 0),
+        "after step . element .* by AdamW of the trial",
+    ),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "gradients of .* err by"),
     "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
@@ -266,8 +240,6 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (a_better_loss, "trained in step 2 at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
-    "a clock that counts too much": (late_clock, "the clock counts too much"),
-    "moments forgotten": (_stepping(_forgets_moments), "after step 2 element"),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than a rehearsal",
@@ -339,50 +311,6 @@ def test_no_check_fires_on_a_clean_trial(name: str, outcomes: dict[str, tuple[li
         assert outcome.checked.replayed >= 4 if name != "zero1" else True
         assert outcome.checked.linked == (0 if name in ("qgz", "ddp", "ddp+qgz") else 2)
         assert set(outcome.checked.batches) == {0, 2, 4}
-
-
-WEIGHTS: Final = ("bf16", "int8:64", "int4:64", "fp8e4m3:64", "mxfp8", "int8:64:stochastic")
-GRADIENTS: Final = ("bf16", "int8:64", "int4:64:clip", "int4:64:hadamard32:stochastic", "mxfp4")
-STRATEGIES: Final = ("zero1", "zero2", "zero3", "zero3-flat", "qwz", "hpz", "qgz", "zeropp", "sdp4bit")
-
-
-def _fifty(text: str) -> list[Trial]:
-    """Trials of policies, types, optimizers and hosts drawn at random, those that are refused left out."""
-    draw, found = random.Random(50), list[Trial]()
-    while len(found) < 50:
-        ours = {
-            "max_padding": 9.0,
-            "weights": draw.choice(WEIGHTS),
-            "gradients": draw.choice(GRADIENTS),
-            "feedback": draw.choice(["none", "none", "loco", "classic"]),
-            "compute": draw.choice(["fp32", "fp32", "bf16"]),
-            "offload_optimizer": draw.choice([0.0, 0.0, 0.5]),
-        }
-        rates = {"schedule": {"warmup": draw.choice([0, 2])}, "arguments": {"lr": draw.choice([3e-4, 3e-3])}}
-        strategy = draw.choice(STRATEGIES)
-        changes = {
-            "accumulation": draw.choice([1, 2]), "clip": draw.choice([None, 0.5]), "seed": draw.randrange(99),
-            "optimizer": rates, "policy": ours if strategy != "sdp4bit" else {"max_padding": 9.0},
-        }  # fmt: skip
-        with contextlib.suppress(PolicyError, ValueError):
-            one = _trial(text, strategy, changes)
-            check(one)
-            one.resolved_policy()
-            found.append(one)
-    return found
-
-
-@pytest.mark.long
-def test_no_check_fires_on_fifty_clean_trials(text: str, tmp_path: Path) -> None:
-    """Whatever policies are drawn, losses and gradients of later steps are a single process's."""
-    trials = _fifty(text)
-    launch = local(trials[0].topology(), tmp_path / "log", seconds=280)
-    by_rank = run_ranks(_all, [("", one) for one in trials], launch)
-    later = 0
-    for place, one in enumerate(trials):
-        record = assembled([mine[place] for mine in by_rank], one)
-        later += any(found.step for found in record.first_gradients)
-    assert later >= 20  # the others carry errors over, or send differences
 
 
 def _error(step: int, purpose: str, error: float) -> CommunicationError:

@@ -31,16 +31,6 @@ values = st.floats(0.001, 1000)
 samples = st.lists(values, min_size=FEWEST, max_size=20)
 
 
-@given(samples)
-@example([1.0] * 6)
-@example([320.3041638060336] * 7)
-def test_median(sample: list[float]) -> None:
-    """The interval of a median holds it, lies within the sample, and is the same every time."""
-    found = median_interval(sample)
-    assert min(sample) <= found.low <= found.estimate <= found.high <= max(sample)
-    assert found == median_interval(sample)
-
-
 @given(st.lists(values, min_size=FEWEST, max_size=8), st.floats(0.1, 10))
 def test_pairing_cancels_drift(drift: list[float], factor: float) -> None:
     """A drift that both sides share leaves a paired ratio exact."""

@@ -31,14 +31,8 @@ sequence = 32
 tokens_per_rank = 64
 steps = 2
 warmup = 0
-cluster.nodes = 2
-cluster.ranks_per_node = 1
-cluster.link = "paced"
-cluster.rate = "100 Mbit/s"
-policy.weights = "int8:64"
-policy.gradients = "int4:64"
-[matrix]
-strategy = ["zeropp"]
+cluster = { nodes = 2, ranks_per_node = 1, link = "paced", rate = "100 Mbit/s" }
+policy = { weights = "int8:64", gradients = "int4:64" }
 """
 
 
