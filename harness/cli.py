@@ -40,7 +40,7 @@ from harness.lab import command as lab
 from harness.laws import command as check
 from harness.laws.before_a_run import check_laws
 from harness.measure import machine as machine_facts
-from harness.measure import machine_file, provenance
+from harness.measure import machine_file, run_environment
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import RecordError, path_of, read, readable
 from harness.runs import launchers, slurm
@@ -53,8 +53,8 @@ from harness.runs.feasibility import (
     forecast,
     this_host,
 )
+from harness.suites.expanded_suite import Suite
 from harness.suites.labels import counted
-from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
@@ -466,7 +466,7 @@ def _follow_nodes(place: Place) -> int:
     """Be the supervisor of another node than the first; returns the run's exit status."""
     from harness.runs.work import WORKS
 
-    return node_supervisors.follow(place, WORKS, provenance.identity())
+    return node_supervisors.follow(place, WORKS, run_environment.identity())
 
 
 def _host(suite: Suite) -> Host:

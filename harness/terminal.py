@@ -21,6 +21,7 @@ from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
 from harness.records.summary import Summary, summarise
 from harness.runs.feasibility import Forecast, gib
+from harness.suites.expanded_suite import Suite
 from harness.suites.labels import (
     INTERFACES,
     INTERFACES_IN_WORDS,
@@ -34,7 +35,6 @@ from harness.suites.labels import (
 )
 from harness.suites.peers import PEERS
 from harness.suites.question import LEAST_STEPS
-from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
 from impl.plan.step_time import Machine
 

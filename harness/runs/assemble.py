@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from harness.measure import communication_error
 from harness.measure.cpu_usage import Spent
-from harness.measure.first_gradient import GradientError
-from harness.records import checks
+from harness.measure.gradient_bounds import GradientError
+from harness.records import consistency
 from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
 from harness.runs.correctness_checks import TOLERANCE, Compared, TrialError, agree
 from harness.runs.rank_trial import Outcome
@@ -65,12 +65,12 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     )
     checked = [outcome.checked for outcome in outcomes]
     sent = (
-        checks.unpredicted(found),
-        checks.miscounted(found),
-        checks.other_codec(found),
-        checks.off_rate(found, above=True),
+        consistency.unpredicted(found),
+        consistency.miscounted(found),
+        consistency.other_codec(found),
+        consistency.off_rate(found, above=True),
     )
-    _refuse(filter(None, (checks.untrained(checked, found.ranks), *sent)))
+    _refuse(filter(None, (consistency.untrained(checked, found.ranks), *sent)))
     return found
 
 

@@ -1,7 +1,7 @@
 """Compares a trial with a single process and with exact values, at stated steps, outside of what is timed.
 
 Before training, in evaluation mode on each rank's batches of the first step: the sharded model's loss and its
-reduced gradients beside those of a single process (:mod:`harness.measure.first_gradient`).  Where errors are
+reduced gradients beside those of a single process (:mod:`harness.measure.gradient_bounds`).  Where errors are
 measured, just before the first, a middle and the last step: what is sent beside exact values
 (:mod:`harness.measure.communication_error`), and before the later ones loss and reduced gradients again,
 beside a single process that has the masters of then.  After the steps: a grid of codecs, nothing sent
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from harness.cluster.rank import Progress, Rank
 from harness.measure import communication_error, quantisation_error
 from harness.measure.communication_error import Found, Place, Sums
-from harness.measure.first_gradient import (
+from harness.measure.gradient_bounds import (
     ROUNDING,
     FirstGradient,
     GradientError,
@@ -31,7 +31,7 @@ from harness.measure.first_gradient import (
     of_model,
     of_units,
 )
-from harness.measure.training_checks import TrainingChecks
+from harness.measure.training_replay import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
     as_computed_by,

@@ -13,7 +13,7 @@ from harness.cluster import remote
 from harness.cluster.control import Place, place_in_slurm, place_under_torchrun
 from harness.cluster.node_supervisors import Nodes, leading
 from harness.errors import Refusal
-from harness.measure import provenance
+from harness.measure import run_environment
 from harness.suites.trial import Cluster, Trial
 
 
@@ -78,7 +78,7 @@ def gathered(
 
     hosts = clusters(trials)[0].hosts
     start = partial(remote.supervisors, hosts) if hosts else None
-    with leading(here, WORKS, provenance.identity(), start) as nodes:
+    with leading(here, WORKS, run_environment.identity(), start) as nodes:
         if same_code:
             nodes.check_code()
         yield nodes

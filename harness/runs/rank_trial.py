@@ -32,9 +32,9 @@ from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
-from harness.measure.training_checks import TrainingChecks, wrong_kernel
+from harness.measure.training_replay import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed, as_computed_by
-from harness.records.checks import Checked
+from harness.records.consistency import Checked
 from harness.records.memory_parts import together, without_training
 from harness.records.record import (
     Alone,

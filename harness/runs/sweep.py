@@ -20,7 +20,7 @@ from rich.console import Console
 
 from harness.cluster.node_supervisors import Nodes
 from harness.errors import Refusal
-from harness.measure import machine, provenance
+from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
 from harness.records.record import Failed, Record, path_of, read, write
 from harness.records.run_record import SuiteText
@@ -32,9 +32,9 @@ from harness.runs.locks import alone, shared_machine
 from harness.runs.predict import foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, Cluster, failure_of
+from harness.suites.expanded_suite import Suite
+from harness.suites.failure_answers import SKIP, Answer
 from harness.suites.labels import counted
-from harness.suites.on_failure import SKIP, Answer
-from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.step_time import Machine
@@ -199,9 +199,9 @@ class _Sweep:
         """Decide of trials that have to run what can be decided before any of them does."""
         if self._run is None:
             nodes, suite = self.cluster.nodes, self.suite
-            facts = [provenance.identity()] if nodes is None else [node.facts for node in nodes.nodes]
+            facts = [run_environment.identity()] if nodes is None else [node.facts for node in nodes.nodes]
             told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
-            run = provenance.run_of(told if suite.text else None, facts)
+            run = run_environment.run_of(told if suite.text else None, facts)
             self._run = run_record.write(self.results, run)
         for trial, one in zip(missing, forecast(missing, any_host()), strict=True):
             step = None if self.on is None else predict(trial, one.step, one.egress, self.on)

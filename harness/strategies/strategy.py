@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from harness.cluster.rank import Rank
 from harness.measure import communication_error
-from harness.measure.first_gradient import Layout
+from harness.measure.gradient_bounds import Layout
 from harness.strategies import deepspeed, torch_peers
 from harness.strategies.controls import spoil
 from harness.strategies.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state

@@ -30,11 +30,11 @@ from pydantic_core import ErrorDetails
 from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.contradictions import check
-from harness.suites.on_failure import Answers
+from harness.suites.expanded_suite import Suite
+from harness.suites.failure_answers import Answers
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
-from harness.suites.suite import Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, CodecError, Raw, parse
@@ -42,6 +42,7 @@ from impl.deepspeed.keys import DeepSpeedError
 from impl.deepspeed.keys import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
+MOST_BYTES: Final = 1 << 20  # of its file
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 LONGEST_NAME: Final = 100
 _CONFIGURATION: Final = "deepspeed_config"
@@ -123,17 +124,23 @@ def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path of a canonical trial; None if it has none."""
-    return dict(flatten(trial)).get(path)
+    """The value at a dotted path of a canonical trial, which leaves out what has its default."""
+    found = dict(flatten(trial))
+    return found[path] if path in found else dict(flatten(Trial().model_dump(mode="json"))).get(path)
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     """A file's text, and its tables."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        tables = tomllib.loads(text)
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
+    if len(content) > MOST_BYTES:
+        raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML")
+    try:
+        text = content.decode("utf-8-sig")
+        tables = tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise SuiteError(f"not a text file: byte {error.start} is not UTF-8; expected TOML") from None
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits

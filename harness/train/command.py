@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from typer import Option
 
 from harness.cluster import interrupts
-from harness.errors import Refusal
+from harness.errors import CorpusError, Refusal
 from harness.measure import machine
 from harness.runs.feasibility import check_writable, this_host
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
+from harness.workloads.trial_dataset import check as check_data
 from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.deepspeed.keys import ZERO, DeepSpeedError, load
@@ -130,6 +131,10 @@ def train(**flags: Any) -> None:
         return
     if problem:
         raise Refusal(f"too big for memory: {problem}; the table says what other stages need")
+    try:
+        check_data(trial)
+    except CorpusError as error:
+        raise Refusal(str(error)) from None
     _run(job)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
-from harness.records import chained_journal, checks
+from harness.records import chained_journal, consistency
 from harness.records import record as schema
 from harness.records.record import LedgerRow, Record, RecordError, joules, read_all
 from harness.records.trace_record import Trace, read_traces
@@ -298,9 +298,9 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "padded": sum(padded for _, _, padded in record.units),
         "padding_share": record.padding,
         "reference_loss": record.reference_loss,
-        "predicted_equal": checks.unpredicted(record) is None if record.predicted else None,
-        "miscounted": checks.miscounted(record) or "",
-        "off_rate": checks.off_rate(record) or "",
+        "predicted_equal": consistency.unpredicted(record) is None if record.predicted else None,
+        "miscounted": consistency.miscounted(record) or "",
+        "off_rate": consistency.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
@@ -381,7 +381,7 @@ def _bytes_frame(records: list[Record]) -> pd.DataFrame:
                         **entry.model_dump(exclude={"unit", "phase"}),
                         "phase": _phase(record, entry),
                         "padding": entry.bytes * pads.get(entry.unit, 0.0),
-                        "headers": checks.segmented(entry),
+                        "headers": consistency.segmented(entry),
                     }
 
     frame = _frame(records, (*_BY[1:], *_SUMMED), rows)

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.measure import machine, provenance
+from harness.measure import machine, run_environment
 from harness.records import record, reproduce, run_record
 from harness.records.record import RecordError
 from harness.records.run_record import Changes, SuiteText
@@ -99,7 +99,7 @@ def test_a_trial_runs_again_from_its_record(tmp_path: Path) -> None:
 
 def run_with(**fields: Any) -> run_record.Run:
     """The file of a run on this machine."""
-    found = provenance.run_of(None, [provenance.identity()])
+    found = run_environment.run_of(None, [run_environment.identity()])
     return found.model_copy(update=fields)
 
 
@@ -157,10 +157,10 @@ def test_an_edited_file_of_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_secrets_are_not_kept() -> None:
     """Of the variables that matter, those whose names say that they are secret have no value."""
-    found = provenance.variables(
+    found = run_environment.variables(
         {"NCCL_DEBUG": "INFO", "TORCH_HUB_TOKEN": "s3cret", "PATH": "/bin", "OMP_NUM_THREADS": "2"}
     )
-    assert found == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": provenance.HIDDEN}
+    assert found == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": run_environment.HIDDEN}
 
 
 def test_a_record_without_the_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from harness.cluster import link
 from harness.cluster.link import Link, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.errors import LinkError, Refusal
-from harness.measure import machine, provenance
+from harness.measure import machine, run_environment
 from harness.records.chained_journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
 from harness.records.run_record import RUNS
@@ -31,8 +31,8 @@ from harness.runs import locks
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import LOCK, SCRATCH, alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
-from harness.suites.on_failure import Answer
-from harness.suites.suite import Suite
+from harness.suites.expanded_suite import Suite
+from harness.suites.failure_answers import Answer
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_rank_processes import until
@@ -367,7 +367,7 @@ def test_nodes_that_cannot_be_throttled_so_are_refused(
 ) -> None:
     """Before any rank starts: those of one host have no interface between them, others not the adapters."""
     adapters = [[f"mlx5_{number}" for number in range(count)] for count in (4, 2)]
-    here = provenance.identity()
+    here = run_environment.identity()
     nodes = [
         Node(Port("eth0", f"10.0.0.{number}"), host, here | {"hcas": adapters[number]})
         for number, host in enumerate(hosts)
@@ -450,7 +450,7 @@ from pathlib import Path
 from rich.console import Console
 from harness.runs.further_repeats import Batch
 from harness.runs.sweep import run_sweep
-from harness.suites.suite import Suite
+from harness.suites.expanded_suite import Suite
 from harness.suites.trial import Trial
 trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
 run_sweep(Suite("test"), [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console())

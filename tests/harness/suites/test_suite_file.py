@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.suite import Suite
+from harness.suites.expanded_suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
@@ -330,13 +330,14 @@ def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
 
 
 def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
-    """A binary file as such; a missing file, or a folder, with the system's reason."""
+    """A binary or endless file as such; a missing file, or a folder, with the system's reason."""
     file = tmp_path / "q.toml"
     file.write_bytes(b"\x7fELF\xff\x00")
     for path, words in (
         (file, "not a text file: byte 4"),
         (tmp_path / "none.toml", "No such file"),
         (tmp_path, "Is a directory"),
+        (Path("/dev/zero"), "more than 1 MiB"),
     ):
         with pytest.raises(SuiteError, match=words):
             load(path)

@@ -123,11 +123,12 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
 def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rank is started for a folder that cannot be written, or one without a checkpoint."""
+    """No rank is started for a folder that cannot be written or has no checkpoint, or without a corpus."""
     monkeypatch.setattr(train_command, "_run", _never)
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
         assert f"--save {place}: not writable: " in refusal(capfd, *TOY, "--save", str(place))
+    assert "corpus 'nothere': no such file" in refusal(capfd, *TOY, "--corpus", "nothere")
     assert "no such folder" in refusal(capfd, *TOY, "--load", str(tmp_path / "none"))
     assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
 

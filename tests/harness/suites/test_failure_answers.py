@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.suites.on_failure import Answer
+from harness.suites.failure_answers import Answer
 from harness.suites.suite_file import SuiteError, load
 
 TOP = 'name = "q"\nquestion = "?"\n'

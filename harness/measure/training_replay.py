@@ -1,12 +1,12 @@
 """Checks of training after its first step, outside of what is timed.
 
-Each rank makes them while it trains (:class:`TrainingChecks`), and :func:`harness.records.checks.untrained`
-judges what all ranks found: of a few masters every step is replayed in float64 as AdamW; gradients of later
-steps are those of a rehearsal; the batches of three steps are those that the seed gives this rank, by hashes
-beside the next rank's draws, and validation is drawn again; gradient norms are equal on all ranks, since all
-clip by the same; timed steps fill the time that passed, and a rank that waits for messages sleeps. Errors of
-what is sent are judged by :func:`harness.measure.communication_error.refusal`, kernels before training by
-:func:`wrong_kernel`.
+Each rank makes them while it trains (:class:`TrainingChecks`), and
+:func:`harness.records.consistency.untrained` judges what all ranks found: of a few masters every step is
+replayed in float64 as AdamW; gradients of later steps are those of a rehearsal; the batches of three steps
+are those that the seed gives this rank, by hashes beside the next rank's draws, and validation is drawn
+again; gradient norms are equal on all ranks, since all clip by the same; timed steps fill the time that
+passed, and a rank that waits for messages sleeps. Errors of what is sent are judged by
+:func:`harness.measure.communication_error.refusal`, kernels before training by :func:`wrong_kernel`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harness.measure.communication_error import measured_steps
-from harness.records.checks import Checked
+from harness.records.consistency import Checked
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.workloads.rank_batches import Batch, RankBatches

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.first_gradient import Layout, composed, of_model, relative_bound
+from harness.measure.gradient_bounds import Layout, composed, of_model, relative_bound
 from impl.codecs import reference
 from impl.codecs.codec import Codec, parse
 from impl.codecs.rounding_noise import Clock

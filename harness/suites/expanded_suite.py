@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from harness.errors import Refusal
-from harness.suites.on_failure import Answer
+from harness.suites.failure_answers import Answer
 from harness.suites.question import Said
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
