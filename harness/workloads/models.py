@@ -35,7 +35,6 @@ from harness.suites.model_sizes import (
 )
 from harness.suites.trial import Model, Trial
 from harness.workloads.masked_text import NO_TARGET
-from impl.errors import raised
 from impl.named_object import NamedObjectError, import_object
 from impl.zero import find_blocks
 
@@ -213,13 +212,7 @@ def build(model: Model, sequence: int) -> nn.Module:
     Refusal.
     """
     if ":" in model.name:
-        function = _user_function(model, sequence)
-        try:
-            built = function(sequence=sequence, **model.arguments)
-        except (MemoryError, torch.OutOfMemoryError):  # which sweeps tell from a crash
-            raise
-        except Exception as error:
-            raise RuntimeError(f"model {model.name!r}: {raised(error)}") from error
+        built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
         if not isinstance(built, nn.Module):
             raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
         return built

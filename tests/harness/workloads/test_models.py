@@ -134,10 +134,6 @@ def not_a_model(sequence: int) -> int:
     return sequence
 
 
-def failing(sequence: int) -> nn.Module:
-    raise KeyError(sequence)
-
-
 def without_sequence(width: int = 4) -> nn.Module:
     return nn.Linear(width, 1)
 
@@ -184,12 +180,6 @@ def test_a_model_that_cannot_be_built_is_named(model: Model, words: str) -> None
     with pytest.raises(Refusal, match=words) as caught:
         build(model, 16)
     assert "\n" not in str(caught.value)
-
-
-def test_what_a_users_function_raises_names_the_model() -> None:
-    """In the line that goes on record, too."""
-    with pytest.raises(RuntimeError, match=r"model 'tests.*:failing': KeyError: 16"):
-        build(Model(name=f"{__name__}:failing"), 16)
 
 
 def test_a_preset_of_an_old_record_is_named_where_it_is_built() -> None:
