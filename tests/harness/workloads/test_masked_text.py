@@ -27,16 +27,6 @@ def test_every_sequence_has_as_many_targets(rows: int, length: int, salt: int) -
     assert ((shown >= 0) & (shown <= MASK)).all()
 
 
-def test_a_mask_follows_from_its_key() -> None:
-    """Equal keys hide alike, other keys otherwise, whatever stands beside; the text is left alone."""
-    before = text(2, 64)
-    one, _ = masked(before, ["a", "b"], MASK)
-    other, _ = masked(before[::-1].copy(), ["b", "a"], MASK)
-    assert (one == other[::-1]).all()
-    assert ((one[0] == MASK) != (one[1] == MASK)).any()
-    assert (before == text(2, 64)).all()
-
-
 def test_shares() -> None:
     """Of many targets eight in ten show the mask, one in ten another byte, one in ten the byte itself."""
     given_text = text(200, 400)
