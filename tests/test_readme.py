@@ -10,12 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness.cli import app
 from harness.suites.suite_file import load
-from impl.codecs.codec import parse
-from impl.codecs.reference import encode
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -82,17 +79,6 @@ def test_ci_runs_the_tests_line() -> None:
     (extract,) = re.findall(r"^line=\$\((.*)\)$", script, flags=re.MULTILINE)
     done = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
     assert [done.stdout] == shell_blocks("Tests")
-
-
-def test_frame_example() -> None:
-    """The frame of docs/reference/wire_format.md is what the reference writes."""
-    text = (ROOT / "docs" / "reference" / "wire_format.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    stated = [byte for line in block.splitlines() for byte in line.split("   ")[0].split()]
-    codec = parse("int4:4")
-    frame = torch.empty(codec.frame_bytes(8), dtype=torch.uint8)
-    encode(codec, torch.tensor([7, -7, 3.4, 0.5, 1.5, -0.5, 0, 2]), frame)
-    assert " ".join(stated) == bytes(frame.tolist()).hex(" ")
 
 
 def _python(word: str) -> str:

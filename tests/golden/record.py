@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import Dtype
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
@@ -71,11 +71,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, two blocks, head.
-
-    ``ragged`` has norms and biases, which start on new codec blocks; without them every parameter fills its
-    blocks, so that how small parameters are laid out changes nothing.
-    """
+    """Embedding, two blocks, head; ``ragged`` with norms and biases, which start on new codec blocks."""
 
     def __init__(self, *, ragged: bool) -> None:
         super().__init__()
@@ -125,11 +121,9 @@ def trials() -> dict[str, str]:
         f"{topology} {transport} {name}": Trial(
             strategy=strategy,
             policy=changes,
-            cluster={
-                "nodes": topology.nodes,
-                "ranks_per_node": topology.ranks_per_node,
-                "transport": transport,
-            },
+            cluster=Cluster(
+                nodes=topology.nodes, ranks_per_node=topology.ranks_per_node, transport=transport
+            ),
         ).id
         for topology in TOPOLOGIES
         for transport in ("shm", "gloo")
@@ -138,10 +132,7 @@ def trials() -> dict[str, str]:
 
 
 def run(mesh: Mesh, transport: str, policy: Policy, *, ragged: bool, steps: int = STEPS) -> dict[str, Any]:
-    """Train a few steps on one rank; its ledger and losses.
-
-    In fp32 a step has two micro-batches and gradients are clipped; else it is one.
-    """
+    """Train on one rank, in fp32 with two micro-batches a step and clipping; its ledger and losses."""
     net = copy.deepcopy(_NETS[ragged])
     wire = Wire(mesh, transport=transport)  # type: ignore[arg-type]
     zero = shard(net, mesh=mesh, policy=policy, wire=wire, seed=7)

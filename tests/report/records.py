@@ -19,12 +19,10 @@ from typing import Any, Final
 import numpy as np
 
 from docs.tables.from_records import REFERENCE, ROOT
-from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records import archive
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import (
     Alone,
-    CommunicationError,
     Failure,
     InterfaceCounters,
     LedgerRow,
@@ -32,7 +30,6 @@ from harness.records.record import (
     Memory,
     Predicted,
     ProcessorUse,
-    QuantisationError,
     RankRecord,
     Record,
     Step,
@@ -40,8 +37,7 @@ from harness.records.record import (
     read_all,
     signed,
 )
-from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
-from impl.codecs.codec import Codec, IntCodec
+from harness.suites.trial import Cluster, Model, Trial
 from impl.plan.memory import memory
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
@@ -212,8 +208,6 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
             for node in range(topology.nodes)
         ],
         "validations": _validations(trial, policy, step_seconds, egress * topology.nodes, noise),
-        "quantisation": _quantisation(trial, policy, noise),
-        "communication_errors": _communication_errors(trial, policy),
         "predicted": Predicted(ledgers=ledgers, equal=True) if ledgers else None,
         "reference_loss": 5.55,
         "processor_use": _processor_use(ranks),
@@ -321,54 +315,6 @@ def _validations(
     ]
 
 
-def _quantisation(trial: Trial, policy: Policy | None, noise: np.random.Generator) -> list[QuantisationError]:
-    if policy is None or not trial.measure_quantisation:
-        return []
-    return [
-        QuantisationError(
-            purpose=purpose,
-            unit=unit,
-            codec=str(codec),
-            vnmse=_vnmse(codec) * (1 + 0.1 * abs(float(noise.standard_normal()))),
-            largest=0.5 / (2 ** (codec.bits - 1) - 1),
-        )
-        for purpose in ("weights", "gradients")
-        for codec in (IntCodec(bits, block) for bits in BITS for block in BLOCKS)
-        for unit in ("root", "blocks.0", "blocks.1")
-    ]
-
-
-def _communication_errors(trial: Trial, policy: Policy | None) -> list[CommunicationError]:
-    """Each hop errs as its codec, and the end as all hops together: over two steps, all units and one."""
-    if policy is None or not trial.measure_quantisation:
-        return []
-    found = []
-    for step, unit in product((0, trial.warmup + trial.steps - 1), ("root", "")):
-        value = 10.0 + step
-        hops = [
-            CommunicationError(
-                step=step, purpose="gradients", unit=unit, hop=hop, axis=axis.name, codec=str(codec),
-                squared_error=value * _vnmse(codec), squared_value=value,
-            )
-            for hop, (axis, codec) in enumerate(policy.reduce_axes(trial.topology()))
-        ]  # fmt: skip
-        sums = sum(hop.squared_error or 0.0 for hop in hops)
-        end = {"step": step, "unit": unit, "squared_value": value}
-        found += [
-            *hops,
-            CommunicationError(purpose="gradients", squared_error=sums, cosine=0.5, **end),
-            CommunicationError(purpose="weights", squared_error=1e-6, codec=str(policy.weights), **end),
-        ]
-    return found
-
-
-def _vnmse(codec: Codec) -> float:
-    if not isinstance(codec, IntCodec):
-        return 4.0**-8
-    block = 100_000 if codec.block == "shard" else codec.block
-    return float(2 * np.log(block + 1) / (2 ** (codec.bits - 1) - 1) ** 2 / 12)
-
-
 @functools.cache
 def committed(suite: str) -> list[Record]:
     """The records in results/reference."""
@@ -402,22 +348,10 @@ def _by(field: str, *values: object) -> list[dict[str, object]]:
 
 
 _RATES: Final = ("12.5 Mbit/s", "50 Mbit/s", "200 Mbit/s", "800 Mbit/s", "unshaped")
-_MEASURED: Final[dict[str, object]] = {"validate_every": 0, "measure_quantisation": True}
 _Axes = list[list[dict[str, object]]]
 _SUITES: Final[dict[str, tuple[_Axes, dict[str, object]]]] = {
-    "quickstart": ([_by("strategy", "zero3", "qwz", "hpz", "qgz", "zeropp")], _MEASURED),
+    "quickstart": ([_by("strategy", "zero3", "qwz", "hpz", "qgz", "zeropp")], {"validate_every": 0}),
     "baselines": ([_by("strategy", "zero3", "zero3-flat", "hpz", "zeropp")], {}),
-    "algorithms": (
-        [
-            [
-                {"cluster": Cluster(nodes=nodes, ranks_per_node=ranks, rate="100 Mbit/s")}
-                for nodes, ranks in ((2, 2), (4, 2), (4, 4))
-            ],
-            _by("policy", *(PolicyChanges(gradients="int4:128", reduce=reduce)
-                            for reduce in ("ring", "one_hop", "two_hop"))),
-        ],
-        {"strategy": "zeropp", "measure_quantisation": True},
-    ),
     "bandwidth": (
         [
             _by("strategy", "zero3", "zeropp", "fsdp2"), _by("tokens_per_rank", 512, 2048),

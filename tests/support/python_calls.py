@@ -70,24 +70,23 @@ class Block(nn.Module):
 
 def calls_of_step(mesh: Mesh, units: int, name: str = "zero3") -> tuple[Calls, Calls]:
     """Calls of a step, after three others, of ``units`` blocks sharded by this project and by FSDP2."""
-    model, x = nn.Sequential(*(Block() for _ in range(units))), torch.ones(4, WIDTH)
+    model = nn.Sequential(*(Block() for _ in range(units)))
     peer = copy.deepcopy(model)
     zero = shard(model, mesh=mesh, policy=preset(name))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=1e-3)
-    for _ in range(3):
-        update(optimizer, model(x).sum())
-    with counted(OURS) as ours:
-        update(optimizer, model(x).sum())
+    ours = _calls_of_step(model, torch.optim.SGD(zero.param_groups(), lr=1e-3), OURS)
     devices = init_device_mesh("cpu", (mesh.topology.world,))
-    for block in peer:
+    for block in (*peer, peer):
         fsdp.fully_shard(block, mesh=devices)
-    fsdp.fully_shard(peer, mesh=devices)
-    other = torch.optim.SGD(peer.parameters(), lr=1e-3)
+    return ours, _calls_of_step(peer, torch.optim.SGD(peer.parameters(), lr=1e-3), FSDP2)
+
+
+def _calls_of_step(model: nn.Module, optimizer: torch.optim.Optimizer, package: str) -> Calls:
+    x = torch.ones(4, WIDTH)
     for _ in range(3):
-        update(other, peer(x).sum())
-    with counted(FSDP2) as theirs:
-        update(other, peer(x).sum())
-    return summed(ours), summed(theirs)
+        update(optimizer, model(x).sum())
+    with counted(package) as calls:
+        update(optimizer, model(x).sum())
+    return summed(calls)
 
 
 def calls_of_gather(mesh: Mesh, name: str) -> Calls:

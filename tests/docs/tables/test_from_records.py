@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from docs.tables import from_records
-from docs.tables.from_records import REFERENCE, ROOT
+from docs.tables.from_records import ROOT
 from harness import cli
-from harness.records.record import RecordError
 from report.answer.lead import answer
 from report.data.metrics import Derived
 from report.tables import registry
@@ -81,24 +78,6 @@ def check_one_number_for_a_step(found: Mapping[str, Derived]) -> None:
         assert rows[said[1]][speedup].split(" (")[0] in lead[0], suite
         compared += 1
     assert compared >= 2
-
-
-def test_an_edited_record_is_refused(tmp_path: Path) -> None:
-    """One digit of a committed record changed, and it is no record of these trials any more."""
-    path = tmp_path / REFERENCE / "quickstart.tar.xz"
-    path.parent.mkdir(parents=True)
-    shutil.copy(ROOT / REFERENCE / path.name, path)
-    with tarfile.open(path) as archive:
-        parts = [(entry, archive.extractfile(entry).read()) for entry in archive]  # type: ignore[union-attr]
-    with tarfile.open(path, "w:xz") as archive:
-        for number, (entry, content) in enumerate(parts):
-            changed = content
-            if number == 0:
-                place = content.index(b'"total":') + 11
-                changed = content[:place] + other(chr(content[place])).encode() + content[place + 1 :]
-            archive.addfile(entry, io.BytesIO(changed))
-    with pytest.raises(RecordError, match="edited or damaged"):
-        from_records.derived(tmp_path)
 
 
 def test_documents_are_text_and_no_longer_than_one_reads() -> None:

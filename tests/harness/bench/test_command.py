@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -124,23 +125,18 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
     calls: list[tuple[int, int]] = []
     prepared: list[int] = []
 
+    def contend(number: int, index: int) -> int:
+        calls.append((index, number))
+        return index
+
+    def prepare(index: int) -> int:
+        prepared.append(index)
+        return index
+
     def body(mesh: Mesh) -> list[list[int]]:
         rank = Rank(0, mesh.topology, None, None, lambda _: None, 1)  # type: ignore[arg-type]
-
-        def contender(number: int) -> Callable[[int], int]:
-            def run(index: int) -> int:
-                calls.append((index, number))
-                return index
-
-            return run
-
-        def prepare(index: int) -> int:
-            prepared.append(index)
-            return index
-
-        rounds = min(2, most), most
-        runs = [contender(number) for number in range(contenders)]
-        return interleaved(rank, runs, "", rounds, prepare, seconds=seconds)
+        runs = [partial(contend, number) for number in range(contenders)]
+        return interleaved(rank, runs, "", (min(2, most), most), prepare, seconds=seconds)
 
     (found,) = on_threads(Topology(1, 1), body)
     done = len(found[0])
@@ -216,21 +212,15 @@ def test_what_fails_is_not_bad_input(
     (folder / "results").mkdir(exist_ok=True)
     words = "rank 1 was killed by signal 9 (SIGKILL)"
 
-    def ends(error: rank_processes.LaunchError) -> Callable[..., list[list[Sample]]]:
-        def run(*_: object) -> list[list[Sample]]:
-            raise error
-
-        return run
-
-    for found, status, said in (
-        (ends(rank_processes.LaunchError("crashed", words, Path("bench.log"))), 1, f"{words}; log bench.log"),
-        (ends(rank_processes.LaunchError("refused", "no corpus here", None)), cli.REFUSED, "no corpus here"),
+    for error, status, said in (
+        (rank_processes.LaunchError("crashed", words, Path("bench.log")), 1, f"{words}; log bench.log"),
+        (rank_processes.LaunchError("refused", "no corpus here", None), cli.REFUSED, "no corpus here"),
     ):
-        monkeypatch.setattr(rank_processes, "run_ranks", found)
+        monkeypatch.setattr(rank_processes, "run_ranks", mock.Mock(side_effect=error))
         assert cli.main(["bench", "collectives", "--ranks", "2"]) == status
-        _, error = capsys.readouterr()
-        assert error.count("\n") == 1
-        assert said in error
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1
+        assert said in told
     assert not list(folder.glob("results/bench-collectives/*.json"))
 
 
@@ -269,11 +259,8 @@ def test_overlap_needs_namespaces(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no link can be shaped the run ends in one line: a pacer holds only what passes our wire."""
-
-    def refuse(*_: object) -> None:
-        raise errors.LinkError("no network namespaces here")
-
-    monkeypatch.setattr(link, "_open_namespaces", refuse)
+    refusal = mock.Mock(side_effect=errors.LinkError("no network namespaces here"))
+    monkeypatch.setattr(link, "_open_namespaces", refusal)
     assert "no network namespaces here" in refused(folder, capsys, "bench", *OVERLAP)
 
 

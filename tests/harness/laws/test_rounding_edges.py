@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.laws.adversarial_rows import LONGEST
 from harness.laws.rounding_edges import edge_rows, levels, spans
-from impl.codecs import reference
 from impl.codecs.codec import Blocked, FloatCodec, Raw, parse
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Noise
+from tests.impl.codecs.test_reference import through
 
 INTEGERS = [f"int{bits}:shard{option}" for bits in range(2, 9) for option in ("", ":asym")]
 FLOATS = ["fp8e4m3:shard", "fp8e5m2:shard", "mxfp8", "mxfp8e5m2", "mxfp4"]
@@ -24,13 +23,6 @@ def blocked(text: str) -> Blocked:
     codec = parse(text)
     assert not isinstance(codec, Raw)
     return codec
-
-
-def decoded(codec: Blocked, x: Tensor) -> set[float]:
-    frame, out = torch.empty(codec.frame_bytes(len(x)), dtype=torch.uint8), torch.empty(len(x))
-    reference.encode(codec, x, frame)
-    reference.decode(codec, frame, out)
-    return {*out.tolist()}
 
 
 @pytest.mark.parametrize("text", [*INTEGERS, *FLOATS])
@@ -43,7 +35,7 @@ def test_levels_are_what_codes_decode_to(text: str) -> None:
     low = 0.0 if codec.asymmetric else -codec.largest
     ends = torch.tensor([low, codec.largest])
     dense = torch.cat([torch.linspace(low, codec.largest, 3000), own])
-    found = set[float]().union(*(decoded(codec, torch.cat([ends, part])) for part in dense.split(30)))
+    found = set(torch.cat([through(codec, torch.cat([ends, part])) for part in dense.split(30)]).tolist())
     assert found == {*own.tolist()}
 
 

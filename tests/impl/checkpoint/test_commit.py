@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -44,10 +45,6 @@ def test_thinning_takes_links_and_what_cannot_be_removed_is_said(
     assert [path.name for path in run.iterdir()] == ["checkpoint-000002"]
     assert read_manifest(elsewhere) == EMPTY
     commit(begin(run), EMPTY.text())
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     thin(run, 1)
     assert "checkpoint-000002: older than the 1 to be kept, and stays: Permission denied" in caplog.text

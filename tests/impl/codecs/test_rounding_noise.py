@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from harness.laws.adversarial_rows import noises
 from impl.codecs import reference
-from impl.codecs.codec import Blocked, Codec, FloatCodec, parse
+from impl.codecs.codec import Blocked, FloatCodec, parse
 from impl.codecs.rounding_noise import BITS, OCTET, Clock, Key, Noise, Words
+from tests.impl.codecs.test_reference import through
 from tests.support.philox import bits_of, philox
 from tests.support.strategies import blocked_codecs, keys, stochastic_codecs
 
@@ -65,14 +66,6 @@ def test_bits_do_not_depend_on_the_layout(codec: Blocked, key: Key, parts: list[
     rows = through(codec, x.view(-1, grain), key.noise(0, (grain,)))
     assert torch.equal(torch.cat(apart), whole)
     assert torch.equal(rows.flatten(), whole)
-
-
-def through(codec: Codec, x: torch.Tensor, noise: Noise) -> torch.Tensor:
-    frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
-    reference.encode(codec, x, frames, noise=noise)
-    out = torch.empty(x.shape)
-    reference.decode(codec, frames, out)
-    return out
 
 
 @pytest.mark.parametrize(

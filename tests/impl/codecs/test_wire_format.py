@@ -46,6 +46,16 @@ def test_frames_are_what_the_reference_writes(lines: list[tuple[str, str]]) -> N
     assert torch.equal(decoded.signbit() & (decoded == 0), wanted.signbit() & (wanted == 0))
 
 
+def test_the_first_frame_is_what_the_reference_writes() -> None:
+    """The frame that the page draws, of eight elements in int4:4, byte by byte."""
+    (block,) = re.findall(r"^```text\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    stated = [byte for line in block.splitlines() for byte in line.split("   ")[0].split()]
+    codec = parse("int4:4")
+    frame = torch.empty(codec.frame_bytes(8), dtype=torch.uint8)
+    reference.encode(codec, torch.tensor([7, -7, 3.4, 0.5, 1.5, -0.5, 0, 2]), frame)
+    assert " ".join(stated) == bytes(frame.tolist()).hex(" ")
+
+
 def test_every_kind_has_an_example() -> None:
     """Integers, a clipped top, floats, MX, random rounding and rotation each have one."""
     shown = [dict(lines)["codec"] for lines in blocks("frame")]

@@ -109,12 +109,8 @@ def test_the_name_changes_with_what_makes_the_library(
     source = tmp_path / "kernels.cpp"
     source.write_text("other", encoding="utf-8")
     keys = {build._key(one, build.FLAGS), build._key(two, build.FLAGS)}
-    for name, value in {
-        "FLAGS": ("-O1",),
-        "_processor": lambda: "another",
-        "SOURCE": source,
-        "HEADERS": (source,),
-    }.items():
+    others = {"FLAGS": ("-O1",), "_processor": lambda: "another", "SOURCE": source, "HEADERS": (source,)}
+    for name, value in others.items():
         with monkeypatch.context() as patch:
             patch.setattr(build, name, value)
             keys.add(build._key(one, build.FLAGS))

@@ -43,11 +43,9 @@ def test_one_product_decides_for_bf16(backend: Backend, bits: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *(text for text in SHOWN if not isinstance(parse(text), Raw)),
-        *("int5:24:asym", "fp8e5m2:32", "int4:64:hadamard32:stochastic"),
-    ],
-)
+    [*(text for text in SHOWN if not isinstance(parse(text), Raw)),
+     "int5:24:asym", "fp8e5m2:32", "int4:64:hadamard32:stochastic"],
+)  # fmt: skip
 def test_it_has_kernels_for_all_blocked_codecs(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

@@ -13,7 +13,7 @@ from report.data.frames import ReportError, frames_of
 from tests.report.records import MACHINE, SUITES, changed, committed, record_of, records_of, trials_of
 
 
-@pytest.mark.parametrize("suite", [*SUITES, "generation", "rlhf"])
+@pytest.mark.parametrize("suite", [*SUITES, "algorithms", "generation", "rlhf"])
 def test_frames_hold_every_raw_value(suite: str) -> None:
     """Every step and decoded token of every rank, every failure, and every byte of every ledger row, is in
     its frame.
@@ -56,12 +56,8 @@ def test_names_tell_what_differs_from_the_preset() -> None:
         Trial(strategy="zeropp", policy=PolicyChanges(secondary=0)),
     ]
     frames = frames_of([record_of(trial) for trial in trials])
-    assert list(frames.trials["contender"]) == [
-        "ZeRO++",
-        "ZeRO++ (g int8:256/int4:256)",
-        "ZeRO-3",
-        "ZeRO++ (no hpZ copy)",
-    ]
+    names = ["ZeRO++", "ZeRO++ (g int8:256/int4:256)", "ZeRO-3", "ZeRO++ (no hpZ copy)"]
+    assert list(frames.trials["contender"]) == names
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:

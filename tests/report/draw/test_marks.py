@@ -103,12 +103,8 @@ def test_points_over_rates_are_the_summarys() -> None:
     """Of two uneven repeats too, and tokens/s are those of the step."""
 
     def uneven(record: Record) -> Record:
-        longer = 5 if record.trial["strategy"] == "zeropp" else 3
-        return (
-            changed_steps(record, lambda step: {"total": longer * step.total})
-            if record.trial["repeat"]
-            else record
-        )
+        longer = {"zeropp": 5}.get(record.trial["strategy"], 3) if record.trial["repeat"] else 1
+        return changed_steps(record, lambda step: {"total": longer * step.total})
 
     derived = derive(frames_of([uneven(record) for record in records_of("bandwidth", repeats=2)]))
     rows = tables.MAKERS["summary"](derived).data

@@ -23,18 +23,12 @@ PLOT = speed.TRACE
 
 def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
     """A step of 2x2 ranks of 4 s: a message between nodes for 2 s, of which half is waited for."""
-    ranks = [
-        Traced(
-            [
-                Span(COMPUTE, "forward", 10.0, 12.0),
-                Span(BETWEEN, "w", 11.0, 13.0, 8),
-                Span(WAITING, ACROSS, 12.0, 13.0),
-            ],
-            4.0 + rank,
-            3.0,
-        )
-        for rank in range(4)
+    spans = [
+        Span(COMPUTE, "forward", 10.0, 12.0),
+        Span(BETWEEN, "w", 11.0, 13.0, 8),
+        Span(WAITING, ACROSS, 12.0, 13.0),
     ]
+    ranks = [Traced(spans, 4.0 + rank, 3.0) for rank in range(4)]
     return Trace.model_validate(chrome(trial, ranks, pool))
 
 
@@ -75,12 +69,10 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
         ("{", "is no trace of a step"),
         ('{"traceEvents": []}', "otherData: Field required"),
         (traced().model_dump_json(), "is of trial"),
-        (
-            traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'),
-            f"lane 'idling'; expected one of {COMPUTE}",
-        ),
+        (traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'),
+         f"lane 'idling'; expected one of {COMPUTE}"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, words: str) -> None:
     """By its name: none, cut off, renamed, or with a lane that is none."""
     path = path_of(tmp_path, "0" * 12)
