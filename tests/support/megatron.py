@@ -41,35 +41,21 @@ class ParallelMLP(nn.Module):
         return self.dense_4h_to_h(F.gelu(hidden + bias) + bias)
 
 
-class ParallelSelfAttention(nn.Module):
-    """One head; hands the bias of its output back."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query_key_value = ParallelLinear(width, 3 * width)
-        self.dense = ParallelLinear(width, width)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, bias = self.query_key_value(x)
-        q, k, v = (mixed + bias).chunk(3, dim=-1)
-        return self.dense(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
 class ParallelTransformerLayer(nn.Module):
     """Adds the two biases that its parts hand back."""
 
     def __init__(self, width: int, *, registered: bool) -> None:
         super().__init__()
         self.input_norm, self.post_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = ParallelSelfAttention(width)
+        self.dense = ParallelLinear(width, width)  # in the place of attention
         self.mlp = ParallelMLP(width, registered=registered)
         if registered:
-            register_external_parameter(self, self.attention.dense.bias)
+            register_external_parameter(self, self.dense.bias)
             register_external_parameter(self, self.mlp.dense_4h_to_h.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        attended, attention_bias = self.attention(self.input_norm(x))
-        x = x + attended + attention_bias
+        mixed, bias = self.dense(self.input_norm(x))
+        x = x + mixed + bias
         out, mlp_bias = self.mlp(self.post_norm(x))
         return x + out + mlp_bias
 

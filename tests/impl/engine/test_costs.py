@@ -1,4 +1,4 @@
-"""What the engine itself reads and writes of memory in a step, beside computation and optimizer."""
+"""A step makes few Python calls, for which a GPU's small steps wait, and moves no byte of memory twice."""
 
 from __future__ import annotations
 
@@ -10,10 +10,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
+from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.ranks import each_rank
+from tests.support.python_calls import calls_of_gather, calls_of_step
+from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import ROOMY
 from tests.support.training import sgd
+
+STEP, UNIT, FILES, GATHER = 409, 250, 20, 60
+
+
+def test_a_step_makes_few_python_calls() -> None:
+    """Of two units, on one of four gloo ranks, fewer than FSDP2's, in few files; and what a third adds."""
+    (two, fsdp2), (three, _) = (
+        on_processes(Topology(1, 4), calls_of_step, units, "zero3")[0] for units in (2, 3)
+    )
+    assert two.calls <= min(STEP, fsdp2.calls)
+    assert two.files <= FILES
+    assert three.calls - two.calls <= UNIT
+
+
+def test_a_gather_makes_few_python_calls() -> None:
+    """From the hook before a module to weights that it sees, in one hop and in two."""
+    for topology, name in ((Topology(1, 4), "zero3"), (Topology(2, 2), "zeropp")):
+        assert on_processes(topology, calls_of_gather, name)[0].calls <= GATHER
+
 
 WIDTH, DEPTH = 64, 6
 MOST = 16  # bytes a parameter: a cast into the flat buffer is 6, and one into the masters' gradients 6
