@@ -105,11 +105,8 @@ def test_raw_tensors_are_sent_from_where_they_lie(mesh: Mesh, topology: Topology
     every = [values(rank, 4 * 64).view(4, 64)[mesh.rank] for rank in range(4)]
     assert torch.equal(mean, sum(every) / 4)
     assert torch.equal(whole, kept)
-    crossed = (
-        wire.ledger.total("inter"),
-        wire.ledger.total("intra"),
-    )  # of both, three ranks' 64 values of 4 bytes
-    assert sorted(crossed) == [0, 2 * 3 * 64 * 4]
+    crossed = [wire.ledger.total(link) for link in ("inter", "intra")]
+    assert sorted(crossed) == [0, 2 * 3 * 64 * 4]  # of both, three ranks' 64 values of 4 bytes
 
 
 @pytest.mark.parametrize("hop", [0, 1])

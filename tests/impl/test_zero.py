@@ -60,21 +60,15 @@ def test_training_follows_a_single_process(topology: Topology, name: str) -> Non
     """Losses over 5 steps follow one process: exact within 1e-5, 16-bit and 8-bit within 2 %."""
     policy = preset(name, **(SMALL if name == "zeropp" else {"memory": ROOMY}))
     results = on_threads(topology, train, model(), policy, 5)
-    wanted = single(model(), topology.world, 5)
-    tolerance = 1e-5 if name == "exact" else 0.02
-    for got, want in zip(mean_losses(results), wanted, strict=True):
-        assert got == pytest.approx(want, rel=tolerance)
+    wanted, tolerance = single(model(), topology.world, 5), 1e-5 if name == "exact" else 0.02
+    assert mean_losses(results) == pytest.approx(wanted, rel=tolerance)
 
 
 @pytest.mark.parametrize(
     ("secondary", "accumulation", "options"),
     [
-        (0, 3, {}),
-        (1, 3, {}),
-        (2, 3, {}),
-        (0, 1, {"tied": True}),
-        (0, 1, {"recompute": True}),
-        (0, 1, {"depth": 1}),
+        *((secondary, 3, {}) for secondary in (0, 1, 2)),
+        *((0, 1, options) for options in ({"tied": True}, {"recompute": True}, {"depth": 1})),
     ],
     ids=str,
 )
@@ -122,9 +116,8 @@ def test_the_ledger_equals_the_prediction_to_the_byte(data: st.DataObject, passe
     """For any policy, topology, model shape and sequence of passes, bytes sent are bytes foreseen."""
     topology = data.draw(topologies(6))
     policy = data.draw(as_published(data.draw(policies(topology))))
-    if data.draw(st.booleans()):
-        net, width = model(Odd), 7
-    else:
+    net, width = model(Odd), 7
+    if not data.draw(st.booleans()):
         width = data.draw(st.integers(1, 12))
         net = model(
             width=width,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from harness.cluster.link import Port
 from harness.cluster.rank import Rank, exchange
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, Policy, preset
+from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from tests.golden import record
 from tests.impl.checkpoint.checkpointed import NET, Run, same
@@ -147,21 +146,11 @@ def test_collectives_bring_what_they_should() -> None:
     assert on_threads(topology, _collectives, backend=RULE) == on_threads(topology, _collectives)
 
 
-def _policies(topology: Topology) -> dict[str, Policy]:
-    """Every preset, in bf16 too, and combination of suites, and every size of hpZ's group."""
-    found = record.policies()
-    found |= {f"{name} in bf16": replace(found[name], compute="bf16") for name in PRESETS}
-    sizes = [size for size in range(1, topology.world + 1) if topology.ranks_per_node % size == 0]
-    return found | {
-        f"hpz {size}": replace(preset("hpz", memory=found["hpz"].memory), secondary=size) for size in sizes
-    }
-
-
 def _all_policies(mesh: Mesh) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
         name: record.run(mesh, "backend", policy, ragged=False, steps=1)
-        for name, policy in _policies(mesh.topology).items()
+        for name, policy in record.policies().items()
     }
 
 
@@ -170,7 +159,7 @@ def _all_policies(mesh: Mesh) -> dict[str, Any]:
     "topology", [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(4, 1)], ids=str
 )
 def test_every_policy_trains_as_without_the_rules(topology: Topology) -> None:
-    """Every preset, algorithm and hpZ size: ledgers and losses of each rank are the same to the bit."""
+    """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
     ours = on_threads(topology, _all_policies, backend=RULE)
     assert ours == on_threads(topology, _all_policies)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -175,21 +176,6 @@ class Stale(Toy):
         super().decode(torch.cat([frame[: len(out)], self.kept]), out)
 
 
-class Grasping(Toy):
-    """Changes what it is given."""
-
-    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        super().encode(x, frame)
-        x += 1.0
-
-
-class Leaving(Toy):
-    """Ends the program."""
-
-    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        raise SystemExit(0)
-
-
 def toy(**methods: Any) -> Any:
     return type("Changed", (Toy,), methods)
 
@@ -268,9 +254,12 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
         ),
         (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
         (Stale, Duty.FRAME, 1, "depends on more than its frame"),
-        (Grasping, Duty.FRAME, 1, "encoding changed element 0"),
+        (  # changes what it is given
+            toy(encode=lambda self, x, frame, _=None: (Toy.encode(self, x, frame), x.add_(1.0))),
+            Duty.FRAME, 1, "encoding changed element 0",
+        ),
         (decoding(lambda frame, _: frame.bitwise_not_()), Duty.FRAME, 1, "decoding changed byte 0 of 5"),
-        (Leaving, Duty.FRAME, 1, "raised SystemExit: 0, at "),
+        (toy(encode=lambda *_: sys.exit(0)), Duty.FRAME, 1, "raised SystemExit: 0, at "),
         (  # takes its scale from the maximum, not from the magnitude
             toy(scales=lambda _, blocks: (blocks.amax(dim=1, keepdim=True) / 127).clamp(min=2.0**-126)),
             Law.BOUND, 1, "above the bound",
@@ -304,12 +293,8 @@ def test_who_breaks_a_law_is_found(kind: type[Toy], claim: Claim, most: int, wor
 @pytest.mark.parametrize("bound", [float("nan"), *nightly(float("inf"))])
 def test_a_bound_that_allows_everything_does_not_hide_a_bias(bound: float) -> None:
     """UNBIASED refuses such a bound too."""
-
-    class Lax(Random):
-        def error_bound(self, low: float, high: float, out: str) -> float:
-            return bound
-
-    assert "error_bound(" in str(violation_of(of_object(Lax), Law.UNBIASED, Case(ROW)))
+    lax = type("Lax", (Random,), {"error_bound": lambda *_: bound})
+    assert "error_bound(" in str(violation_of(of_object(lax), Law.UNBIASED, Case(ROW)))
 
 
 @pytest.mark.parametrize(("shift", "found"), [(0.02, False), (0.1, True)])
@@ -373,29 +358,17 @@ def test_what_a_codec_raises_is_a_violation() -> None:
 
 def test_what_a_library_raises_is_shown_where_it_was_called() -> None:
     """The line is the codec's own, not torch's, and not one of ours that it called."""
-
-    class Misshapen(Toy):
-        def decode(self, frame: Tensor, out: Tensor) -> None:
-            torch.nn.functional.linear(out, torch.zeros(3, 2, 1))
-
-    class Misled(Toy):
-        def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-            reference.encode(parse("int8:4"), x, frame[:0])
-
-    assert ", in decode: torch.nn.functional.linear(" in str(broken(Misshapen, Law.ZERO))
-    assert "in encode: reference.encode(" in str(broken(Misled, Law.ZERO))
+    misshapen = toy(decode=lambda _, __, out: torch.nn.functional.linear(out, torch.zeros(3, 2, 1)))
+    misled = toy(encode=lambda _, x, frame, __=None: reference.encode(parse("int8:4"), x, frame[:0]))
+    for kind, line in ((misshapen, "misshapen = toy(decode="), (misled, "misled = toy(encode=")):
+        assert f", in <lambda>: {line}" in str(broken(kind, Law.ZERO))
 
 
 def test_what_does_not_repeat_is_said_to() -> None:
     """A codec that fails by chance is a violation too."""
     times = iter([True] + [False] * 10**6)
-
-    class Moody(Toy):
-        def decode(self, frame: Tensor, out: Tensor) -> None:
-            super().decode(frame, out)
-            out += float(next(times))
-
-    assert str(broken(Moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
+    moody = decoding(lambda _, out: out.add_(float(next(times))))
+    assert str(broken(moody, Law.ZERO)) == "zero broke once, and not when the same row was tried again"
 
 
 class Nosy(Toy):

@@ -19,7 +19,7 @@ from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.support.models import Odd
-from tests.support.ranks import each_rank, on_threads
+from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.training import model
 
@@ -76,13 +76,12 @@ def test_an_export_is_the_state_in_one_file(tmp_path: Path, dtype: torch.dtype) 
     wanted = {name: value.to(dtype) for name, value in TIED.state_dict().items()} | {"scale": TIED.scale}
     assert _same(load_file(out), wanted)
 
-    @each_rank(2, 2)
     def loads(mesh: Mesh) -> None:
         zero = shard(model(tied=True), mesh=mesh, policy=ZEROPP)
         zero.load_full_state_dict(load_file(out))
         assert _same(zero.full_state_dict(), {name: value.float() for name, value in wanted.items()})
 
-    loads()
+    on_threads(Topology(2, 2), loads)
 
 
 def test_an_export_that_cannot_be_is_one_line(tmp_path: Path) -> None:

@@ -219,14 +219,9 @@ def test_every_edge_between_two_levels_is_rounded_as_the_reference_does(
 @pytest.mark.parametrize("option", ["", ":stochastic"])
 @pytest.mark.parametrize(
     "head",
-    [
-        *(f"int{b}:64{s}" for b in range(2, 9) for s in ("", ":asym")),
-        "fp8e4m3:64",
-        "fp8e5m2:64",
-        "mxfp8",
-        "mxfp4",
-    ],
-)
+    [*(f"int{b}:64{s}" for b in range(2, 9) for s in ("", ":asym")), "fp8e4m3:64", "fp8e5m2:64", "mxfp8",
+     "mxfp4"],
+)  # fmt: skip
 def test_ties_at_scales_of_the_whole_range(backend: Backend, head: str, option: str) -> None:
     """At and beside ties, of sums with random bits too, the product with a reciprocal gives the code of the
     division, whether scales are least, largest, where reciprocals are denormal, or between.
@@ -252,13 +247,8 @@ def test_ties_at_scales_of_the_whole_range(backend: Backend, head: str, option: 
         values[::3] -= scale[::3].float()
     for kind in FLOATS:
         largest = torch.finfo(kind).max
-        check(
-            backend,
-            codec,
-            values.flatten().clamp(-largest, largest).to(kind),
-            kind,
-            noise=noise if option else None,
-        )
+        held = values.flatten().clamp(-largest, largest).to(kind)
+        check(backend, codec, held, kind, noise=noise if option else None)
 
 
 @pytest.mark.parametrize("kind", FLOATS[1:], ids=str)
@@ -268,9 +258,8 @@ def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, k
     check(backend, parse("int8:1:asym"), every, torch.float32)  # whose offset is the number
     half = 1 << (15 if kind is torch.bfloat16 else 12)
     nudges = torch.tensor([0, 1, -1, half, half - 1, half + 1], dtype=torch.int32)
-    sizes = (
-        every[: 1 << 15].float().view(torch.int32)[:, None] + nudges
-    )  # of fp32, as scales of codes 1 and -1
+    positive = every[: 1 << 15].float().view(torch.int32)
+    sizes = positive[:, None] + nudges  # of fp32, as scales of codes 1 and -1
     values = sizes.clamp(min=0).flatten().repeat(2)
     codec, numel = parse("int8:1"), values.numel()
     frames = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8)

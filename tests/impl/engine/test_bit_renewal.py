@@ -85,11 +85,8 @@ def test_ranks_agree_and_send_what_is_foreseen(
     for share in shares_of(policy, topology, units):
         for step in {decision.step for decision in decisions}:
             codecs = {d.unit: d.codec for d in decisions if (d.step, d.what) == (step, share.what)}
-            sent = [
-                sizes[share.codecs.index(codecs[unit])]
-                for unit, sizes in zip(share.units, share.bytes, strict=True)
-                if codecs
-            ]
+            sizes = zip(share.units, share.bytes, strict=True)
+            sent = [of[share.codecs.index(codecs[unit])] for unit, of in sizes if codecs]
             assert sum(sent) <= share.limit
     if kinds[0] == "train":
         assert {decision.step for decision in decisions} >= {1}
@@ -126,8 +123,7 @@ def _overflowing(mesh: Mesh, policy: Policy) -> tuple[list[bool], list[Decision]
 def test_what_a_skipped_step_measured_is_dropped() -> None:
     """After an overflow no rank chooses; the next step is measured in its place, and is finite."""
     policy = preset("zero3", **OWN, budget=BOTH, loss_scale=LossScale(initial=4.0))
-    first, *others = on_threads(Topology(2, 2), _overflowing, policy)
-    done, decisions, weights = first
+    (done, decisions, weights), *others = on_threads(Topology(2, 2), _overflowing, policy)
     assert done == [False, True, True]
     assert {decision.step for decision in decisions} == {1}
     assert all(0 <= decision.vnmse < 1 for decision in decisions)

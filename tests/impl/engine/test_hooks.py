@@ -51,10 +51,10 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it(mesh: Mesh
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name, use in {
-        "blocks.1": lambda: zero.hooks.check_idle("access"),
-        "head": lambda: net(batch(0, 0)).backward(),
-    }.items():
+    for name, use in (
+        ("blocks.1", lambda: zero.hooks.check_idle("access")),
+        ("head", lambda: net(batch(0, 0)).backward()),
+    ):
         handle = net.get_submodule(name).register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             net(batch(0, 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -37,32 +37,25 @@ def _loss(net: nn.Module, x: Tensor) -> Tensor:
     return out if out.dim() == 0 else out.square().mean()
 
 
-def sharded(
-    mesh: Mesh,
-    make: Callable[[], nn.Module],
-    data: Callable[[int, int], Tensor],
-    policy: Policy,
-    kinds: tuple[type[nn.Module], ...],
-) -> tuple[dict[str, Tensor], Zero]:
-    net = make()
-    zero = shard(net, mesh=mesh, policy=policy, blocks=[m for m in net.modules() if isinstance(m, kinds)])
-    optimizer = momentum(zero.param_groups())
-    for step in range(STEPS):
-        update(optimizer, _loss(net, data(step, mesh.rank)))
-    with torch.no_grad():
-        _loss(net, data(0, mesh.rank))
-    return zero.full_state_dict(), zero
-
-
 def follows(
     make: Callable[[], nn.Module],
     data: Callable[[int, int], Tensor],
     policy: Policy = EXACT,
     kinds: tuple[type[nn.Module], ...] = UNITS,
-) -> Sequence[Zero]:
-    """Whether training in shards is training alone, within 1e-5; the engines."""
-    results = on_threads(Topology(2, 2), sharded, make, data, policy, kinds)
-    alone = make()
+) -> list[Zero]:
+    """Assert that training in shards is training alone, within 1e-5; the engines."""
+
+    def sharded(mesh: Mesh) -> tuple[dict[str, Tensor], Zero]:
+        net = make()
+        zero = shard(net, mesh=mesh, policy=policy, blocks=[m for m in net.modules() if isinstance(m, kinds)])
+        optimizer = momentum(zero.param_groups())
+        for step in range(STEPS):
+            update(optimizer, _loss(net, data(step, mesh.rank)))
+        with torch.no_grad():
+            _loss(net, data(0, mesh.rank))
+        return zero.full_state_dict(), zero
+
+    results, alone = on_threads(Topology(2, 2), sharded), make()
     single(alone, 4, STEPS, optimize=momentum, loss_of=lambda net, step, rank: _loss(net, data(step, rank)))
     for name, value in alone.state_dict().items():
         assert (results[0][0][name] - value).abs().max() <= 1e-5, name

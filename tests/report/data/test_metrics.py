@@ -22,6 +22,7 @@ from tests.report.records import (
     record_of,
     records_of,
     taken_by_others,
+    trials_of,
 )
 
 
@@ -101,10 +102,8 @@ def test_speedup_pairs_equal_repeats() -> None:
 def test_a_trial_run_again_is_no_second_pair() -> None:
     """Trials that differ in their time limit alone share seed and repeat: the interval counts them once."""
     records = records_of("quickstart")
-    limit = Trial.from_canonical(records[0].trial).timeout_seconds + 1
     again = [
-        record_of(Trial.from_canonical(record.trial).model_copy(update={"timeout_seconds": limit}))
-        for record in records
+        record_of(trial.model_copy(update={"timeout_seconds": 9.0})) for trial in trials_of("quickstart")
     ]
     pairs = derive(frames_of([*records, *again])).pairs
     ours = pairs[pairs["strategy"] == "zeropp"]
@@ -142,26 +141,23 @@ def test_a_cell_is_marked_when_its_rates_differ_by_more_than_a_tenth() -> None:
 def test_break_even_lies_where_the_speedup_crosses_one() -> None:
     """The break-even rate lies between measured rates on both sides of a speed-up of 1."""
     derived = derive(frames_of(records_of("bandwidth")))
-    pairs = derived.pairs.copy()
-    ours = pairs["contender"] == "ZeRO++"
-    rates = pairs["achieved_mbit"]
-    pairs.loc[ours, "baseline_seconds"] = pairs["step_seconds"] * np.where(rates < 100, 2.0, 0.5)
-    found = metrics.break_even(pairs)
-    crossing = found[found["contender"] == "ZeRO++"]["break_even_mbit"]
+    pairs = derived.pairs[derived.pairs["contender"] == "ZeRO++"]
+    gained = np.where(pairs["achieved_mbit"] < 100, 2.0, 0.5)
+    crossing = metrics.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))[
+        "break_even_mbit"
+    ]
     assert crossing.between(48, 200).all()
     assert len(crossing) == 2
 
 
 def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
     """They have no break-even at one rate, an M each, and a row each among bytes and memory."""
-    models = [Model(name="gpt-tiny", arguments={"layers": layers}) for layers in (1, 2)]
-    cluster = Cluster(nodes=2, ranks_per_node=2, rate="50 Mbit/s")
-    trials = [
-        Trial(strategy=name, model=model, cluster=cluster) for model in models for name in ("zero3", "zeropp")
-    ]
-    made = [record_of(one, order=order) for order, one in enumerate(trials)]
-    units = [made[0].units, made[0].units[:-1]]
-    records = [changed(one, units=units[one.trial["model"]["arguments"]["layers"] - 1]) for one in made]
+    records = [
+        record_of(Trial(strategy=name, model=Model(name="gpt-tiny", arguments={"layers": layers}),
+                        cluster=Cluster(rate="50 Mbit/s")), units=[("u", 100 * layers, 100 * layers)])
+        for layers in (1, 2)
+        for name in ("zero3", "zeropp")
+    ]  # fmt: skip
     derived = derive(frames_of(records))
     assert metrics.break_even(derived.pairs).empty
     assert derived.trials["m_bytes"].nunique() == 2

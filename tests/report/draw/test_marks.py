@@ -140,9 +140,8 @@ def test_a_step_is_divided_into_the_summarys() -> None:
 @pytest.mark.parametrize(("names", "some"), [(("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)])
 def test_a_caption_says_of_whom_exposed_time_is_not_known(names: tuple[str, ...], some: bool) -> None:
     """Where there are such contenders, and not otherwise."""
-    _, data, drawn = _drawn(
-        "step_split", derive(frames_of([record_of(Trial(strategy=one)) for one in names]))
-    )
+    derived = derive(frames_of([record_of(Trial(strategy=one)) for one in names]))
+    _, data, drawn = _drawn("step_split", derived)
     assert ("For DDP it is not known: it is part of forward" in drawn.caption(data)) is some
 
 
