@@ -11,6 +11,7 @@ This file imports the standard library alone, so that it can say what is missing
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
@@ -198,20 +199,11 @@ def _text(asked: Asked, device: str) -> str:
     few = shares and not gpu  # many trials take long
     strategies = (asked.strategies[0], asked.strategies[-1]) if few else asked.strategies
     return _SUITE.format(
-        name=asked.name,
-        question=asked.question,
-        model=model,
-        sequence=sequence,
-        tokens=tokens,
-        steps=steps,
-        more=f"{asked.more}\n{more}",
-        nodes=asked.nodes,
-        device=device,
+        name=asked.name, question=asked.question, model=model, sequence=sequence, tokens=tokens, steps=steps,
+        more=f"{asked.more}\n{more}", nodes=asked.nodes, device=device, axis=asked.axis,
         transport=("staged" if shares else "nccl") if gpu else "gloo",
-        link="paced" if asked.axis else "none",
-        strategies=str(list(strategies)).replace("'", '"'),
-        axis=asked.axis,
-    )
+        link="paced" if asked.axis else "none", strategies=str(list(strategies)).replace("'", '"'),
+    )  # fmt: skip
 
 
 def run(stage: Stage, log: Path, seconds: float) -> Ended:
@@ -247,22 +239,15 @@ def run(stage: Stage, log: Path, seconds: float) -> Ended:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    process.wait()
 
 
 def table(ended: Sequence[Ended]) -> str:
-    rows = [
-        ("stage", "status", "s", "last line"),
-        *((e.name, e.status, f"{e.seconds:.0f}", e.found) for e in ended),
-    ]
-    return "\n".join(
-        f"{name:20}  {status:12}  {seconds:>5}  {found}".rstrip() for name, status, seconds, found in rows
-    )
+    rows = [(one.name, one.status, f"{one.seconds:.0f}", one.found) for one in ended]
+    whole = [("stage", "status", "s", "last line"), *rows]
+    return "\n".join("{:20}  {:12}  {:>5}  {}".format(*row).rstrip() for row in whole)
 
 
 def write_whole(path: Path, text: str) -> None:

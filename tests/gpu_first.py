@@ -220,23 +220,16 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
 def questions(device: torch.device) -> Iterator[Question]:
     """Everything, correctness first."""
     gpu = device.type == "cuda"
-    yield {"ask": "device"}, lambda: of_device(device)
+    yield {"ask": "device"}, partial(of_device, device)
     for text, kind in itertools.product(TRIED, DTYPES):
-        yield (
-            {"ask": "reference", "codec": text, "type": kind},
-            lambda text=text, kind=kind: are_reference(parse(text), kind, device),
-        )
+        asked = {"ask": "reference", "codec": text, "type": kind}
+        yield asked, partial(are_reference, parse(text), kind, device)
     for mebibytes, text in itertools.product((64, 256) if gpu else (1,), TIMED if gpu else TIMED[:3]):
-        yield (
-            {"ask": "rates", "codec": text, "mebibytes": mebibytes},
-            lambda text=text, mebibytes=mebibytes: rates(text, "bf16", mebibytes, device, 31 if gpu else 3),
-        )
-    yield {"ask": "launch", "codec": "int8:2048"}, lambda: launch("int8:2048", device)
+        asked = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
+        yield asked, partial(rates, text, "bf16", mebibytes, device, 31 if gpu else 3)
+    yield {"ask": "launch", "codec": "int8:2048"}, partial(launch, "int8:2048", device)
     for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):
-        yield (
-            {"ask": "engine", "engine": name, "tokens": tokens},
-            lambda name=name, tokens=tokens: engine(name, tokens, device),
-        )
+        yield {"ask": "engine", "engine": name, "tokens": tokens}, partial(engine, name, tokens, device)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

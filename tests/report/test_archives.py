@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from report.docs_from_records import REFERENCE, ROOT
 
+from docs.tables.from_records import REFERENCE, ROOT
 from harness import cli
 from harness.measure import machine
 from tests.support.params import nightly

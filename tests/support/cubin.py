@@ -148,9 +148,8 @@ class Cubin:
 
     @functools.cached_property
     def turns(self) -> tuple[Counter[str], Counter[str]]:
-        """Instructions of a turn, and of a turn over sources inside it, by name; of the main path alone.
-
-        Blocks that end in a trap or call a slow division are left out.
+        """Instructions of a turn, and of a turn over sources inside it, by name; of the main path, without
+        blocks that end in a trap or call a slow division.
         """
         names, jumps, targets = _instructions(_sections(self.image)[self.lowered])
         loops = sorted((to, at) for at, to in jumps.items() if to < at)
@@ -161,9 +160,8 @@ class Cubin:
         return counted[0] - sum(counted[1:], Counter()), sum(counted[1:], Counter())
 
     def limits(self, threads: int) -> dict[str, int]:
-        """Thread blocks of ``threads`` that a multiprocessor of sm_90 holds, by what limits them.
-
-        The formula is that of ``cuda_occupancy.h`` of the CUDA toolkit, for thread blocks of whole warps.
+        """Thread blocks of ``threads`` that a multiprocessor of sm_90 holds, by what limits them, as the CUDA
+        toolkit's ``cuda_occupancy.h`` has it for whole warps.
         """
         warps = threads // WARP
         quarter = (
@@ -308,7 +306,7 @@ def _function(path: Path, line: int) -> str:
 class Prediction:
     """A kernel of :data:`VARIANTS`."""
 
-    kernel: str  # as C++ writes it
+    kernel: str
     threads: tuple[int, ...]  # of its thread blocks, as they are launched
     cubin: Cubin  # what is launched
     main: Cubin | None  # its main path compiled alone; None for general kernels
@@ -333,12 +331,9 @@ class Work:
     def share(self, device: Device) -> tuple[float, str]:
         """Of a copy's bytes per second, at most, and what limits it: memory, or a :data:`BUSY` pipe."""
         memory = 4 * WARP * self.moved / device.copied * device.multiprocessors * device.hertz
-        cycles = {
-            pipe: count * device.cycles[pipe]
-            for pipe, count in self.instructions.items()
-            if pipe in device.cycles
-        }
-        cycles["FMA"] += self.instructions["IMAD"] * device.cycles["FMA"]  # on halves of the same pipe
+        issued = self.instructions
+        cycles = {pipe: issued[pipe] * each for pipe, each in device.cycles.items()}
+        cycles["FMA"] += issued["IMAD"] * device.cycles["FMA"]  # on halves of the same pipe
         pipe = max(cycles, key=cycles.__getitem__)
         share = memory * BUSY / cycles[pipe]
         return (1.0, "memory") if share >= 1.0 else (share, pipe)

@@ -98,9 +98,7 @@ def lines_of(section: str) -> list[list[str]]:
 
 
 def type_lines(found: Sequence[Host], lines: Sequence[Sequence[str]], suite: str) -> list[int]:
-    """Type one line of the page on each host, with the suite's and the first host's own names; returns each
-    one's exit status.
-    """
+    """Type one line of the page on each host, of this suite and the first host; their exit statuses."""
     names = {"mine.toml": suite, "--master-addr=first": f"--master-addr={found[0].address}"}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and zeropp
     started = [

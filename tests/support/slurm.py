@@ -72,10 +72,8 @@ def slurm(folder: Path, nodes: int = 2) -> Iterator[dict[str, str]]:
             raise AssertionError(f"Slurm did not start: {told} {logs}")
         yield environment
     finally:
-        for command in (
-            ["scancel", "--full", "--partition=debug"],
-            ["scancel", "-s", "KILL", "--partition=debug"],
-        ):
+        for how in (["--full"], ["-s", "KILL"]):
+            command = ["scancel", *how, "--partition=debug"]
             subprocess.run(command, env=environment, capture_output=True, check=False, timeout=20)
         time.sleep(1)
         for process in reversed(started):

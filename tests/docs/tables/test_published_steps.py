@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pandas as pd
@@ -9,16 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from docs.tables.published_steps import (
-    DOCS,
-    PublishedError,
-    main,
-    measured,
-    measured_here,
-    page,
-    predict,
-    read,
-)
+from docs.tables import published_steps
+from docs.tables.published_steps import DOCS, PublishedError, measured, page, predict, read
 from report.data import published
 
 SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
@@ -27,18 +20,16 @@ SYSTEMS = {"zero3": 3.0, "zeropp": 0.75, "hpz": 2.0}
 def made(path: Path, fixed: float, per_token: float, efficiency: float, overlap: str = "none") -> Path:
     """Writes a table of a machine that is known: seconds of three systems, two models, batches and rates."""
     rows = []
-    for billions in (1.5, 18.0):
-        for tokens in (512, 1024, 2048):
-            for adapters in (1, 4):
-                for system, volume in SYSTEMS.items():
-                    compute = billions * 1e9 * (fixed + tokens * per_token)
-                    wire = volume * 2 * billions * 1e9 * 7 / 8 / (adapters * 100e9 / 8 * efficiency)
-                    rows.append({
-                        "system": system, "model": f"{billions}B", "parameters_billion": billions, "gpus": 64,
-                        "gpus_per_node": 8, "rate_gbps": 100, "adapters": adapters, "tokens_per_gpu": tokens,
-                        "overlap": overlap,
-                        "seconds": compute + wire if overlap == "none" else max(compute, wire),
-                    })  # fmt: skip
+    for billions, tokens, adapters, (system, volume) in itertools.product(
+        (1.5, 18.0), (512, 1024, 2048), (1, 4), SYSTEMS.items()
+    ):
+        compute = billions * 1e9 * (fixed + tokens * per_token)
+        wire = volume * 2 * billions * 1e9 * 7 / 8 / (adapters * 100e9 / 8 * efficiency)
+        rows.append({
+            "system": system, "model": f"{billions}B", "parameters_billion": billions, "gpus": 64,
+            "gpus_per_node": 8, "rate_gbps": 100, "adapters": adapters, "tokens_per_gpu": tokens,
+            "overlap": overlap, "seconds": compute + wire if overlap == "none" else max(compute, wire),
+        })  # fmt: skip
     pd.DataFrame(rows).to_csv(path, index=False)
     return path
 
@@ -67,7 +58,9 @@ def test_the_blogs_bars_follow_from_four_of_them() -> None:
     table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
     assert len(table.rows) == 40
     assert len(table.held_out) == 36
-    assert (DOCS / "modelled.md").read_text(encoding="utf-8") == page(table) + measured_here(measured())
+    assert (DOCS / "modelled.md").read_text(encoding="utf-8") == page(table) + published_steps.measured_here(
+        measured()
+    )
     errors = table.held_out["error"].abs()
     assert errors.median() < table.held_out["naive_error"].abs().median()
     assert errors.median() < table.held_out["constant_error"].abs().median()
@@ -94,7 +87,7 @@ def test_a_table_that_cannot_be_modelled_is_refused(
     table.to_csv(path, index=False)
     with pytest.raises(PublishedError, match=said):
         read(path)
-    assert main([str(path)]) == main([str(tmp_path / "none.csv")]) == 2
+    assert published_steps.main([str(path)]) == published_steps.main([str(tmp_path / "none.csv")]) == 2
     table.drop(columns="adapters").to_csv(path, index=False)
     with pytest.raises(PublishedError, match="column adapters is missing"):
         read(path)
@@ -103,9 +96,6 @@ def test_a_table_that_cannot_be_modelled_is_refused(
 def test_a_system_of_another_volume_is_named_by_its_bytes(tmp_path: Path) -> None:
     """``volume_m`` gives the bytes of a system that the committed volumes do not have."""
     path = made(tmp_path / "t.csv", 1e-10, 1e-13, 0.9)
-    table = pd.read_csv(path)
-    table = table.assign(system=table["system"].replace("hpz", "mine"), volume_m=2.0).query(
-        "system == 'mine'"
-    )
-    table.to_csv(path, index=False)
+    table = pd.read_csv(path).query("system == 'hpz'")
+    table.assign(system="mine", volume_m=2.0).to_csv(path, index=False)
     assert predict(read(path)).rows["error"].abs().max() < 1e-3

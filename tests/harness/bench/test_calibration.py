@@ -33,16 +33,11 @@ def _measured(truth: Machine) -> list[Measured]:
         alone = replace(truth, processors=0, latency=0.0)
         computing = alone.compute(step.parameters, step.tokens, len(step.units))
         stepping = alone.optimizer * sum(unit.shard for unit in step.units)
-        found.append(
-            Measured(
-                step=step,
-                computing=computing,
-                stepping=stepping,
-                in_steps=step_of(alone, replace(step, rate=math.inf)).seconds,
-                took=step_of(truth, step).seconds,
-                achieved=truth.efficiency if held else None,
-            )
-        )
+        found.append(Measured(
+            step=step, computing=computing, stepping=stepping,
+            in_steps=step_of(alone, replace(step, rate=math.inf)).seconds,
+            took=step_of(truth, step).seconds, achieved=truth.efficiency if held else None,
+        ))  # fmt: skip
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert cli.main(["trace", "q.toml", trials["zeropp"].id[:8]]) == cli.OK
     out = capsys.readouterr().out
     assert "messages between nodes were under way" in out
-    path = (
-        tmp_path / "results" / load(tmp_path / "q.toml").name / "traces" / f"trace-{trials['zeropp'].id}.json"
-    )
+    path = tmp_path / "results" / "q" / "traces" / f"trace-{trials['zeropp'].id}.json"
     picture = path.with_suffix(".svg")
     assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")
     assert sorted(path.parent.iterdir()) == [path, picture]
@@ -65,9 +64,8 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert {event["cat"] for event in spans} == set(LANES)
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    for key, mine in itertools.groupby(
-        sorted(spans, key=lambda e: (e["pid"], e["tid"], e["ts"])), key=lambda e: (e["pid"], e["tid"])
-    ):
+    lane = operator.itemgetter("pid", "tid")
+    for key, mine in itertools.groupby(sorted(spans, key=lambda e: (*lane(e), e["ts"])), key=lane):
         row = list(mine)
         assert {event["cat"] for event in row} == {names[key]}
         for one, other in itertools.pairwise(row):
@@ -76,16 +74,12 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert sent
     assert min(sent) > 0
     assert any("int4" in event["name"] for event in spans if event["cat"] == CODING)
-    assert {event["name"] for event in spans if event["cat"] == COMPUTE} == {
-        "forward",
-        "backward",
-        "optimizer",
-    }
+    parts = {event["name"] for event in spans if event["cat"] == COMPUTE}
+    assert parts == {"forward", "backward", "optimizer"}
 
 
 @pytest.mark.parametrize(
-    ("identity", "words"),
-    [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")],
+    ("identity", "words"), [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")]
 )
 def test_an_unknown_trial_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, words: str

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from harness.cli import app
 from harness.errors import Refusal
 from harness.lab import formats
 from harness.lab.formats import Unit, agreement, budgets, measure, units_of, within
@@ -41,9 +42,8 @@ def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
             assert len(unit.values) == 4
             assert not torch.equal(unit.values[0], unit.values[1])
         if unit.kind == "changes" and unit.name.endswith("@0"):
-            assert float(unit.values.abs().max()) == pytest.approx(
-                float(TINY.optimizer.arguments["lr"]), rel=0.1
-            )
+            rate = float(TINY.optimizer.arguments["lr"])
+            assert float(unit.values.abs().max()) == pytest.approx(rate, rel=0.1)
 
 
 def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
@@ -132,11 +132,8 @@ def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
 
 def test_the_commands_print_a_table(snapshot: Path) -> None:
     """Ranked, as CSV too; a codec that means nothing is refused with status 2."""
-    from harness.cli import app
-
-    told = CliRunner().invoke(
-        app, ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
-    )
+    asked = ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
+    told = CliRunner().invoke(app, asked)
     assert told.exit_code == 0, told.output
     head, *rows = told.output.strip().splitlines()
     assert head.startswith("values,codec,bits,vnmse,bias,cosine")

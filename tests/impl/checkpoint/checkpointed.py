@@ -41,24 +41,17 @@ POLICIES = {
     # The scale falls and rises, and steps are skipped, before and after the save.
     "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),
     "budget": Policy(
-        weights=INT4,
-        gradients=(INT4, NOISY),
-        secondary="node",
+        weights=INT4, gradients=(INT4, NOISY), secondary="node", memory=ROOMY,
         budget=parse_budget("weights gradients every 2 of int2:8 int3:8 int8:8:stochastic"),
-        memory=ROOMY,
     ),
     "differences": Policy(
-        weights=parse("int8:8"),
-        secondary=1,
-        secondary_format="fp16",
-        differences=INT4,
-        refresh=3,
+        weights=parse("int8:8"), secondary=1, secondary_format="fp16", differences=INT4, refresh=3,
         memory=ROOMY,
     ),
     "persistent": replace(PRESETS["zeropp"], memory=replace(ROOMY, persist_below=30)),
     "offload": replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=0.5, weights=0.5)),
     "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),
-}
+}  # fmt: skip
 
 
 class Run:

@@ -94,11 +94,10 @@ def test_page(tmp_path: Path, subject: str) -> None:
 
 
 @pytest.mark.parametrize("subject", PAGES)
-def test_tables_fit_a_terminal(subject: str) -> None:
-    """Tables need no more than 100 columns."""
-    record = PAGES[subject][0]()
+def test_a_terminal_shows_narrow_tables_and_how_to_read_them(subject: str) -> None:
+    """They need no more than 100 columns; below stands what brackets, ratios and columns are."""
     out = Console(width=200, file=io.StringIO(), color_system=None)
-    show([record], out)
+    show([PAGES[subject][0]()], out)
     text = out.file.getvalue()  # type: ignore[attr-defined]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 100
 

@@ -59,22 +59,15 @@ def test_the_same_transport_comes_first() -> None:
     """Peers, then ours over gloo alone, then ours with shared memory, whatever ran first, and said so."""
     found = rows(one("zeropp", 0.2, "shm"), one("zeropp", 0.4), one("ddp", 1.0), one("fsdp2", 1.0, "shm"))
     assert list(found.index) == [
-        ("DDP", "gloo alone"),
-        ("FSDP2", "gloo alone"),
-        ("ZeRO++", "gloo alone"),
-        ("ZeRO++", "shm, gloo"),
-    ]
+        *((name, "gloo alone") for name in ("DDP", "FSDP2", "ZeRO++")), ("ZeRO++", "shm, gloo")
+    ]  # fmt: skip
     assert "on the same footing" in peers(derive(frames_of([one("ddp", 1.0), one("zeropp", 1.0)]))).caption
 
 
 def test_types_are_not_mixed() -> None:
     """What computes in bf16 is divided by peers that do, however fast those in fp32 are."""
-    found = rows(
-        one("fsdp2", 0.1),
-        one("fsdp2", 2.0, peer={"compute": "bf16"}),
-        one("exact", 1.0),
-        one("zero3", 1.0, policy={"compute": "bf16"}),
-    )
+    theirs = one("fsdp2", 0.1), one("fsdp2", 2.0, peer={"compute": "bf16"})
+    found = rows(*theirs, one("exact", 1.0), one("zero3", 1.0, policy={"compute": "bf16"}))
     assert found["over_fsdp2"]["exact (fp32)", "gloo alone"].estimate == pytest.approx(0.1)
     in_bf16 = found[found["compute"] == "bf16"]["over_fsdp2"].dropna()
     assert [one.estimate for one in in_bf16] == pytest.approx([2.0])
