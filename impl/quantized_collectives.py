@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -119,19 +118,17 @@ def quantized_reduce_scatter(
     mesh: Mesh,
     *,
     reduce: Reduce = "two_hop",
-    op: Literal["mean", "sum"] = "mean",
     chunks: int = 1,
     wire: Wire | None = None,
     key: Key | None = None,
 ) -> Tensor:
-    """This rank's part of the mean (or sum) of all ranks' ``x``, accumulated in fp32.
+    """This rank's part of the mean of all ranks' ``x``, accumulated in fp32.
 
     Args:
         x: (world * n, ...) fp32, bf16 or fp16.
         codecs: of the hop inside nodes and of that between them; one for both, or for the only one.
         mesh: the ranks.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
-        op: what of the ranks' values.
         chunks: pieces whose two hops overlap.
         wire: what sends.
         key: of stochastic codecs' random bits; change its step from call to call.
@@ -140,7 +137,7 @@ def quantized_reduce_scatter(
         (n, ...) fp32.
 
     Raises:
-        ValueError: for another type or ``op``, a first dimension that the world does not divide, a text that
+        ValueError: for another type, a first dimension that the world does not divide, a text that
             is no codec, a stochastic one without a key, or another number of codecs.
         PolicyError: for a combination that cannot be carried out.
     """
@@ -153,8 +150,6 @@ def quantized_reduce_scatter(
         raise ValueError(
             f"{world} ranks cannot share {tuple(x.shape)}: its first dimension must be divisible"
         )
-    if op not in ("mean", "sum"):
-        raise ValueError(f"op = {op!r}: expected mean or sum")
     policy = Policy(gradients=(gradients[0], gradients[1]), reduce=reduce, chunks=chunks)
     shape = (x.shape[0] // world, *x.shape[1:])
     shard = math.prod(shape)
@@ -170,19 +165,15 @@ def quantized_reduce_scatter(
         stays=True,
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    mean = average(how, x.detach().reshape(-1), key=key).finish()
-    return (mean if op == "mean" else mean.mul_(world)).view(shape)
+    return average(how, x.detach().reshape(-1), key=key).finish().view(shape)
 
 
 def _checked(codecs: Sequence[CodecOrText], x: Tensor, key: Key | None) -> list[Codec]:
     """``codecs`` as values that can carry ``x`` with the random bits of ``key``."""
     if x.dtype not in NAMES:
         raise ValueError(f"quantised collectives take {', '.join(NAMES.values())}, got {x.dtype}")
-    found = [parse(given) if isinstance(given, str) else given for given in codecs]
+    found = [given if isinstance(given, Codec) else parse(given) for given in codecs]
     for codec in found:
-        if not isinstance(codec, Codec):
-            kind = type(codec).__name__
-            raise TypeError(f"codec {codec!r} is a {kind}: expected its text, or what codec.parse() gives")
         if codec.stochastic and key is None:
             raise ValueError(f"{codec} rounds stochastically: it needs a key")
     return found

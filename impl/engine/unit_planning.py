@@ -97,8 +97,7 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 def _check_size(draft: Draft, largest: int) -> None:
     """Refuse a unit of more than ``largest`` elements; 0 allows any, and small parameters stay together."""
-    numel = sum(spec.numel for spec in draft.specs)
-    name = draft.name.removesuffix(FROZEN)
+    numel, name = sum(spec.numel for spec in draft.specs), draft.name.removesuffix(FROZEN)
     if not largest or numel <= largest or name == PERSISTENT:
         return
     what = "holds what lies outside all blocks" if name == ROOT else f"is one {type(draft.module).__name__}"
@@ -145,37 +144,35 @@ def drafts_of(
             if module in owner:
                 raise ZeroError(f"blocks {names[owner[module]]!r} and {names[block]!r} overlap")
             owner[module] = block
-    found: dict[nn.Parameter, tuple[str, list[Holder], set[nn.Module]]] = {}
-    for module, name in names.items():
+    holders: dict[nn.Parameter, list[Holder]] = {}
+    for module in names:
         for key, parameter in module._parameters.items():  # noqa: SLF001  # holders are needed, tied ones too
-            if parameter is None:
-                continue
-            full = f"{name}.{key}" if name else key
-            _, holders, homes = found.setdefault(parameter, (full, [], set()))
-            holders.append(Holder(module, key))
-            homes.add(owner.get(module, model))
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(Holder(module, key))
     modules = {ROOT: model, PERSISTENT: model, **{names[block]: block for block in blocks}}
     entries: dict[tuple[str, bool], list[tuple[ParameterSpec, nn.Parameter, list[Holder]]]] = {
         (name, trainable): [] for name in modules for trainable in (True, False)
     }
     limits, persist = policy.memory, 0
-    for parameter, (full, holders, homes) in found.items():
+    for parameter, found in holders.items():
+        full = f"{names[found[0].module]}.{found[0].name}".removeprefix(".")
         if parameter.dtype not in (torch.float32, DTYPES[policy.compute]):
             raise ZeroError(
                 f"parameter {full!r} is {parameter.dtype}, but the policy computes in {policy.compute}: give "
                 "the model in that type or in fp32, or set the policy's compute"
             )
-        home = names[next(iter(homes))] if len(homes) == 1 else ""
+        homes = {names[owner.get(one.module, model)] for one in found}
+        home = homes.pop() if len(homes) == 1 else ""
         if parameter.numel() < limits.persist_below and persist + parameter.numel() <= limits.persist_most:
             home, persist = PERSISTENT, persist + parameter.numel()
         group = group_of(full, parameter) if group_of is not None else 0
         spec = ParameterSpec(full, tuple(parameter.shape), group)
-        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, holders))
-    held = [key for key, found in entries.items() if any(spec.numel for spec, _, _ in found)]
-    for key, found_here in entries.items():  # what has no elements travels with what has, so that it is known
-        home_of = next((one for one in held if one[1] == key[1]), None)
-        if home_of is not None and key not in held:
-            entries[home_of] += found_here
+        entries[home or ROOT, parameter.requires_grad].append((spec, parameter, found))
+    held = [key for key, inside in entries.items() if any(spec.numel for spec, _, _ in inside)]
+    for key, inside in entries.items():  # what has no elements travels with what has, so that it is known
+        with_some = next((one for one in held if one[1] == key[1]), None)
+        if with_some is not None and key not in held:
+            entries[with_some] += inside
     drafts = []
     for name, trainable in held:
         in_slots = sorted(entries[name, trainable], key=lambda entry: entry[0].group)  # as geometry does
@@ -206,9 +203,9 @@ def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -
         )
 
     found = [laid_out(draft, math.inf) for draft in drafts]
-    judged = [(u.padded / u.numel, d) for u, d in zip(found, drafts, strict=True) if not u.persistent]
+    judged = [pair for pair in zip(found, drafts, strict=True) if not pair[0].persistent]
     if judged:
-        _, worst = max(judged, key=lambda one: one[0])
+        _, worst = max(judged, key=lambda pair: pair[0].padded / pair[0].numel)
         laid_out(worst, policy.memory.max_padding)
     return found
 
