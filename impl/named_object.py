@@ -49,8 +49,7 @@ def import_object(text: str) -> Any:
     """The object of ``module:object``.
 
     Raises:
-        NamedObjectError: if there is none, if importing it raised, or if an installed module hides the one
-            that is meant.
+        NamedObjectError: if there is none, importing it raised, or an installed module hides the one meant.
     """
     name, _, path = text.partition(":")
     see(Path.cwd())

@@ -26,12 +26,8 @@ from impl.cuda.launch import loaded_sha256, on_device
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     """Build what tensors on ``device`` need, so that no later call waits for a compiler.
 
-    On a GPU each codec is tried, so that a compiler or an architecture that is missing is told here, and not
-    in the first step.
-
-    Raises:
-        RuntimeError: as :func:`try_codec`.
-        ValueError: for a device that has no backend, or that a user's own codec is not for.
+    On a GPU each codec is tried, so that a missing compiler is a RuntimeError here, and not in the first
+    step.  A ValueError refuses a device without a backend, or that a user's own codec is not for.
     """
     operations, _ = _choose(device.type)
     codecs = dict.fromkeys(codecs)

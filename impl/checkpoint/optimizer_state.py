@@ -30,11 +30,7 @@ class Owned(NamedTuple):
 
 
 class SavedMasters:
-    """The masters of one engine on one rank, in the optimizers that hold them, and nothing else.
-
-    Raises:
-        CheckpointError: for an optimizer that holds something else, or a master that two hold.
-    """
+    """The masters of one engine on one rank, which the optimizers must hold once each, and nothing else."""
 
     def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers

@@ -70,11 +70,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
 
 
 class Parts:
-    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters.
-
-    Raises:
-        CheckpointError: if a file cannot be read.
-    """
+    """The files of a checkpoint in folder ``path``, to be read by ranges of parameters."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         from safetensors import SafetensorError, safe_open

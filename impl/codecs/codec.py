@@ -242,10 +242,8 @@ class IntCodec(_Scaled):
 class FloatCodec(_Scaled):
     """Block-quantised floats of 8 or 4 bits with a scale per block, saturating, without infinities.
 
-    An E8M0 scale is rounded up to a power of two, so that no value saturates.
-
-    Raises:
-        CodecError: for an impossible block or rotation, or an MX block other than 32.
+    An E8M0 scale is rounded up to a power of two, so that no value saturates.  A CodecError refuses an
+    impossible block or rotation, and an MX block other than 32.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -347,11 +345,7 @@ class OwnCodec(_Framed):
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The codec of ours that it says it is, bit for bit; None for what is new.
-
-        Raises:
-            CodecError: for a text that means none.
-        """
+        """The codec of ours that it says it is, bit for bit; None for what is new."""
         text = self.thing.codec
         try:
             return None if text is None else built_in(str(text))
@@ -403,12 +397,9 @@ class OwnCodec(_Framed):
 
 
 def own(thing: Any, name: str | None = None) -> OwnCodec:
-    """The codec of a user's object or class (docs/reference/codecs.md says what it has).
+    """The codec of a user's object or class; a CodecError names what it lacks (docs/reference/codecs.md).
 
     ``name``, by default the class's, stands in messages; it must be the same on all ranks.
-
-    Raises:
-        CodecError: naming what it lacks.
     """
     kind = thing if isinstance(thing, type) else type(thing)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
@@ -452,12 +443,9 @@ _ALLOWED: Final = (
 
 
 def parse(text: str) -> Codec:
-    """Read a codec's text form; ``str(parse(text)) == text`` for canonical text.
+    """Read a codec's text form; a CodecError says what is allowed.  ``str(parse(text)) == text``.
 
     ``module:object`` is a user's own, which is imported when something of it is first asked.
-
-    Raises:
-        CodecError: naming the text and what is allowed.
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
@@ -489,8 +477,5 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Elements that a shard must be a multiple of to suit all ``codecs``.
-
-    At least 32: then even 4-bit codes of a shard are whole 16-byte vectors, and raw fp16 ones too.
-    """
-    return math.lcm(32, *(codec.grain for codec in codecs))
+    """Elements that a shard must be a multiple of to suit all ``codecs``."""
+    return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits are a 16-byte vector

@@ -69,11 +69,7 @@ class OwnObject:
 
 @cache
 def imported(name: str) -> OwnObject:
-    """The codec of ``module:object``.
-
-    Raises:
-        CodecError: if it cannot be imported, and as :func:`declared`.
-    """
+    """The codec of ``module:object``, as :func:`declared`; a CodecError if it cannot be imported."""
     try:
         return declared(name, import_object(name))
     except NamedObjectError as error:
@@ -81,11 +77,7 @@ def imported(name: str) -> OwnObject:
 
 
 def declared(name: str, thing: Any) -> OwnObject:
-    """What a user's object has of what :class:`OwnObject` lists.
-
-    Raises:
-        CodecError: naming what it lacks, or what it raised.
-    """
+    """What a user's object has of what is listed; a CodecError names what it lacks, or what it raised."""
     with told(CodecError, f"{name}: raised"):
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]

@@ -109,11 +109,7 @@ class Operations:
             self._remember(key, self._encode(codec, x, frames, beside), codec)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
-
-        Raises:
-            ValueError: as :meth:`encode`.
-        """
+        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S); raises as :meth:`encode`."""
         key = _key("decode", frames, out, codec)
         if (seen := self._seen.get(key)) is not None:
             seen[0](frames, out)
@@ -126,10 +122,7 @@ class Operations:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
 
         ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
-        rounded to fp16, where what exceeds 65504 is infinite.
-
-        Raises:
-            ValueError: for a sum that is not fp32, no source, or as :meth:`encode`.
+        rounded to fp16, where what exceeds 65504 is infinite.  Raises as :meth:`encode`, also for no source.
         """
         key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
         if (seen := self._seen.get(key)) is not None:
@@ -159,10 +152,7 @@ class Operations:
         """Write the frames of a sum (:meth:`decode_sum`): the middle of a two-hop reduction.
 
         Of ``frames`` (sources, ..., F) uint8 by ``first``, each of ``numel`` elements, to ``out`` (..., F')
-        uint8 by ``second``, whose encoding ``noise`` and ``carried`` are of.
-
-        Raises:
-            ValueError: for no source, or as :meth:`encode`.
+        uint8 by ``second``, whose encoding ``noise`` and ``carried`` are of.  Raises as these do.
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = _key(numel, frames, out, first, second) if plain else None
@@ -322,10 +312,8 @@ def merged_rows(
 ) -> list[tuple[int, list[int]]]:
     """Leading dimensions, equal for all ``tensors``, merged to as few as possible: size and steps of each.
 
-    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.
-
-    Raises:
-        ValueError: for more dimensions than ``most``, which ``whose`` kernels take.
+    Steps go from one row to the next: of each tensor in bytes, then of the noise in elements.  ``whose``
+    kernels take ``most`` dimensions.
     """
     steps_of = [[stride * each.element_size() for stride in each.stride()[:-1]] for each in tensors]
     if noise is not None:

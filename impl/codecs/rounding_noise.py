@@ -35,11 +35,7 @@ def apart(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Random bits for the rows of a tensor (..., S).
-
-    Raises:
-        ValueError: for starts or strides that are not multiples of 8, or negative ones.
-    """
+    """Random bits for the rows of a tensor (..., S); starts and strides are multiples of 8, from 0."""
 
     words: Words  # of 32 bits: the upper half of Philox's counter, then its key
     start: int = 0  # number of the first row's first element

@@ -63,11 +63,7 @@ class _Job(ctypes.Structure):
 
 
 class Kernels(Operations):
-    """The operations in C++, of a built ``library``, whose hash is :attr:`sha256`.
-
-    Raises:
-        OSError: if it cannot be loaded.
-    """
+    """The operations in C++, of a built ``library``; an OSError if it cannot be loaded."""
 
     name = "cpu"
 

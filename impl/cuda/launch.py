@@ -119,10 +119,7 @@ def compile_kernels(
 ) -> Compiled:
     """Compile ``kernels`` of ``file``, as C++ writes them, ``decode<Fp32, 8>``; needs no GPU.
 
-    ``architecture`` 90 is ``sm_90``.
-
-    Raises:
-        RuntimeError: if the source does not compile.
+    ``architecture`` 90 is ``sm_90``.  A source that does not compile is a RuntimeError.
     """
     from cupy.cuda import nvrtc
 

@@ -36,13 +36,10 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """The choices of one engine on one rank.
+    """The choices of one engine on one rank; a PolicyError if the policy's own codecs exceed its budget.
 
     Attributes:
         decisions: so far, of every unit at every choice.
-
-    Raises:
-        PolicyError: if the policy's own codecs take more than its budget.
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:

@@ -102,11 +102,7 @@ _Found = tuple[Unit, Place, Version]  # a view of a unit's weights, of a version
 
 
 def _unpack(saved: _Kept | _Found) -> Tensor:
-    """The tensor that was saved; of weights, gathered again if they were released.
-
-    Raises:
-        ZeroError: if it is not what it was.
-    """
+    """The tensor that was saved, if it is what it was; of weights, gathered again if need be."""
     if len(saved) == 2:  # mypy tells the two apart by it
         tensor, version = saved
         if tensor._version != version:  # noqa: SLF001

@@ -183,11 +183,7 @@ def drafts_of(
 
 
 def geometries_of(drafts: Sequence[Draft], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """The layout of all units.
-
-    Raises:
-        PaddingError: naming the unit that would be padded most, if that is too much and it is not persistent.
-    """
+    """The layout of all units; a PaddingError names the one that would be padded most, if too much."""
 
     def laid_out(draft: Draft, max_padding: float) -> UnitGeometry:
         own = policy.by_shape([spec.shape for spec in draft.specs], topology.world)

@@ -167,9 +167,6 @@ def give_values(
 
     Modules come after the modules that they hold, as constructors return: with the same random numbers
     values are those of a model that was constructed with them.  What has values is left alone.
-
-    Raises:
-        ZeroError: for a module that has no ``reset_parameters()``, or a tensor that was given no values.
     """
     fresh = {module for module in model.modules() if any(one.is_meta for one in _own(module).values())}
     if not fresh:

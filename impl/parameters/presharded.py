@@ -81,11 +81,7 @@ class Cut:
         return [one is parameter for one in self.parameters].index(True)
 
     def cut(self) -> None:
-        """Keep this rank's slice of the values as they are now; the rest of them is freed.
-
-        Raises:
-            ZeroError: for a parameter whose shape is not what it was.
-        """
+        """Keep this rank's slice of the values as they are now; the rest of them is freed."""
         parameters, values = self.parameters, []
         for parameter, slot in zip(parameters, self.geometry.slots, strict=True):
             values.append(torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter)
