@@ -10,6 +10,7 @@ no worse than the best uniform choice within it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +35,19 @@ def choose(parts: Sequence[Mapping[str, Cost]], budget: int) -> list[str]:
 
     Raises ValueError: if even the smallest codecs take more, naming both.
     """
-    least = [min(part, key=lambda name: (part[name].bytes, part[name].error, name)) for part in parts]
-    spent = sum(part[name].bytes for part, name in zip(parts, least, strict=True))
+    chosen = [min(part, key=lambda name: (part[name].bytes, part[name].error, name)) for part in parts]
+    spent = total(parts, chosen).bytes
     if spent > budget:
         raise ValueError(f"a budget of {budget} bytes: the smallest codecs take {spent}")
-    chosen = list(least)
-    while (step := _steepest(parts, chosen, budget - spent)) is not None:
-        index, name = step
-        spent += parts[index][name].bytes - parts[index][chosen[index]].bytes
-        chosen[index] = name
+    while steps := [
+        (saved / more if more > 0 else math.inf, index, name, more)
+        for index, part in enumerate(parts)
+        for name, cost in part.items()
+        if (saved := part[chosen[index]].error - cost.error) > 0
+        and (more := cost.bytes - part[chosen[index]].bytes) <= budget - spent
+    ]:
+        _, index, chosen[index], more = max(steps, key=lambda step: step[0])  # of equal ones the first
+        spent += more
     candidates = [chosen, *([name] * len(parts) for name in (parts[0] if parts else ()))]
     return min(
         (one for one in candidates if total(parts, one).bytes <= budget),
@@ -54,22 +59,6 @@ def total(parts: Sequence[Mapping[str, Cost]], chosen: Sequence[str]) -> Cost:
     """Bytes and error of all parts in the codecs that were chosen."""
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(one.bytes for one in costs), sum(one.error for one in costs))
-
-
-def _steepest(
-    parts: Sequence[Mapping[str, Cost]], chosen: Sequence[str], left: int
-) -> tuple[int, str] | None:
-    """The change that saves most error for a byte, of those that fit; of equal ones the first."""
-    best: tuple[float, int, str] | None = None
-    for index, (part, now) in enumerate(zip(parts, chosen, strict=True)):
-        for name, cost in part.items():
-            more, saved = cost.bytes - part[now].bytes, part[now].error - cost.error
-            if saved <= 0 or more > left:
-                continue
-            rate = saved / more if more > 0 else float("inf")
-            if best is None or rate > best[0]:
-                best = rate, index, name
-    return None if best is None else best[1:]
 
 
 @dataclass(frozen=True, slots=True)
