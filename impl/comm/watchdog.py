@@ -14,7 +14,7 @@ import platform
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -155,14 +155,14 @@ class DesyncReporter:
         key = f"{self._mark}/{what}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def exited(self, ranks: Iterable[int]) -> list[int]:
+    def exited(self, ranks: Collection[int]) -> list[int]:
         """Those of ``ranks`` that ran on this machine and no longer do, as far as the store says."""
         for rank in ranks:
             with contextlib.suppress(RuntimeError):  # the store's
                 if rank not in self._who and (who := self._get("who", rank)) is not None:
-                    self._who[rank] = who
-        here = {rank: self._who[rank][1] for rank in ranks if self._who.get(rank, ("",))[0] == _machine()}
-        return [rank for rank, process in here.items() if not _runs(process)]
+                    self._who[rank] = tuple(who)
+        here, found = _machine(), [(rank, *self._who[rank]) for rank in ranks if rank in self._who]
+        return [rank for rank, machine, process in found if machine == here and not _runs(process)]
 
     def write(self, does: str) -> None:
         """Tell the others what this rank does, and which exchanges it opened."""

@@ -198,7 +198,7 @@ class Feedback:
     state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
-        _check_words(self, {"hops": ("last", "all"), "state": ITEM_BYTES})
+        _check_words(self, {"hops": ("last", "all"), "state": tuple(ITEM_BYTES)})
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
             given = f"decay = {self.decay} and reset = {self.reset}"
             raise PolicyError(f"feedback: {given}; a decay is in [0, 1), a reset in steps, 0 for never")
@@ -621,13 +621,14 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
+            why = next(self._of_own_codecs(), None)
         except ValueError as error:
             raise PolicyError(str(error)) from None
-        for why in self._of_own_codecs():
-            raise PolicyError(why)
         crosses = any(topology.crosses(axis) for axis, _ in self.reduce_axes(topology))
         if "gradients" in self.candidates and not crosses:
-            raise PolicyError(f"budget '{self.budget}' is of gradients between nodes, and {topology} has one")
+            why = f"budget '{self.budget}' is of gradients between nodes, and {topology} has one"
+        if why is not None:
+            raise PolicyError(why)
 
     def _of_own_codecs(self) -> Iterator[str]:
         """What only users' own objects say, which a policy that is merely read does not import."""
