@@ -273,7 +273,7 @@ def run(
                 report_command.build_report(folder, lead=True)
             status = SOME_FAILED if outcome.failed else OK
         if nodes is not None:
-            nodes.end(status)
+            nodes.status = status
     raise typer.Exit(status)
 
 
@@ -370,7 +370,7 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
         table = [asdict(one) | {"differs": one.differs} for one in compared]
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
             terminal.compared(compared, fitted_table.console())
-        nodes.end(OK)
+        nodes.status = OK
 
 
 @app.command("checkpoints")
@@ -441,6 +441,7 @@ def _print_rows(table: Sequence[dict[str, Any]], *, as_json: bool, as_csv: bool)
 def _follow(suite: Suite, results: Path, out: Console) -> None:
     """Print the outcome of each trial of a suite's first sweep once its record is written, until all are."""
     from harness.runs.further_repeats import batches, seconds_in
+    from harness.runs.progress import outcome
 
     folder, asked, done = results / suite.name, 0, 0
     for batch in batches(suite, 1, seconds_in(folder)):
@@ -455,8 +456,7 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
                     continue  # it runs again
                 left.remove(identity)
                 done += 1
-                words = "ok" if failure is None else f"{failure.kind}: {failure.message}"
-                line = one_line(f"[{done}/{asked}] {identity} {words}")
+                line = f"[{done}/{asked}] {identity} {outcome(record)}"
                 out.print(line, markup=False, highlight=False, soft_wrap=True)
             if left:
                 time.sleep(_FOLLOW_SECONDS)

@@ -21,6 +21,7 @@ from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
 from harness.records.summary import Summary, summarise
 from harness.runs.feasibility import Forecast, gib
+from harness.runs.progress import outcome
 from harness.suites.expanded_suite import Suite
 from harness.suites.labels import (
     INTERFACES,
@@ -208,9 +209,7 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     fitted_table.say(INTERFACES_IN_WORDS if any(one.by_interfaces for one in measured) else "", out)
     for record in found:
         if record.failure is not None:
-            log = f"; log {folder / record.failure.log}" if record.failure.log else ""
-            line = f"{record.id} {record.failure.kind}: {record.failure.message}{log}"
-            out.print(escape(one_line(line)), soft_wrap=True)
+            out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
 
 
 # Of a record, rows and long lists: --json has them.
@@ -245,7 +244,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
         "ledger equals prediction": None if one.predicted is None else one.predicted.equal,
-        "outcome": "ok" if one.failure is None else f"{one.failure.kind}: {one.failure.message}",
+        "outcome": outcome(one),
     }
     for name, value in lines.items():
         table.add_row(name, escape(in_words(value)))

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
-from harness.cluster.nic_shaper import Request, shaped_interface
+from harness.cluster.nic_shaper import STUCK, Request, shaped_interface
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError, Refusal
@@ -28,10 +28,9 @@ from harness.suites.quantities import CANONICAL
 
 _CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
-_SHAPE_SECONDS: Final = 120.0  # for other nodes to shape their interface
 _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
-# What came of a command: "results", what a shaped interface was, or a failure's "kind" and "message".
+# What came of work: "results", and what a "shaped" interface was; or a failure's "kind" and "message".
 Answer = dict[str, Any]
 
 
@@ -65,9 +64,10 @@ class Nodes:
     channel: Channel
     works: Mapping[str, Work]  # what ranks can be told to do, by name
     nodes: list[Node]
-    _held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # this host's shaped interface
+    shaped: list[dict[str, Any]] = field(default_factory=list)  # what interfaces were before they were shaped
+    stuck: str | None = None  # why nothing more can run
+    status: int = 1  # with which the other supervisors end
     _commands: int = 0
-    _over: bool = False
 
     @property
     def ports(self) -> tuple[Port, ...]:
@@ -100,6 +100,8 @@ class Nodes:
 
         A LaunchError, or Ctrl-C, is raised after the ranks of all nodes have ended.
         """
+        if self.stuck is not None:
+            raise LinkError(self.stuck)
         work, others = self.works[name], range(1, launch.topology.nodes)
         number = self._tell(
             work=name,
@@ -115,59 +117,33 @@ class Nodes:
         own = replace(launch, node=0, meeting=self.channel.place.ranks_of(number))
         error = None
         try:
-            found = run_ranks(work.target, argument, own, on_progress, trouble)
+            with _shaped(own, 0) as before:
+                found = run_ranks(work.target, argument, own, on_progress, trouble)
             answers = self._answers(number, others, launch.timeout_seconds)
             if all("results" in answers.get(node, {}) for node in others):
+                self.shaped = [before, *(answers[node]["shaped"] for node in others)]
                 results = itertools.chain(*(answers[node]["results"] for node in others))
                 return [*found, *map(work.result.validate_python, results)]
         except LaunchError as caught:
             error = caught
             if error.effect or error.kind == "timeout":
                 self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
-        except BaseException:
+        except BaseException as error:
+            self._note_stuck(str(error))
             self._stop(number, others)
             raise
         raise _cause(error, self._stop(number, others), launch.log) from error
 
-    def shape(self, rate_mbit: float | None, count: int) -> list[Answer]:
-        """Hold what leaves the interfaces of the first ``count`` nodes to a rate, None: no longer; returns
-        what each found (:func:`~harness.cluster.nic_shaper.shaped_interface`).
+    def _note_stuck(self, words: str) -> None:
+        """Refuse further work where an interface may still be shaped: no link would be what it is called."""
+        self.stuck = words if STUCK in words else self.stuck
 
-        A LinkError if one refuses, and then none is held; a Refusal if one may still be held, since no
-        further link would be what it is called.
-        """
-        addresses = [port.address for port in self.ports[:count]]
-        number = self._tell(shape=rate_mbit, nodes=count, addresses=addresses)
-        answers = {0: _shaped(self._held, self.ports[0], rate_mbit, addresses)}
-        answers |= self._answers(number, range(1, count), _SHAPE_SECONDS)
-        silent = {"kind": "timeout", "message": f"no answer after {_SHAPE_SECONDS:g} s"}
-        told = [answers.get(node, silent) for node in range(count)]
-        failed = {node: one for node, one in enumerate(told) if "kind" in one}
-        if rate_mbit is None:  # a supervisor that is lost has let go of its own
-            failed = {node: one for node, one in failed.items() if one["kind"] != "lost"}
-        for node, one in failed.items():
-            why = f"node {node}: {one['message']}"
-            if rate_mbit is None:
-                raise Refusal(why)
-            self.unshape(count)
-            raise LinkError(why)
-        return told
-
-    def unshape(self, count: int) -> None:
-        """Hold the interfaces no longer; a Refusal if one may still be held."""
+    def end(self) -> None:
+        """Let the other supervisors end, and wait until they know."""
         with contextlib.suppress(ChannelError):
-            self.shape(None, count)
-
-    def end(self, status: int) -> None:
-        """Let the other supervisors end with ``status``, and wait until they know."""
-        if self._over:
-            return
-        self._over = True
-        with contextlib.suppress(ChannelError):
-            number = self._tell(status=status)
-            self.channel.post("over", status)
+            number = self._tell(status=self.status)
+            self.channel.post("over", self.status)
             self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
-        self._held.close()
 
     def _tell(self, **command: Any) -> int:
         """Post a command to the other nodes; returns its number."""
@@ -197,7 +173,10 @@ class Nodes:
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
         """End the work on the other nodes; returns what they answer once their ranks have ended."""
         self.channel.post(f"stop/{number}", True)
-        return self._answers(number, others, _CLEAR_SECONDS)
+        answers = self._answers(number, others, _CLEAR_SECONDS)
+        for one in answers.values():
+            self._note_stuck(one.get("message", ""))
+        return answers
 
 
 @contextlib.contextmanager
@@ -207,8 +186,8 @@ def leading(
     facts: dict[str, Any],
     start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
 ) -> Iterator[Nodes]:
-    """Lead the supervisors of all nodes in the body; after it they are told to end, with the status that
-    :meth:`Nodes.end` was given, else with 1. A Refusal if they do not come together.
+    """Lead the supervisors of all nodes in the body; after it they are told to end, with its ``status``.  A
+    Refusal if they do not come together.
 
     ``start`` starts the others, if no launcher did; what it yields raises a Refusal once one has ended early.
     """
@@ -225,16 +204,16 @@ def leading(
         except ChannelError as error:
             raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
         finally:
-            nodes.end(1)
+            nodes.end()
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
     """Be the supervisor of another node until the leading one ends; returns the status that it says.
 
-    A Refusal if that one cannot be reached any more, a LinkError if this host may still be shaped.
+    A Refusal if that one cannot be reached any more.
     """
     try:
-        with Channel(place) as channel, contextlib.ExitStack() as held:
+        with Channel(place) as channel:
             if place.waits:
                 return int(channel.wait("over"))  # a process of the launcher that is no supervisor
             me = _me(channel, facts)
@@ -242,12 +221,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
             number = 1
             while "status" not in (command := channel.wait(f"command/{number}")):
                 if place.node < command["nodes"]:
-                    answer = (
-                        _shaped(held, me.port, command["shape"], command["addresses"])
-                        if "shape" in command
-                        else _done(channel, works, number, command)
-                    )
-                    channel.post(f"answer/{number}/{place.node}", answer)
+                    channel.post(f"answer/{number}/{place.node}", _done(channel, works, number, command))
                 number += 1
             channel.post(f"answer/{number}/{place.node}", {})
             return int(command["status"])
@@ -257,18 +231,16 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         ) from error
 
 
-def _shaped(
-    held: contextlib.ExitStack, port: Port, rate_mbit: float | None, addresses: Sequence[str]
-) -> Answer:
-    """Hold this node's interface to another rate, or none; returns the answer."""
-    others = [address for address in addresses if address != port.address]
-    try:
-        held.close()
-        if rate_mbit is None:
-            return {}
-        return held.enter_context(shaped_interface(Request(str(port.interface), rate_mbit, others)))
-    except LinkError as error:
-        return {"kind": "link", "message": str(error)}
+@contextlib.contextmanager
+def _shaped(launch: Launch, node: int) -> Iterator[dict[str, Any]]:
+    """Hold this node's interface in the body to the rate of the launch, if it has one; yields what it was."""
+    if launch.shaped_mbit is None:
+        yield {}
+        return
+    others = [port.address for number, port in enumerate(launch.ports) if number != node]
+    request = Request(str(launch.ports[node].interface), launch.shaped_mbit, others)
+    with shaped_interface(request) as found:
+        yield found
 
 
 def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]) -> Answer:
@@ -290,12 +262,16 @@ def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dic
         )
         argument = work.argument.validate_python(command["argument"], context=CANONICAL)
         try:
-            found = run_ranks(work.target, argument, launch, stopped=stopped)
+            with _shaped(launch, place.node) as before:
+                found = run_ranks(work.target, argument, launch, stopped=stopped)
+        except LinkError as error:
+            return {"kind": "link", "message": str(error)}
         except LaunchError as error:
             log = "" if error.log is None else error.log.read_text(encoding="utf-8", errors="replace")
             failed = {"kind": error.kind, "message": str(error), "effect": error.effect}
             return failed | {"log": log[-_LOG_LETTERS:]}
-        return {"results": [work.result.dump_python(one, mode="json") for one in found]}
+        results = [work.result.dump_python(one, mode="json") for one in found]
+        return {"results": results, "shaped": before}
 
 
 def _cause(error: LaunchError | None, answers: Mapping[int, Answer], log: Path) -> LaunchError:

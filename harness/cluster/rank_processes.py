@@ -99,6 +99,9 @@ class Launch:
     backend: str = "gloo"
     scratch: Path | None = None  # for rendezvous files and logs; None for the system's temporary folder
     paced_latency_ms: float = 0.0  # of the pacer, one way
+    shaped_mbit: float | None = (
+        None  # rate that hosts' interfaces are held to meanwhile, by their supervisors
+    )
     node: int | None = None  # whose ranks are started here; None for those of all nodes
     meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
 
@@ -389,7 +392,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
             traceback.print_exc()
             sys.stderr.flush()
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
-        pipe.send(_End(kind=_kind_of(error), message=named))
+        pipe.send(_End(kind=kind_of(error), message=named))
         os._exit(1)  # without waiting for peers that no longer answer
 
 
@@ -464,7 +467,8 @@ def _die_with_sweep() -> None:
         threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
 
 
-def _kind_of(error: BaseException) -> Kind:
+def kind_of(error: BaseException) -> Kind:
+    """The kind of failure that an error is."""
     if isinstance(error, LinkError):
         return "link"
     if isinstance(error, REFUSALS):

@@ -9,7 +9,7 @@ import sys
 
 from harness.cluster.control import Place
 from harness.cluster.node_supervisors import follow
-from harness.errors import LinkError, Refusal, one_line
+from harness.errors import Refusal, one_line
 from harness.measure import run_environment
 from harness.runs.work import WORKS
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     place = Place(int(node), int(nodes), host, int(port), serves=False, prefix=prefix)
     try:
         return follow(place, WORKS, run_environment.identity())
-    except (Refusal, LinkError) as error:
+    except Refusal as error:
         print(f"zeropp: {one_line(str(error))}", file=sys.stderr)
         return 2
 

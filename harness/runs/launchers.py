@@ -39,11 +39,10 @@ def place(trials: Sequence[Trial]) -> Place | None:
     if not asked:
         return None
     most = asked[0]
+    found: Place | None
     if most.launcher == "hosts":
-        if len(most.hosts) < most.nodes:
-            raise Refusal(f"cluster.hosts has {len(most.hosts)} names, cluster.nodes is {most.nodes}")
-        return replace(remote.place_of(most.hosts), prefix=f"zeropp/{secrets.token_hex(8)}")
-    if most.launcher == "slurm":
+        found = replace(remote.place_of(most.hosts), prefix=f"zeropp/{secrets.token_hex(8)}")
+    elif most.launcher == "slurm":
         if (found := place_in_slurm()) is None:
             raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
     elif (found := place_under_torchrun()) is None:

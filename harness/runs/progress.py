@@ -58,7 +58,7 @@ class Display:
             count = f"{len(failures)} of {self._trials} trials failed before"
             self.say(f"{count}; --retry-failed runs them again:")
         for record in failures:
-            self.say(f"  {record.id} {_failure(record)}")
+            self.say(f"  {record.id} {outcome(record)}")
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -90,7 +90,7 @@ class Display:
         seconds = time.monotonic() - self._began
         self._durations.append(seconds)
         if record.failure is not None:
-            end = _failure(record, self._results)
+            end = outcome(record, self._results)
         else:
             timed = slowest_seconds(record)
             end = f"{statistics.median(timed):.3f} s a step" if timed else "done"
@@ -106,7 +106,7 @@ class Display:
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
-        self.say(f"{self._name()}: {_failure(record)}; tried again ({number} of {most})")
+        self.say(f"{self._name()}: {outcome(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before its last trial."""
@@ -140,9 +140,9 @@ class Display:
         return Text(line, overflow="ellipsis", no_wrap=True)
 
 
-def _failure(record: Record, results: Path | None = None) -> str:
-    """A record's failure in one line, with its log where the folder is given."""
-    failure = record.failure
-    assert failure is not None  # noqa: S101  # it does not answer
-    log = f"; log: {results / failure.log}" if results and failure.log else ""
+def outcome(record: Record, folder: Path | None = None) -> str:
+    """How a trial ended, in one line; with its log, where the results folder is given."""
+    if (failure := record.failure) is None:
+        return "ok"
+    log = f"; log: {folder / failure.log}" if folder and failure.log else ""
     return one_line(f"{failure.kind}: {failure.message}{log}")

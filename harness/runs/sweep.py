@@ -221,7 +221,6 @@ class _Sweep:
         blank = self._record(trial)
         if blank.failure is not None:
             return blank
-        self.cluster.release_shaped(trial)
         ran = self.cluster.run(trial, self.display.progress)
         blank = blank.model_copy(update={"finished": _now(), "link": ran.link, "failure": ran.failure})
         if ran.failure is not None and ran.failure.kind == "interrupted":

@@ -1,6 +1,6 @@
 """Where trials run: links between nodes, opened and calibrated when they are needed, and ranks on them.
 
-Links are calibrated once a sweep and kept for its later trials; shaped ones, until another link is needed.
+Links are calibrated once a sweep and kept for its later trials; hosts' interfaces are shaped while ranks run.
 Whatever fails, a rank, a node or the link, becomes one :class:`~harness.records.record.Failure`, and the next
 trial has fresh ranks.
 """
@@ -11,7 +11,6 @@ import contextlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -24,6 +23,7 @@ from harness.cluster.rank_processes import (
     Kind,
     Launch,
     LaunchError,
+    kind_of,
     run_ranks,
     start_server,
 )
@@ -84,17 +84,10 @@ class Cluster:
 
     def close_links(self) -> None:
         """Close all links; later trials have new ones."""
-        self._close([*self._links])
-
-    def release_shaped(self, trial: Trial) -> None:
-        """Close shaped links that are not this trial's: they carry every link between the hosts."""
-        own = setting_of(trial)
-        self._close([setting for setting in self._links if setting.kind == "shaped" and setting != own])
-
-    def _close(self, settings: Sequence[Setting]) -> None:
-        for setting in settings:
-            if isinstance(link := self._links.pop(setting), Link):
+        for link in self._links.values():
+            if isinstance(link, Link):
                 link.close()
+        self._links.clear()
 
     def run(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Ran:
         """Run the ranks of a trial; a Ctrl-C, too, is a failure."""
@@ -115,10 +108,8 @@ class Cluster:
             if error.log is not None:
                 log = str(error.log.relative_to(self.results))
                 failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
-        except LinkError as error:
-            failure = failure_of("link", error)
         except REFUSALS as error:
-            failure = failure_of("refused", error)
+            failure = failure_of(kind_of(error), error)
         outcomes = [] if failure else outcomes
         if link is None:
             return Ran(None, outcomes, failure)
@@ -175,10 +166,8 @@ class Cluster:
         ports = [replace(port, shaped=kind == "shaped") for port in nodes.ports[: setting.nodes]]
         if kind == "shaped":
             assert setting.rate_mbit is not None  # noqa: S101  # a suite without one is refused
-            found = nodes.shape(setting.rate_mbit, setting.nodes)
             # The hosts' keepers are not asked during a trial.
-            details = tbf_details(setting.rate_mbit) | {"untimed": "shaped", "nodes": found}
-            link = Link(setting, kind, why, (), details, partial(nodes.unshape, setting.nodes))
+            link = Link(setting, kind, why, (), tbf_details(setting.rate_mbit) | {"untimed": "shaped"})
         else:
             link = open_link(replace(setting, kind=kind), "")
         if setting.hcas is not None:
@@ -202,6 +191,8 @@ class Cluster:
         argument = (link.message_bytes, link.setting.transport)
         rates = self._start(trial, EXCHANGE, argument, launch, lambda _: None)
         link.calibrated_mbit = slowest([of_rank for of_rank in rates if of_rank])
+        if link.kind == "shaped" and self.nodes is not None:
+            link.details["nodes"] = self.nodes.shaped
         link.check(link.calibrated_mbit)
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
@@ -213,6 +204,7 @@ class Cluster:
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             paced_latency_ms=link.setting.latency_ms,
+            shaped_mbit=link.setting.rate_mbit if link.kind == "shaped" else None,
             threads=trial.threads or max(1, self._cores // here),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",

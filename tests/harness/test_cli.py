@@ -244,7 +244,7 @@ def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text = capsys.readouterr().out
         assert good.id in text
         assert re.search(r"between nodes, MB/step.* 2 ", text, re.DOTALL)
-        assert f"{bad.id} crashed: it [broke]; log results/q/logs/x.log\n" in text
+        assert f"{bad.id} crashed: it [broke]; log: results/q/logs/x.log\n" in text
     assert cli.main(["show", bad.id]) == cli.OK
     assert "\nlog: results/q/logs/x.log\n" in capsys.readouterr().out
 

@@ -1,59 +1,87 @@
-"""Interfaces of a run's nodes are shaped together, and let go."""
+"""The leading supervisor says why work failed, whichever node it failed on."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from harness.cluster import node_supervisors
+from harness.cluster.control import Place
 from harness.cluster.link import Port
-from harness.cluster.node_supervisors import Node, Nodes
-from harness.errors import LinkError, Refusal
+from harness.cluster.node_supervisors import Node, Nodes, Work
+from harness.cluster.rank_processes import Launch, LaunchError
+from harness.errors import LinkError
+from impl.plan.topology import Topology
+
+PORTS = (Port("eth0", "10.0.0.0"), Port("eth0", "10.0.0.1"))
+WORKS = {"double": Work(lambda _, number: 2 * number, TypeAdapter(int), TypeAdapter(int))}
+STUCK = "eth0 may still be shaped (its keeper was killed); remove it by: tc"
 
 
 class Channel:
-    """What a second node answers to one command after the other; None where it is lost."""
+    """What a second node answers; None where it is lost."""
 
-    def __init__(self, *answers: dict[str, Any] | None) -> None:
-        self.answers, self.posted = answers, list[Any]()
+    place = Place(0, 2, "10.0.0.0", 0, serves=True)
 
-    def post(self, _: str, command: Any) -> None:
-        self.posted.append(command["shape"])
+    def __init__(self, answer: dict[str, Any] | None) -> None:
+        self.answer, self.posted = answer, list[str]()
+
+    def post(self, key: str, _: Any) -> None:
+        self.posted.append(key)
 
     def read(self, _: str) -> dict[str, Any] | None:
-        return self.answers[len(self.posted) - 1]
+        return self.answer
 
     def lost(self, nodes: tuple[int, ...]) -> int | None:
-        return nodes[0] if self.read("") is None else None
+        return nodes[0] if self.answer is None else None
 
 
-def nodes_of(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """Two nodes, of which the first does as it is told."""
-    monkeypatch.setattr(node_supervisors, "_shaped", lambda *_: {})
-    two = [Node(Port("eth0", f"10.0.0.{number}"), str(number), {}) for number in range(2)]
-    return Nodes(channel, {}, two)  # type: ignore[arg-type]
+def told(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
+    return {"kind": kind, "message": message, "effect": effect}
 
 
-@pytest.mark.parametrize("kind", ["link", "timeout"])
-def test_a_node_that_cannot_let_go_ends_the_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No further link between these nodes would be what it is called."""
-    nodes = nodes_of(Channel({"kind": kind, "message": "eth0 may still be shaped"}), monkeypatch)
-    with pytest.raises(Refusal, match="node 1: eth0 may still be shaped"):
-        nodes.unshape(2)
-
-
-@pytest.mark.parametrize("answer", [None, {}])
-def test_a_node_that_is_lost_has_let_go(
-    answer: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("own", "answer", "words"),
+    [
+        (None, None, "lost: node 1 is lost"),
+        (None, told("memory", "rank 1: no more"), "memory: rank 1: no more"),
+        (told("crashed", "closed by peer", effect=True), told("killed", "rank 1"), "killed: rank 1"),
+        (told("crashed", "rank 0"), told("crashed", "closed by peer", effect=True), "crashed: rank 0"),
+        (told("timeout", "rank 0"), told("timeout", "rank 1"), "timeout: rank 0; rank 1"),
+        (None, told("link", STUCK), f"link: {STUCK}"),
+    ],
+)
+def test_the_cause_is_told(
+    own: dict[str, Any] | None, answer: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As has one that says so: the keeper ends with its supervisor."""
-    nodes_of(Channel(answer), monkeypatch).unshape(2)
+    """What is only an effect of another node's failure is not; after an interface that may still be shaped
+    nothing more runs between these nodes.
+    """
+
+    def run_ranks(*_: Any) -> list[int]:
+        if own is not None:
+            raise LaunchError(own["kind"], own["message"], effect=own["effect"])
+        return [2]
+
+    monkeypatch.setattr(node_supervisors, "run_ranks", run_ranks)
+    nodes = Nodes(Channel(answer), WORKS, [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
+    launch = Launch(Topology(2, 1), PORTS, None, 1, 1.0, tmp_path / "log")
+    with pytest.raises(LaunchError) as caught:
+        nodes.run("double", 1, launch, lambda _: None)
+    assert f"{caught.value.kind}: {caught.value}".startswith(words)
+    assert nodes.channel.posted == ["command/1", "stop/1"]  # type: ignore[attr-defined]
+    if STUCK in words:
+        with pytest.raises(LinkError, match="may still be shaped"):
+            nodes.run("double", 1, launch, lambda _: None)
 
 
-def test_where_one_refuses_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are told to let go, and the first refusal is the reason."""
-    channel = Channel({"kind": "link", "message": "it needs root"}, {})
-    with pytest.raises(LinkError, match="node 1: it needs root"):
-        nodes_of(channel, monkeypatch).shape(50.0, 2)
-    assert channel.posted == [50.0, None]
+def test_results_come_back_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first node, and then of the others."""
+    monkeypatch.setattr(node_supervisors, "run_ranks", lambda *_: [2])
+    answer = {"results": [4], "shaped": {}}
+    nodes = Nodes(Channel(answer), WORKS, [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
+    launch = Launch(Topology(2, 1), PORTS, None, 1, 1.0, tmp_path / "log")
+    assert nodes.run("double", 1, launch, lambda _: None) == [2, 4]
