@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -170,28 +170,19 @@ class Channel:
     def wait(self, key: str, *, of: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
         """Wait for what node ``of`` posts, calling ``meanwhile``; a ChannelError if that node is lost."""
         while (found := self.read(key)) is None:
-            if self.lost((of,)) is not None:
+            if self.lost(of):
                 raise ChannelError(f"node {of} of {self.place.nodes} does not answer any more")
             meanwhile()
             time.sleep(POLL_SECONDS)
         return found
 
-    def lost(self, nodes: Iterable[int]) -> int | None:
-        """The first of ``nodes`` whose heart has not beaten for a while; None if all do.
-
-        One that was never heard of has longer: it may have to be started yet.
-        """
-        now = time.monotonic()
-        for node in nodes:
-            if node == self.place.node:
-                continue
-            before, since = self._beats.get(node, (None, now))
-            found = self.read(f"beat/{node}")
-            if node not in self._beats or found != before:
-                self._beats[node] = (found, now)
-            elif now - since > (LOST_SECONDS if found is not None else _JOIN.seconds):
-                return node
-        return None
+    def lost(self, node: int) -> bool:
+        """Whether a node's heart has not beaten for a while, longer where it may have to be started yet."""
+        now, found = time.monotonic(), self.read(f"beat/{node}")
+        if node not in self._beats or found != self._beats[node][0]:
+            self._beats[node] = (found, now)
+        patience = LOST_SECONDS if found is not None else _JOIN.seconds
+        return node != self.place.node and now - self._beats[node][1] > patience
 
     def _beat(self) -> None:
         """Post a counter every second, over a connection of its own."""

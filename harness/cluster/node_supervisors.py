@@ -162,7 +162,7 @@ class Nodes:
             for node in set(nodes) - found.keys():
                 if (answer := self.channel.read(f"answer/{number}/{node}")) is not None:
                     found[node] = answer
-                elif self.channel.lost((node,)) is not None:
+                elif self.channel.lost(node):
                     message = f"node {node} is lost: its supervisor does not answer"
                     found[node] = {"kind": "lost", "message": message}
             seen = cause and any("kind" in one and not one.get("effect") for one in found.values())
@@ -250,7 +250,7 @@ def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dic
     def stopped() -> str | None:
         if channel.read(f"stop/{number}") is not None:
             return "stopped, because another node's ranks failed"
-        return None if channel.lost((0,)) is None else "node 0 is lost"
+        return "node 0 is lost" if channel.lost(0) else None
 
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
         launch = replace(

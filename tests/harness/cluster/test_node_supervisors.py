@@ -35,8 +35,8 @@ class Channel:
     def read(self, _: str) -> dict[str, Any] | None:
         return self.answer
 
-    def lost(self, nodes: tuple[int, ...]) -> int | None:
-        return nodes[0] if self.answer is None else None
+    def lost(self, _: int) -> bool:
+        return self.answer is None
 
 
 def told(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
