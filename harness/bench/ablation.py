@@ -1,12 +1,7 @@
-"""The CUDA kernels with something taken away: backends of ``zeropp bench codecs``.
+"""The CUDA kernels with something taken away: backends of ``zeropp bench codecs``, with the same bits.
 
-Nothing of it is compiled for the purpose: other kernels of ours serve, or the same ones are launched
-otherwise.  Results are the same bits, which the tests ask for.
-
-Three build on one another, so each is compared with the one before: ``cuda``, ``cuda-general`` (no
-kernels compiled for a codec), ``cuda-shared-memory`` (nor blocks in registers), ``cuda-two-reads`` (nor in
-shared memory); the last two change encoding alone.  ``cuda-narrow`` also loses the main path, which checks
-no bounds.
+``cuda``, ``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` (encoding alone) build on one
+another; ``cuda-narrow`` also loses the main path, which checks no bounds.
 """
 
 from __future__ import annotations

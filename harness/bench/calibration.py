@@ -1,9 +1,7 @@
 """``zeropp calibrate``: measures what this machine achieves, so that steps can be predicted.
 
-Trials of two models, of two batches each, train over an open link, with quantisation and without, and over a
-slow one; what their ranks computed by themselves, in their steps and of codecs alone gives a
-:class:`~impl.plan.step_time.Machine` by non-negative least squares of relative errors.  No step's duration is
-fitted: seconds are of processors, and the wait for the link follows from its rate.
+Trials over an open and a slow link give a :class:`~impl.plan.step_time.Machine` by non-negative least squares
+of relative errors of processor seconds; no step's duration is fitted.
 """
 
 from __future__ import annotations
@@ -79,10 +77,8 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine, ``name``, in two minutes; records stay below ``results``, all must succeed.
-
-    Raises:
-        Refusal: if a trial failed.
+    """Measure this machine, ``name``, in two minutes; records stay below ``results``.  A failed trial is a
+    Refusal.
     """
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(SUITE, "What does this machine achieve?")
@@ -158,14 +154,10 @@ class Measured:
 def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     """``machine`` with what the trials say of computing, of the engine and of the link.
 
-    Each is a sum of non-negative terms, fitted by least squares of relative errors: computing of ``launch``,
-    ``fixed`` and ``per_token``; what a rank does in a step beside computing, stepping and coding of ``unit``,
-    ``element``, ``message`` and ``sent``.  The second is divided by how much slower than the first fit says a
-    trial's own computing ran, so that a machine that drifts leaves it alone.  ``spread`` is the larger of the
-    machine's (how far it drifted) and of the trials' steps around their predictions.
-
-    Trials over a link that is held to a rate wait, and are left out of the second: threads that wait are
-    woken, which takes seconds that no step waits for.
+    Computing is a sum of ``launch``, ``fixed`` and ``per_token``; what a rank does beside computing, stepping
+    and coding one of ``unit``, ``element``, ``message`` and ``sent``, scaled by how much slower than the
+    first fit its own computing ran.  Threads that wait are woken, so trials over the slow link are left out
+    of the second.  ``spread`` is the larger of the machine's drift and of the steps around their predictions.
     """
     achieved = [one.achieved for one in measured if one.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # not fitted yet
@@ -215,9 +207,7 @@ def _fitted(
 
 
 def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
-    """Median seconds of a tiny all-gather between nodes; seconds of an element by codec, on rank 0 alone,
-    when all others have ended.
-    """
+    """Median seconds of a tiny all-gather between nodes; on rank 0 seconds of an element by codec."""
     mesh = Mesh.create(rank.topology)
     wire, axis, took = Wire(mesh), rank.topology.node_axis, []
     for _ in range(messages):

@@ -1,18 +1,13 @@
-"""``zeropp bench codecs``: times every operation, codec and backend, each beside a copy.
+"""``zeropp bench codecs``: times every operation, codec and backend, each beside a copy of the same elements.
 
-One process measures: for every round and operation first ``calls`` copies of the same elements into an
-existing buffer, then ``calls`` operations on existing buffers, so that a ratio compares neighbours.
-Rounds of all operations interleave; a slow operation has fewer, spread over the run.  The reference
-backend, ten to a hundred times slower, is timed on an eighth of the elements, but at least 2 M where
-there are so many, beside copies of those.  Elements are normal random numbers.  On a GPU seconds are
-the device's, by events, and its cache is flushed before every call.
+Rounds of all operations interleave, each ``calls`` copies, then ``calls`` operations on existing buffers.
+The reference backend is timed on an eighth of the elements, at least 2 M; a GPU by events, its cache flushed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from timeit import timeit
@@ -62,13 +57,10 @@ class Buffers(NamedTuple):
     error: Tensor  # (S,) fp32, what encoding carries over
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One operation to time."""
 
-    names: Mapping[
-        str, str | None
-    ]  # operation, codec, backend; what a peer computes instead of our arithmetic
+    names: dict[str, str | None]  # operation, codec, backend; what a peer computes in place of our arithmetic
     on: Buffers
     moved_bytes: int  # read and written in one call
     run: Callable[[], object]  # one call
@@ -99,11 +91,8 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Run the benchmark; the target of one process.
-
-    Codecs are text forms, backends of :data:`BACKENDS` and all here, kinds those of the elements, of which
-    sums need fp32; ``mebibytes`` are of elements, where None takes the device's of :data:`MEBIBYTES`, and
-    ``seconds`` about what an operation takes, copies included.
+    """Run the benchmark; the target of one process.  ``mebibytes`` are of elements, ``seconds`` about what an
+    operation takes, copies included.
     """
     clocks: dict[str, _Clock] = {}
     on_gpu = {"cuda", *ablation.ABLATED} & set(backends)
@@ -141,11 +130,10 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
-    """Mean seconds of ``calls`` calls on a GPU, by CUDA events.
+    """Mean seconds of ``calls`` calls on a GPU, by CUDA events; its cache is flushed before each by reading
+    ``flush``.
 
-    Before each call ``flush``, more than its cache holds, is read: written, it would be on its way to memory
-    meanwhile.  The device is kept waiting until the host has queued all of them, so that no launch is in the
-    time.
+    The device is kept waiting until the host has queued all of them, so that no launch is in the time.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda._sleep(_QUEUE_CYCLES * calls)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -164,17 +152,17 @@ class Timed:
     """One operation with the times of its rounds; warms up when constructed."""
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
-        self._work, self._clock = work, clock
-        self._copy = partial(work.on.target.copy_, work.on.x)
-        clock(self._copy, 1)  # pages of the target
-        copy, took = clock(self._copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
+        self.work, self.copy_seconds, self.seconds = work, list[float](), list[float]()
+        copy = partial(work.on.target.copy_, work.on.x)
+        clock(copy, 1)  # pages of the target
+        copied, took = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
         if took < seconds:
             took = clock(work.run, 1)
         most = _MOST_QUEUED if work.on.x.is_cuda else math.inf
-        self._calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copy, took)))))
-        self.rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (self._calls * (copy + took)))))
-        self._seconds: list[float] = []
-        self._copy_seconds: list[float] = []
+        self.calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, took)))))
+        self.rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (self.calls * (copied + took)))))
+        self._timed = [(copy, self.copy_seconds), (work.run, self.seconds)]
+        self._clock = clock
 
     def takes_part(self, index: int, most: int) -> bool:
         """Whether it runs in round ``index`` of ``most``: its rounds are spread evenly."""
@@ -182,22 +170,20 @@ class Timed:
 
     def round(self) -> None:
         """Time the copies, then the operations."""
-        self._copy_seconds.append(self._clock(self._copy, self._calls))
-        self._seconds.append(self._clock(self._work.run, self._calls))
+        for run, took in self._timed:
+            took.append(self._clock(run, self.calls))
 
     def sample(self, threads: int) -> Sample:
         """The measurements as a sample; seconds are of one call."""
-        work, x = self._work, self._work.on.x
+        names, (x, *_), moved, _ = self.work
+        ran = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
         return Sample(
             kind="codec",
-            names={
-                **work.names, "device": x.device.type, "type": NAMES[x.dtype], "threads": threads,
-                "numel": x.numel(),
-            },
-            sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": self._calls},
-            seconds=self._seconds,
-            reference_seconds=self._copy_seconds,
-        )  # fmt: skip
+            names={**names, **ran},
+            sizes={"element_bytes": x.nbytes, "moved_bytes": moved, "calls": self.calls},
+            seconds=self.seconds,
+            reference_seconds=self.copy_seconds,
+        )
 
 
 def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:

@@ -1,9 +1,8 @@
-"""``zeropp bench collectives``: times our collectives beside gloo's, and counts their bytes.
+"""``zeropp bench collectives``: times our collectives beside gloo's on one fp32 tensor, and counts their
+bytes.
 
-Every rank holds a shard of an fp32 tensor for an all-gather, and a whole gradient for a
-reduce-scatter.  In each round gloo's own collectives of that tensor and all of ours take turns; a round's
-seconds are the slowest rank's.  All write into existing tensors, but for the reduced shard, which our
-reductions allocate.  An all-gather ends when the whole tensor is decoded.
+All take turns in each round and write into existing tensors, but for the reduced shard, which our reductions
+allocate; an all-gather ends when the whole tensor is decoded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """``zeropp bench``: the speed of codecs and collectives, and what overlaps, beside what each is held to.
 
-A run leaves one record in ``<results>/bench-codecs``, ``bench-collectives`` or
-``bench-overlap``, and returns its path; the command line prints its table and draws the page of its folder.
-Records of other machines or code are not joined.  torch is imported only once the command runs.
+A run leaves one record in ``<results>/bench-SUBJECT`` and returns its path; the command line prints its
+table.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ import typer
 from harness import fitted_table
 from harness.cluster import interrupts
 from harness.cluster.rank import Rank
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.records import bench_record
-from harness.records.bench_record import Bench, BenchError, ElementType, Sample, Subject, together
+from harness.records.bench_record import Bench, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.quantities import parse_rate
@@ -79,7 +79,7 @@ def codecs(
     try:
         texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     except CodecError as error:
-        raise BenchError(str(error)) from None
+        raise Refusal(str(error)) from None
     # Peers have no codec of ours.
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL
     asked = _chosen(backend or usual, bench_codecs.BACKENDS, "backend")
@@ -88,7 +88,7 @@ def codecs(
     backends = tuple(name for name in asked if name not in missing)
     for name in asked if backend else ():
         if name in missing:
-            raise BenchError(f"backend {name!r} is not here: {missing[name]}")
+            raise Refusal(f"backend {name!r} is not here: {missing[name]}")
     target = partial(
         bench_codecs.measure,
         codecs=texts,
@@ -164,10 +164,10 @@ class _Run:
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
         there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise BenchError(f"--results {results}: {there} is no folder that can be written")
+            raise Refusal(f"--results {results}: {there} is no folder that can be written")
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
         if strange := [bench.pool for bench in records if bench.pool != pool]:
-            raise BenchError(
+            raise Refusal(
                 f"{self._folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
                 f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
                 "choose other --results"
@@ -210,11 +210,11 @@ class _Run:
                     _called, target, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
                 )
         except LinkError as error:
-            raise BenchError(str(error)) from None
+            raise Refusal(str(error)) from None
         except LaunchError as error:
             words = str(error).splitlines()[0]
             if error.kind == "refused":
-                raise BenchError(words) from None
+                raise Refusal(words) from None
             # It was asked for rightly, and did not run well.
             print(f"zeropp: {words}; log {error.log}" if error.log else f"zeropp: {words}", file=sys.stderr)
             raise typer.Exit(1) from None
@@ -243,25 +243,23 @@ def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[
     try:
         mbit: Any = parse_rate(rate)
     except ValueError as error:
-        raise BenchError(f"--rate {rate!r}: {error}") from None
+        raise Refusal(f"--rate {rate!r}: {error}") from None
     if not nodes and not ranks:
         if rate is not None:
-            raise BenchError(f"--rate {rate!r}: say --nodes and --ranks with it")
+            raise Refusal(f"--rate {rate!r}: say --nodes and --ranks with it")
         return usual
     topology = nodes or 1, ranks or 4
     if not 2 <= topology[0] * topology[1] <= MOST_RANKS:
-        raise BenchError(
-            f"{topology[0]} nodes x {topology[1]} ranks: expected 2 to {MOST_RANKS} ranks in all"
-        )
+        raise Refusal(f"{topology[0]} nodes x {topology[1]} ranks: expected 2 to {MOST_RANKS} ranks in all")
     if topology[0] == 1 and mbit is not None:
-        raise BenchError(f"--rate {rate!r}: one node has no link between nodes")
+        raise Refusal(f"--rate {rate!r}: one node has no link between nodes")
     return [(topology, mbit)]
 
 
 def _chosen(given: Iterable[Any], allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:
     for name in given:
         if name not in allowed:
-            raise BenchError(f"unknown {what} {name!r}: expected one of {', '.join(allowed)}")
+            raise Refusal(f"unknown {what} {name!r}: expected one of {', '.join(allowed)}")
     return tuple(dict.fromkeys(given))
 
 
@@ -269,7 +267,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     """MiB from ``1,16,64``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and part.isascii() and 0 < int(part) <= MOST_MEBIBYTES for part in parts):
-        raise BenchError(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
+        raise Refusal(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 

@@ -1,9 +1,6 @@
 """Other libraries' quantisers, timed beside ours: optional extras, imported only when used.
 
-Their arithmetic equals no codec of ours, so only their speed is compared, and the table marks them.  None
-writes into an existing buffer, so their seconds include allocation.  ``torch.compile`` stands for what a few
-lines of PyTorch come to.  DeepSpeed's kernels, which it builds with nvcc at their first use, are of fp16 on a
-GPU alone.  Engines are peers in ``harness.suites.peers``.
+Their arithmetic equals no codec of ours, and none writes into an existing buffer: seconds include allocation.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """``zeropp bench overlap``: how much communication overlaps with computation, and one hop with the other.
 
-A step.  *Compute alone* is the same model that every rank trains by itself, on its own batches, sending
-nothing.  It is first timed on all ranks at once without a link; from its seconds and the bytes that
-:mod:`impl.plan.traffic` predicts follows a rate.  On a link of that rate it then takes turns with the
-policy's step, in the same processes.
-
-Two hops.  A gradient is reduced in one chunk and in several, and its two hops are timed by themselves: the
-same messages, posted and waited for, without encoding.  Inside the nodes it travels by gloo, since shared
-memory has next to no first hop.
+A policy's step takes turns with *compute alone*, the same model that sends nothing, on a link whose rate
+follows from the latter's seconds.  A gradient is reduced in one chunk and in several, beside its hops'
+messages by themselves; inside the nodes it travels by gloo, since shared memory has next to no first hop.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from harness.suites.trial import Model
-from harness.workloads import corpus
 from harness.workloads.models import build
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
@@ -72,8 +66,8 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Mbit/s, to three digits, at which computation takes :data:`ROOM` times as long as communication in the
-    tighter of forward and backward, from bytes of a node to others and seconds of compute alone in the two.
+    """Mbit/s at which computation takes :data:`ROOM` times as long as communication in the tighter of forward
+    and backward, from bytes of a node to others and seconds of compute alone in the two.
     """
     rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
     return float(f"{max(rates):.3g}")
@@ -109,8 +103,8 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
-    """Mbit/s of the link, to three digits, at which the second hop takes :data:`HOPS_APART` times as long as
-    :func:`first_hop` found the first to take on the slowest rank.
+    """Mbit/s at which the second hop takes :data:`HOPS_APART` times as long as :func:`first_hop` found the
+    first to.
     """
     slowest = statistics.median(max(each) for each in zip(*ranks, strict=True))
     topology = Topology(*TOPOLOGY_OF_HOPS)
@@ -195,14 +189,12 @@ def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], 
 
 
 def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
-    """Batches of text by step, for this rank, of ``sequences`` sequences."""
-    found = corpus.load(corpus.STDLIB)
-    assert isinstance(found, corpus.Corpus)  # noqa: S101  # it is text
-    text = corpus.Text(found, SEQUENCE)
+    """Random bytes by step, for this rank, and the one that follows each."""
 
     def batch(step: int) -> Batch:
-        read, answer = text.batch(seed=0, step=step, micro_batch=0, rank=rank.rank, sequences=sequences)
-        return torch.tensor(read), torch.tensor(answer)
+        generator = torch.Generator().manual_seed(step * rank.topology.world + rank.rank)
+        text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
     return batch
 

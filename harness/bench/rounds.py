@@ -26,12 +26,11 @@ def interleaved(
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each contender once per round, in rotating order, all ranks starting at a barrier; all must call
-    it.
+    """Run each contender once per round, in rotating order, all ranks from a barrier; returns results by
+    round.
 
-    Contenders are called with what ``prepare`` made, untimed, of the round's number, where 0 is the warm-up,
-    in which buffers are allocated and orders recorded. ``rounds`` are the fewest and the most, as fit
-    ``seconds``. Returns the results of each contender by round, without the warm-up.
+    Contenders get what ``prepare`` made, untimed, of the round's number, where 0 is the warm-up, left out of
+    the results; ``rounds`` are the fewest and the most, as fit ``seconds``.
     """
     found: list[list[T]] = [[] for _ in contenders]
     (fewest, most), begin, index = rounds, 0.0, 0

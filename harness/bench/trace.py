@@ -1,9 +1,7 @@
 """``zeropp trace``: one step of a trial as a Chrome trace, with a lane for each thing that a rank does.
 
-The ranks run the trial's untimed steps, one more, and one whose spans are noted: computing, encoding and
-decoding, messages inside the node and between nodes (from the post until they were waited for), and waiting.
-``chrome://tracing`` and ui.perfetto.dev open the file.  How much longer the noted step took than the one
-before is told: that is what noting costs.  On a CPU, whose ranks share a clock.
+The ranks run the trial's untimed steps, one more, and one whose spans are noted.  On a CPU, whose ranks share
+a clock; ``chrome://tracing`` and ui.perfetto.dev open the file.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
 
     Raises:
-        Refusal: if it has no trace.
-        LinkError, LaunchError: if the link or a rank fails.
+        Refusal, LinkError, LaunchError: if it has no trace, or the link or a rank fails.
     """
     if (why := refused(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
@@ -166,11 +163,8 @@ def told(ranks: Sequence[Traced]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
-    """The trace event format's JSON object: a process for each rank, a thread for each lane.
-
-    Of the rest, ``pool`` of machine and code included, :class:`harness.records.trace_record.About` tells.
-
-    Messages of a lane may overlap, and events of a thread may not: further ones get threads of their own.
+    """The trace event format's JSON object: a process for each rank, threads for each lane, whose events may
+    overlap.
     """
     topology = trial.topology()
     seconds, before = slowest(ranks)

@@ -128,8 +128,8 @@ class Nodes:
             error = caught
             if error.effect or error.kind == "timeout":
                 self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
-        except BaseException as error:
-            self._note_stuck(str(error))
+        except BaseException as stopped:
+            self._note_stuck(str(stopped))
             self._stop(number, others)
             raise
         raise _cause(error, self._stop(number, others), launch.log) from error

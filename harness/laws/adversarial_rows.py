@@ -68,8 +68,8 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
 
-    A few numbers, all within some powers of two or anywhere, repeated to a length around the block's, of
-    ``most`` at most: a longer block is tried short.  Blocks may be on scales of their own.
+    A few numbers repeated to a length around the block's, of ``most`` at most; blocks may be on scales of
+    their own.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -120,12 +120,11 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 
 def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """What is tried always and first: simple rows, all ties of each format, blocks on three scales, the last
-    short, and last a row of ``elements``, if that is more than ``LONGEST``.  None has more.
+    """What is tried always and first: simple rows, all ties of each format, blocks on three scales, and last
+    a row of ``elements``, if that is more than ``LONGEST``.
 
-    A largest element stands beside each tie, so that steps are 1 whatever the block.  Of a codec of ours
-    also the edges between its levels (:mod:`harness.laws.rounding_edges`): bits are compared there in each
-    type of the subject, and the laws are tried on the specification, of which equal bits inherit them.
+    Of a codec of ours also the edges between its levels: bits in each type of the subject, laws on the
+    specification.
     """
     ties = [torch.stack([torch.full_like(each, top), each], dim=1).flatten() for top, each in _TIES]
     size = 16 if subject.block == "shard" else min(subject.block, LONGEST // 3)
@@ -146,10 +145,8 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
 
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most.
-
-    An exception of the subject is a violation too.  ``UNBIASED``, which encodes thousands of rows each time,
-    is tried on a tenth as many rows, which Hypothesis does not shrink.
+    """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most;
+    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, which are not shrunk.
     """
     costly, tried = claim is Law.UNBIASED, 0
     for case in [] if costly else standing(subject, claim, elements):
@@ -192,10 +189,7 @@ def _once(claim: Claim, case: Case) -> Violation:
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
-    """The violation of a claim on one row, by wrong numbers or an exception; None if it holds.
-
-    Any exception, SystemExit too: one in user code must not end the command with status 0.
-    """
+    """The violation of a claim on one row, by wrong numbers or any exception; None if it holds."""
     try:
         attempt(subject, claim, case)
     except Violation as violation:
@@ -209,11 +203,8 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 
 
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
-    """The violation of a part of a row from which no block of elements can be left out.
-
-    Of rows that Hypothesis did not draw, and so does not shrink.  By delta debugging (Zeller and Hildebrandt
-    2002): ever smaller blocks are left out, at most ``MOST_TRIED`` times.  What follows the first block keeps
-    the random bits of its place.
+    """The violation of a part of a row from which no block of elements can be left out, by delta debugging
+    (Zeller and Hildebrandt 2002): ever smaller blocks are left out, at most ``MOST_TRIED`` times.
     """
     found, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1

@@ -1,7 +1,6 @@
 """``zeropp check codecs``: the declared laws of codecs, ours or anyone's, on hostile rows.
 
-Prints which laws hold, and of each that does not the smallest row that was found to break it.  Statuses:
-0 where all hold, 1 where one does not, 2 for what cannot be tried.  torch and Hypothesis are imported
+Status 0 where all hold, 1 where one does not, 2 for what cannot be tried.  torch and Hypothesis are imported
 only once the command runs.
 """
 

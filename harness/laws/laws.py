@@ -1,9 +1,7 @@
 """Laws of codecs as functions, each of which checks one property on one row of elements.
 
-A :class:`Subject` is a codec of ours on one backend, or a user's object.  The tests of this repository
-and ``zeropp check codecs`` run the same functions; each raises :class:`Violation` with the numbers, or
-returns.  Beside the laws that a codec declares (:class:`impl.codecs.codec.Law`), every codec has the duties
-of :class:`Duty`.
+The tests and ``zeropp check codecs`` run the same; each raises :class:`Violation` with the numbers, or
+returns.
 """
 
 from __future__ import annotations
@@ -127,9 +125,8 @@ def title(claim: Claim) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where an exception was raised, as ``mine.py line 12, in encode: frame[at] = scale``; empty if unknown.
-
-    That is the innermost line of user code, else of ours; not of a library.
+    """Where an exception was raised, the innermost line of user code, else of ours: ``mine.py line 12, in
+    encode: ...``.
     """
     trace = traceback.extract_tb(error.__traceback__)
     lines = [line for line in trace if not _stands_in(line.filename, _LIBRARIES)]
@@ -206,8 +203,7 @@ def _bound(subject: Subject, case: Case) -> None:
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     """(S,) fp64: the declared bound of each element's block; infinite where the block is not finite.
 
-    Refuses a finite block with a bound of NaN, or an infinite one where no magnitude of the block exceeds
-    ``_MODERATE``: it would allow everything. Near the largest numbers a bound in fp32 may overflow.
+    Refuses a bound of NaN, or an infinite one where no magnitude of the block exceeds ``_MODERATE``.
     """
     seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(seen, subject.block).aminmax(dim=1)
@@ -278,19 +274,12 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 def _unbiased(subject: Subject, case: Case) -> None:
     """Check the mean of ``DRAWS`` encodings with independent random bits, for the first ``DRAWN`` elements.
 
-    Decoded values lie within the error bound ``b`` of the element, so by the empirical Bernstein bound
-    (Maurer and Pontil 2009, theorem 4, both sides) the mean of N of them with sample variance V is within
-    ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` of its expectation, ``L = ln(4 S / FALSE_ALARM)`` for S
-    elements, but for a probability of ``FALSE_ALARM``.  Allowed on top are ``2^-12 b``, for the 16 random
-    bits and the roundings of a rotation, and ``2^-22`` of the block's largest magnitude, for the roundings
-    of an offset and of the output, which count where a block's range is a few of its units in the last
-    place.
-
-    Its power: with DRAWS = 4096 and S = 64 all that is 3 % of ``b``, about a step, for elements on a code,
-    and up to 9 % for those between two: a bias of 0.1 steps is found, of 0.02 is not, and in between it
-    depends on the elements.  That the mean is within 2^-16 of a step is proved for the reference, from all
-    65536 values of the random bits (``tests/impl/codecs/test_rounding_noise.py``); other backends equal it
-    bit for bit.
+    By the empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, both sides) the mean of N decoded
+    values within ``b`` of the element, with sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N -
+    1))`` of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  On top ``2^-12 b``, for 16 random bits and a
+    rotation's roundings, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found, of
+    0.02 is not; the reference's is proved to be below 2^-16 of a step
+    (``tests/impl/codecs/test_rounding_noise.py``).
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()
@@ -391,10 +380,8 @@ def _bits(subject: Subject, case: Case) -> None:
 
 
 def _local(subject: Subject, case: Case) -> None:
-    """Check that the first, a middle and the last block, changed in turn, leave all others as they were.
-
-    A changed block is another in every element; where the codec says what a block with a NaN becomes, also
-    one that holds a NaN.
+    """Check that the first, a middle and the last block, changed in turn, leave all others as they were;
+    where the codec says what a block with a NaN becomes, also one that holds a NaN.
     """
     x, codec = case.x, subject.codec
     blocks = list(block_slices(subject.block, x.numel()))

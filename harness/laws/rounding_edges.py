@@ -1,8 +1,7 @@
 """Rows at a codec's rounding edges: for every two adjacent levels their tie, and the floats beside it.
 
-A level is a quotient ``x / scale`` that a codec of ours can represent.  Where scales are powers of two, ties
-stay ties however a quotient is computed; so the scales of these rows are those at which a product with the
-reciprocal, of the scale or of the block's largest element, becomes another code than the quotient.
+Where scales are powers of two, ties stay ties however a quotient is computed; the scales of these rows are
+those at which a product with a reciprocal becomes another code than the quotient ``x / scale``.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ def levels(codec: Blocked) -> Tensor:
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Rows (S,) of type ``kind``, S below 2400: between any two levels the tie, the float below, that above.
+    """Rows (S,) of type ``kind``, S below 2400: between any two levels the tie, the float below, that above,
+    each beside the elements that make the block's scale.
 
-    Beside each stand the elements that make the block's scale, so that any block that holds them has it.
-    With random bits a tie is where ``noise`` turns the rounding of its element.  What is rotated is where
-    it should be after the rotation, as far as sums in fp32 allow.
+    With random bits a tie is where ``noise`` turns its rounding; what is rotated is where it should be
+    afterwards.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -83,9 +82,7 @@ def _ties(codec: Blocked) -> Tensor:
 
 
 def _edges(codec: Blocked, ties: Tensor, span: Span, kind: Dtype) -> Tensor:
-    """(ties,) of type ``kind``: in turn below, at and above the tie of a quotient (ties,) fp64, held to the
-    span.
-    """
+    """(ties,) of type ``kind``: in turn below, at and above the tie of a quotient, held to the span."""
     x = span.low + ties * span.scale
     x = x.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
     bits = x.view(_BITS[x.element_size()])

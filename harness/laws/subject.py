@@ -43,11 +43,7 @@ def missing(backend: str) -> str | None:
 
 
 def of_codec(codec: Codec, backend: str) -> Subject:
-    """A codec of ours, or a published format, on a backend that is here.
-
-    Raises:
-        ValueError: if this machine lacks what the backend needs.
-    """
+    """A codec of ours, or a published format, on a backend; a ValueError if it is not here."""
     operations = ops.operations_of(backend)
     return Subject(
         name=f"{codec} on {backend}",
@@ -67,11 +63,7 @@ def of_codec(codec: Codec, backend: str) -> Subject:
 
 
 def read(text: str) -> Codec | Subject:
-    """A codec of ours or a published format by its text form, or a user's ``module:object``.
-
-    Raises:
-        Refusal: if it is neither, naming what is wrong.
-    """
+    """A codec by its text form, or a user's ``module:object``; a Refusal if it is neither."""
     try:
         codec = parse(text)
         return of_own(codec) if isinstance(codec, OwnCodec) and not codec.published else codec
@@ -80,12 +72,7 @@ def read(text: str) -> Codec | Subject:
 
 
 def of_own(codec: OwnCodec) -> Subject:
-    """A user's own codec, of which frames are tried as it writes them, without our padding.
-
-    Raises:
-        Refusal: if its device is not here.
-        CodecError: naming what it lacks.
-    """
+    """A user's own codec, its frames tried as it writes them; a Refusal if its device is not here."""
     thing, claimed = codec.thing, codec.claimed
     device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
