@@ -219,10 +219,10 @@ def rounds_of(benches: Sequence[Bench]) -> Iterator[tuple[Measured, pd.DataFrame
 
 def table_of(kind: Measured, data: pd.DataFrame) -> Table:
     """A row for each contender over all its runs: medians over rounds, with their intervals."""
-    measures = [str(name) for name in data.select_dtypes("float") if not name.endswith("_mb")]
-    labels = [name for name in data if name not in (*measures, "id")]
-    rows = [
-        mine.iloc[0].to_dict()
+    measures = [name for name in map(str, data.select_dtypes("float")) if not name.endswith("_mb")]
+    labels = [name for name in map(str, data) if name not in (*measures, "id")]
+    rows: list[dict[str, Any]] = [
+        {str(name): value for name, value in mine.iloc[0].items()}
         | {name: median_interval(list(mine[name])) for name in measures}
         | {"id": " ".join(sorted(set(mine["id"]))), "rounds": len(mine)}
         for _, here in groups(data, ["where"])
