@@ -153,7 +153,7 @@ class Timed:
 
     def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
         self.work, self.copy_seconds, self.seconds = work, list[float](), list[float]()
-        copy = partial(work.on.target.copy_, work.on.x)
+        copy: Callable[[], object] = partial(work.on.target.copy_, work.on.x)
         clock(copy, 1)  # pages of the target
         copied, took = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
         if took < seconds:
@@ -198,8 +198,8 @@ def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Itera
     for name in (name for name in backends if name in other_libraries.QUANTISERS):
         for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
-                names = {"operation": operation, "codec": own, "backend": name, "other": arithmetic}
-                yield Work(names, on, x.nbytes + nbytes, run)
+                names = {"operation": operation, "codec": own, "backend": name}
+                yield Work({**names, "other": arithmetic}, on, x.nbytes + nbytes, run)
 
 
 def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
