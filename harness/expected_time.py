@@ -65,9 +65,7 @@ def _trial_seconds(one: Forecast, flops: float) -> float:
     if trial.workload == "rlhf":  # and two frozen models pass over what was decoded
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
     sent, rate = one.egress, trial.slowest_mbit
-    if (
-        sent is None and ranks > 1
-    ):  # a peer: two rings of an all-reduce, or of two all-gathers and a reduction
+    if sent is None and ranks > 1:  # a peer: rings of an all-reduce, or of two all-gathers and a reduction
         peer = PEERS[trial.strategy]
         rings = 2 if peer.family == "ddp" else 3 * trial.accumulation
         sent = rings * (one.parameters or 0) * ITEM_BYTES[peer.wire(trial.peer.compute)]

@@ -128,8 +128,8 @@ class Nodes:
             error = caught
             if error.effect or error.kind == "timeout":
                 self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
-        except BaseException as stopped:
-            self._note_stuck(str(stopped))
+        except BaseException as other:
+            self._note_stuck(str(other))
             self._stop(number, others)
             raise
         raise _cause(error, self._stop(number, others), launch.log) from error

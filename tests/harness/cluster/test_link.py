@@ -133,6 +133,7 @@ def test_links_without_namespaces(setting: Setting, kind: str) -> None:
     [
         (Setting("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
         (Setting("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
+        (Setting("shaped", 2, 50.0), "link 'shaped' cannot have 50 Mbit/s"),
         (Setting("real", 2, None, 2.0), "link 'real' cannot have a latency of 2 ms"),
         (Setting("paced", 2, None, 2.0), "latency of 2 ms without a rate needs network namespaces"),
         (Setting("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
