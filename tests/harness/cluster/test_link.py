@@ -29,6 +29,7 @@ from harness.cluster.link import (
     open_link,
     opened,
     shape,
+    slowest,
 )
 from harness.cluster.pacer import Pacer
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
@@ -144,6 +145,12 @@ def test_what_a_link_cannot_have_is_refused(setting: Setting, words: str) -> Non
     """No link takes a rate or a latency in silence: it is held, or refused by its number."""
     with pytest.raises(LinkError, match=words):
         open_link(setting, "abc123")
+
+
+def test_the_slowest_node_counts() -> None:
+    """A repetition's rate is that of its slowest node."""
+    assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [1.0, 4.0]
+    assert slowest([]) == []
 
 
 @given(
