@@ -283,12 +283,9 @@ class _Seconds:
         hops, ring = list[Hop](), policy.gather == "flat"
         for index, axis in enumerate(axes):
             if index == spared and (again or policy.sends_copy):
-                size, rows = (
-                    secondary_bytes(policy, self.topology, unit),
-                    math.prod(a.size for a in axes[:index]),
-                )
-                before = 0.0 if again else self._coding(codec, rows * unit.shard, "decode")
-                codec = policy.kept
+                elements = unit.shard * math.prod(one.size for one in axes[:index])
+                before = 0.0 if again else self._coding(codec, elements, "decode")
+                size, codec = secondary_bytes(policy, self.topology, unit), policy.kept
             if axis.size > 1 and not (again and index < spared):
                 hops.append(self.hop(axis, size, ring=ring, before=before))
                 before = 0.0

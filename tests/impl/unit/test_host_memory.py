@@ -113,6 +113,8 @@ def test_what_is_kept_between_steps_stays_in_step(changes: dict[str, Any]) -> No
         ({"secondary": "node"}, 2, ALL),
         ({"reduce_every": "step"}, 2, ALL),
         ({"frozen": parse("int8:32")}, 2, ALL),
+        ({"feedback": Feedback(state="bf16")}, 2, ALL),
+        ({"feedback": Feedback(hops="all"), "gradients": (parse("int4:32"),) * 2}, 2, Offload()),
     ],
     ids=str,
 )
