@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from harness.strategies.controls import spoil
-from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from harness.workloads.rank_batches import RankBatches
 from impl.comm.mesh import Mesh
@@ -101,27 +99,6 @@ def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
         assert (owner == rank) == all(
             torch.equal(a, b) for a, b in zip(wrong[rank][0], right[rank][0], strict=True)
         )
-
-
-@pytest.mark.parametrize(
-    ("control", "fields", "words"),
-    [
-        ("half_batch", {"sequence": 128, "tokens_per_rank": 128}, "128 is one sequence; expected two"),
-        ("unordered", {"strategy": "zero3", "policy": {"reduce": "ring"}}, "in 0 hops; expected two"),
-        ("unordered", {"strategy": "fsdp2"}, "in 0 hops; expected two"),
-        (
-            "unordered",
-            {"strategy": "qgz", "cluster": {"nodes": 1, "ranks_per_node": 4}},
-            "in 1 hops; expected two",
-        ),
-        *(("stale_secondary", {"strategy": name}, "keeps no secondary") for name in ("zero3", "ddp")),
-        ("stale_secondary", {"strategy": "fsdp2+exact"}, "'fsdp2\\+exact' keeps no secondary"),
-    ],
-)
-def test_what_would_spoil_nothing_is_refused(control: str, fields: dict[str, Any], words: str) -> None:
-    """One sequence has no half, a ring or a node alone no order of hops, a policy without hpZ no copy."""
-    with pytest.raises(ValueError, match=f"control = '{control}': .*{words}"):
-        check(Trial.model_validate(fields | {"control": control}))
 
 
 def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:

@@ -1,33 +1,84 @@
-"""Fields of a cluster that are fine alone and contradict each other."""
+"""Fields of a trial that are fine alone and contradict each other."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 import pytest
 
-from harness.suites import contradictions
+from harness.suites.contradictions import check
 from harness.suites.trial import Cluster, Trial
 
-_ADAPTERS = {"device": "cuda", "transport": "nccl", "link": "real"}
-_SHAPED = {"link": "shaped", "rate": "1 Gbit/s"}
+_ADAPTERS: Final = {"device": "cuda", "transport": "nccl", "link": "real"}
+_SHAPED: Final = {"link": "shaped", "rate": "1 Gbit/s"}
+_STAGED: Final[dict[str, Any]] = {"cluster": {"device": "cuda", "transport": "staged"}}
+_GENERATE: Final[dict[str, Any]] = {"workload": "generate"}
+_RLHF: Final[dict[str, Any]] = {
+    "workload": "rlhf", "generate": {"prompt": 11, "tokens": 5}, "rlhf": {"group": 3}, "strategy": "zero3",
+    "sequence": 16, "tokens_per_rank": 96,
+}  # fmt: skip
+_UNORDERED: Final[dict[str, Any]] = {"control": "unordered"}
+_STALE: Final[dict[str, Any]] = {"control": "stale_secondary"}
+_ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
 
 
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
         ({"link": "shaped"}, "cluster.link = 'shaped': expected a cluster.rate"),
+        ({"link": "none", "rate": "50 Mbit/s"}, "cluster.rate = 50 Mbit/s"),
         ({"slow": 0.5, "rate": "1 Gbit/s"}, "for the last of 2 nodes"),
         ({"slow": 0.5, "nodes": 3}, "expected a rate"),
         (_SHAPED | {"latency": "2 ms"}, "cluster.latency = 2 ms: nothing adds it to cluster.link = 'shaped'"),
         ({"transport": "own.backend"}, "expected cluster.link = 'none' or 'paced'"),
+        ({"transport": "nccl"}, "cluster.device = 'cuda'"),
+        ({"transport": "staged"}, "'staged': expected cluster.device = 'cuda'"),
+        ({"device": "cuda"}, "expected cluster.transport = 'nccl' or 'staged', not 'shm'"),
         ({"hosts": ["a", "a"]}, "a host stands there twice"),
         ({"link": "real", "hcas": 2}, "cluster.hcas = 2: expected cluster.transport = 'nccl'"),
         (_ADAPTERS | _SHAPED | {"hcas": ["mlx5_0"]}, r"cluster.hcas = \[.mlx5_0.\]: .*'real' with it"),
     ],
 )
-def test_a_means_of_throttling_that_holds_nothing_is_refused(cluster: dict[str, object], words: str) -> None:
+def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], words: str) -> None:
     """In a line that names the fields and their values."""
     with pytest.raises(ValueError, match=words):
-        contradictions.check(Trial(cluster=Cluster.model_validate(cluster)))
+        check(Trial(cluster=Cluster.model_validate(cluster)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tokens_per_rank": 100}, "tokens_per_rank = 100: expected a multiple of sequence = 128"),
+        (_STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends past our wire; expected 'nccl'"),
+        (_STAGED | {"measure_quantisation": True}, "errors of what is sent are not measured there"),
+        ({"optimizer": {"schedule": {"warmup": 99}}}, "warmup = 99: the trial has 10 steps in all"),
+        ({"generate": {"tokens": 5}}, "workload = 'train' has no use for it"),
+        (_GENERATE | {"model": {"name": "bert-small"}}, "'bert-small' cannot; expected one of gpt-tiny"),
+        (_GENERATE | {"model": {"name": "a:b"}}, "model 'a:b' cannot"),
+        (_GENERATE | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
+        (_GENERATE | {"clip": 1.0}, "clip = 1.0: workload = 'generate' has no use for it"),
+        (_GENERATE | {"rlhf": {"group": 3}}, "rlhf = group=3.* has no use for it"),
+        (_GENERATE | {"optimizer": {"schedule": {"decay": "linear"}}}, "schedule = .* has no use for it"),
+        (_RLHF | {"strategy": "ddp"}, "strategy 'ddp' has no engine of ours"),
+        (_RLHF | {"strategy": "fsdp2+qwz"}, r"strategy 'fsdp2\+qwz' has no engine of ours"),
+        (_RLHF | {"sequence": 32}, "together sequence = 32 with workload = 'rlhf'"),
+        (_RLHF | {"tokens_per_rank": 64}, "are 4 sequences: expected a multiple of rlhf.group = 3"),
+        (_RLHF | {"validate_every": 1}, "validate_every = 1: .* has no use for it"),
+        (_RLHF | {"policy": {"offload_weights": 1.0}}, "expected none with workload = 'rlhf'"),
+        (_RLHF | {"model": {"name": "bert-tiny"}}, "model 'bert-tiny' cannot"),
+        ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
+        ({"control": "half_batch", "tokens_per_rank": 128}, "128 is one sequence; expected two"),
+        (_UNORDERED | {"strategy": "zero3", "policy": {"reduce": "ring"}}, "in 0 hops; expected two"),
+        (_UNORDERED | {"strategy": "fsdp2"}, "in 0 hops; expected two"),
+        (_UNORDERED | {"strategy": "qgz", "cluster": _ONE_NODE}, "in 1 hops; expected two"),
+        (_STALE | {"strategy": "zero3"}, "'zero3' keeps no secondary"),
+        (_STALE | {"strategy": "fsdp2+exact"}, r"'fsdp2\+exact' keeps no secondary"),
+    ],
+)
+def test_impossible_together(fields: dict[str, Any], words: str) -> None:
+    """Fields that are fine alone and impossible together are refused, naming both."""
+    with pytest.raises(ValueError, match=words):
+        check(Trial.model_validate(fields))
 
 
 @pytest.mark.parametrize("hcas", [0, [], True, ["=mlx5_0,mlx5_1"], ["mlx5_0", ""], 1.5])
@@ -42,7 +93,7 @@ def test_adapters_make_another_trial(hcas: object) -> None:
     """Its canonical form has them, and gives it back; without them it is that of before there were any."""
     plain = Trial(cluster=Cluster.model_validate(_ADAPTERS))
     asked = Trial(cluster=Cluster.model_validate(_ADAPTERS | {"hcas": hcas}))
-    contradictions.check(asked)
+    check(asked)
     assert "hcas" not in plain.canonical()["cluster"]
     assert asked.canonical()["cluster"]["hcas"] == hcas
     assert asked.id != plain.id

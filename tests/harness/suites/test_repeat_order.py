@@ -41,17 +41,6 @@ def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
     assert str(meant.most) in str(meant)
 
 
-@pytest.mark.parametrize(
-    "said", [0, -1, True, 2.5, "two", "until", "until 0 %", "until 100 %", "until 2 %, at most 8", "2 %"]
-)
-def test_other_repeats_are_refused(tmp_path: Path, said: object) -> None:
-    """In one line that names the key, the value, and what is allowed."""
-    text = f'"{said}"' if isinstance(said, str) else str(said).lower()
-    with pytest.raises(SuiteError, match=r"repeats = .*expected") as error:
-        suite(tmp_path, text)
-    assert "\n" not in str(error.value)
-
-
 def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> None:
     """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
     three, six = suite(tmp_path, "3"), suite(tmp_path, "6")

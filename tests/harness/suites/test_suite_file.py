@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from harness.suites.expanded_suite import Suite
+from harness.suites.failure_answers import Answer
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
@@ -253,6 +254,13 @@ def test_quoted_and_nested_axes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_suite_says_what_follows_a_failure(tmp_path: Path) -> None:
+    """By kind, and without another trial."""
+    found = suite(tmp_path, '[on_failure]\nkilled = "stop"\n')
+    assert found.on_failure == {"killed": Answer(stop=True)}
+    assert found.trials == suite(tmp_path, "").trials
+
+
 CASES = {
     "unknown key at the top": ("matrx = 1\n", "unknown key 'matrx'", "did you mean 'matrix'?"),
     "unknown field": (
@@ -299,6 +307,23 @@ CASES = {
         "999",
         "below 10^18",
     ),
+    "no table of answers": ('on_failure = "skip"\n', "on_failure", "expected a valid dictionary"),
+    "no kind of failure": (
+        '[on_failure]\nmurdered = "skip"\n',
+        '"murdered"',
+        "expected 'crashed', 'disk', 'killed'",
+    ),
+    "no answer": (
+        '[on_failure]\nkilled = "retry"\n',
+        "on_failure.killed",
+        'expected "skip", "stop", "retry 2"',
+    ),
+    "too many tries": ('[on_failure]\nkilled = "retry 11"\n', "on_failure.killed", "at most 10"),
+    "no repeats": ("repeats = 0\n", "repeats = 0", "expected a whole number, at least 1"),
+    "true repeats": ("repeats = true\n", "repeats = true", "expected a whole number, at least 1"),
+    "half a repeat": ("repeats = 2.5\n", "repeats = 2.5", "expected a whole number, at least 1"),
+    "repeats until all": ('repeats = "until 100 %"\n', "until 100", "expected a whole number, at least 1"),
+    "too few until": ('repeats = "until 2 %, at most 8"\n', "at most 8", "and there at least 9"),
     "match of nothing": ('[[exclude]]\nstrategy = "ddp"\n', "ddp", "matches no trial"),
     "override without set": ("[[override]]\nmatch = {}\n", "override.0.set", "missing"),
     "nothing left": ("[[exclude]]\nseed = 0\n", "[[exclude]]", "no trial"),

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from harness.suites.contradictions import check
 from harness.suites.peers import PEERS
 from harness.suites.quantities import parse_rate
 from harness.suites.trial import (
     Cluster,
-    Generate,
     LearningRates,
     Model,
     Optimizer,
@@ -185,44 +182,6 @@ def test_bad_size(text: object) -> None:
     """A size without a known unit, or of nothing, is refused."""
     with pytest.raises(ValidationError, match="a number above 0 with a unit, MiB or GiB"):
         Trial(memory_limit=text)  # type: ignore[arg-type]
-
-
-GENERATES: dict[str, Any] = {"workload": "generate"}
-STAGED: dict[str, Any] = {"cluster": Cluster(device="cuda", transport="staged")}
-DECAYING = Optimizer(schedule=LearningRates(decay="linear"))
-WARMING = Optimizer(schedule=LearningRates(warmup=99))
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (
-            {"sequence": 128, "tokens_per_rank": 100},
-            "tokens_per_rank = 100: expected a multiple of sequence = 128",
-        ),
-        ({"cluster": Cluster(link="none", rate="50 Mbit/s")}, "cluster.rate = 50 Mbit/s"),  # type: ignore[arg-type]
-        ({"cluster": Cluster(transport="nccl")}, "cluster.device = 'cuda'"),
-        ({"cluster": Cluster(transport="staged")}, "'staged': expected cluster.device = 'cuda'"),
-        ({"cluster": Cluster(device="cuda")}, "expected cluster.transport = 'nccl' or 'staged', not 'shm'"),
-        (STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends past our wire; expected 'nccl'"),
-        (STAGED | {"measure_quantisation": True}, "errors of what is sent are not measured there"),
-        ({"optimizer": WARMING}, "optimizer.schedule.warmup = 99: the trial has 10 steps in all"),
-        ({"generate": Generate(tokens=5)}, "workload = 'train' has no use for it"),
-        (
-            GENERATES | {"model": Model(name="bert-small")},
-            "model 'bert-small' cannot; expected one of gpt-tiny",
-        ),
-        (GENERATES | {"model": Model(name="a:b")}, "model 'a:b' cannot"),
-        (GENERATES | {"sequence": 32}, "generate.prompt = 32 and generate.tokens = 32: together at most"),
-        (GENERATES | {"clip": 1.0}, "clip = 1.0: workload = 'generate' has no use for it"),
-        (GENERATES | {"optimizer": DECAYING}, "optimizer.schedule = .* has no use for it"),
-        ({"policy": PolicyChanges(secondary=3)}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
-    ],
-)
-def test_impossible_together(fields: dict[str, Any], words: str) -> None:
-    """Fields that are fine alone and impossible together are refused, naming both."""
-    with pytest.raises(ValueError, match=words):
-        check(Trial(**fields))
 
 
 def test_an_unknown_model_is_refused_where_it_is_named() -> None:

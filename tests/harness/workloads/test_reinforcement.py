@@ -246,22 +246,3 @@ def test_a_step_is_its_phases(tmp_path: Path) -> None:
             assert 0 <= (step.exposed_score or 0) <= step.score
             parts = step.generate + step.score + step.forward + step.backward + step.optimizer
             assert step.exposed <= parts <= step.total + 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"strategy": "ddp"}, "strategy 'ddp' has no engine of ours"),
-        ({"strategy": "fsdp2+qwz"}, "strategy 'fsdp2\\+qwz' has no engine of ours"),
-        ({"sequence": 32, "tokens_per_rank": 96}, "together sequence = 32 with workload = 'rlhf'"),
-        ({"tokens_per_rank": 64}, "are 4 sequences: expected a multiple of rlhf.group = 3"),
-        ({"validate_every": 1}, "validate_every = 1: .* has no use for it"),
-        ({"policy": {"offload_weights": 1.0}}, "expected none with workload = 'rlhf'"),
-        ({"model": {"name": "bert-tiny"}}, "model 'bert-tiny' cannot"),
-        ({"workload": "generate"}, "rlhf = group=3.* has no use for it"),
-    ],
-)
-def test_what_such_a_step_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
-    """One line says which fields do not go together."""
-    with pytest.raises(ValueError, match=words):
-        trial(**{"strategy": "zero3", **changes})
