@@ -9,7 +9,7 @@ The training loop gains one line::
     optimizer.step()
 
 What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
-:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.optimizer_step`.
+:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.masters`.
 """
 
 from __future__ import annotations

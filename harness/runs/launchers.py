@@ -73,7 +73,7 @@ def gathered(
     if here is None:
         yield None
         return
-    from harness.runs.work import WORKS
+    from harness.runs.rank_tasks import WORKS
 
     hosts = clusters(trials)[0].hosts
     start = partial(remote.supervisors, hosts) if hosts else None

@@ -31,8 +31,8 @@ from harness.errors import LinkError
 from harness.measure import machine
 from harness.records.record import Failure, LinkRecord
 from harness.runs.locks import SCRATCH
+from harness.runs.rank_tasks import EXCHANGE, TRIAL, WORKS
 from harness.runs.rank_trial import Assignment, Outcome
-from harness.runs.work import EXCHANGE, TRIAL, WORKS
 from harness.suites import folder
 from harness.suites.trial import Trial
 from impl.plan.topology import Topology

@@ -32,7 +32,7 @@ from impl.adapters.traffic import GroupGeometry, Host, check_host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
-from impl.engine.optimizer_step import Stepped
+from impl.engine.masters import Stepped
 from impl.plan.memory import memory
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry

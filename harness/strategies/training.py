@@ -16,7 +16,7 @@ from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from harness.workloads.rank_batches import Batches, Given, RankBatches
-from impl.engine.optimizer_step import Stepped
+from impl.engine.masters import Stepped
 from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
 

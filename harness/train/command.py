@@ -304,7 +304,7 @@ def _run(job: Job) -> None:
     from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
     from impl.checkpoint.save_load import CheckpointError
-    from impl.engine.optimizer_step import LossScaleError
+    from impl.engine.masters import LossScaleError
     from impl.errors import ZeroError
 
     interrupts.take_over()

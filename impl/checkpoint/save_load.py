@@ -30,7 +30,7 @@ from impl.checkpoint.resharding import Parts, ranges, write_tensors
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
 from impl.errors import ZeroError, raised
-from impl.unit.unit import WholeValues
+from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
 MESSAGE_BYTES: Final = 1024  # of each rank: a result in JSON, or "!" and an error's line, which may be cut

@@ -29,7 +29,7 @@ from impl import ops
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
-from impl.engine.optimizer_step import Stepped, clip_factor
+from impl.engine.masters import Stepped, clip_factor
 from impl.errors import ZeroError
 from impl.plan.policy import Offload
 from impl.plan.traffic import CopyKey, realised

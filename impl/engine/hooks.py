@@ -1,4 +1,4 @@
-"""Hooks on modules and gradients, which tell units of the events of a step and call nothing else.
+"""Hooks on modules and gradients, which tell units, buffers, scaler and reductions of the events of a step.
 
 What a unit does then is told in :mod:`impl.unit.unit`.  Nothing here knows ZeRO++'s techniques by name: they
 are values of the policy.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
-from impl.engine.optimizer_step import LossScaler, Masters
+from impl.engine.masters import LossScaler, Masters
+from impl.engine.module_buffers import ModuleBuffers
 from impl.engine.outside_uses import OutsideUses, SavedTensors, recomputing
-from impl.engine.state_dict import ModuleBuffers
 from impl.errors import WrittenError, ZeroError
 from impl.plan.traffic import Phase
 from impl.pytree import cast_tensors, memory_of, tensors_in
@@ -277,7 +277,7 @@ class Hooks:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
         # torch's own register_multi_grad_hook() would keep the graph alive, and so the engine.
-        hook = self._weakly(Hooks.post_backward, module, [len(tensors)])
+        hook = self._weakly(Hooks.reshard_unused, module, [len(tensors)])
         for tensor in tensors:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -310,7 +310,7 @@ class Hooks:
         if not self._passes.in_backward:
             self._begin_backward()
 
-    def post_backward(self, module: nn.Module, left: list[int]) -> None:
+    def reshard_unused(self, module: nn.Module, left: list[int]) -> None:
         """The gradient of an input of one call of ``module`` is there; of how many it is not is ``left``."""
         left[0] -= 1
         if not left[0]:

@@ -1,21 +1,19 @@
-"""Full state dicts of a sharded model, and its persistent buffers, which are kept equal on all ranks."""
+"""Full state dicts of a sharded model."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.unit.master_shard import sliced
-from impl.unit.unit import Unit, WholeValues
+from impl.unit.unit import Unit
+from impl.unit.whole_values import WholeValues
 
-_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
 EXTRA: Final = "_extra_state"  # ends the name of what a module's get_extra_state() returned
 
 
@@ -52,11 +50,13 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
     whole: dict[int, Any] = {}
     for unit in units:
         whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
-    state = {name: whole.get(id(one), one) for name, one in model.state_dict(keep_vars=True).items()}
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }
+    state: dict[str, Any] = {}
+    for name, held in model.state_dict(keep_vars=True).items():
+        if id(held) in whole:
+            state[name] = whole[id(held)]
+        else:
+            state[name] = held.detach().clone() if isinstance(held, Tensor) else copy.deepcopy(held)
+    return state
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
@@ -83,61 +83,3 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     for name, value in own.items():
         if id(value) not in sharded:
             load_entry(model, name, value, state[name])
-
-
-class ModuleBuffers:
-    """The persistent buffers (running means, counters) of one model on one rank.
-
-    Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
-    mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's
-    of all).  Buffers that are not persistent are derived from something else and left alone.
-
-    Attributes:
-        nbytes: of all of them: the size of a rank's message.
-        differ: whether a training pass may have changed them; until the first exchange nobody has said that
-            they are equal.
-    """
-
-    def __init__(self, model: nn.Module, wire: Wire) -> None:
-        self._model, self._wire = model, wire
-        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
-        self.differ = True
-
-    def _persistent(self) -> list[Tensor]:
-        """Those with elements, each once, in the model's order."""
-        found = {
-            id(buffer): buffer
-            for module in self._model.modules()
-            for name, buffer in module._buffers.items()  # noqa: SLF001  # as state_dict() does
-            if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
-        }
-        return [buffer for buffer in found.values() if buffer.numel()]
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """After the body all buffers, those that are not persistent too, are as they were before it."""
-        differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        try:
-            yield
-        finally:
-            self.differ = differ
-            with torch.no_grad():
-                for buffer, values in kept:
-                    buffer.copy_(values)
-
-    @torch.no_grad()
-    def make_equal(self) -> None:
-        """Make them equal if a pass may have changed them; all ranks must call it."""
-        if not self.differ or not self.nbytes:
-            return
-        self.differ = False
-        buffers = self._persistent()
-        mine = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
-        rows = self._wire.all_gather_small(mine, "buffers")  # (ranks, bytes)
-        start = 0
-        for buffer in buffers:
-            part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
-            if buffer.dtype in _AVERAGED:
-                part = part.double().mean(0, keepdim=True)
-            buffer.copy_(part[0].view(buffer.shape))
-            start += buffer.nbytes

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from impl.engine.engine import Zero, find
 from impl.errors import ZeroError
 from impl.unit.master_shard import part_of
-from impl.unit.unit import WholeValues
+from impl.unit.whole_values import WholeValues
 
 Which = str | nn.Parameter
 

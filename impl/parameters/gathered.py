@@ -22,7 +22,7 @@ from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
 from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
-from impl.unit.unit import WholeValues
+from impl.unit.whole_values import WholeValues
 
 _REPLACED: Final = 2  # beside 0, as it was, and 1, changed
 

@@ -25,7 +25,7 @@ from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
 from impl.unit.master_shard import sliced
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore
-from impl.unit.unit import assembled
+from impl.unit.whole_values import assembled
 
 _LARGE: Final = 2**61 - 1
 

@@ -30,7 +30,7 @@ from impl import ops
 from impl.codecs.codec import FORMATS, parse
 from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
-from impl.engine.optimizer_step import Stepped
+from impl.engine.masters import Stepped
 from impl.plan.policy import Feedback, Policy
 from impl.plan.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction

@@ -20,7 +20,7 @@ from harness.suites.trial import Model, Trial
 from harness.train import command as train_command
 from harness.train.loop import Job
 from impl.checkpoint.commit import CheckpointError
-from impl.engine.optimizer_step import LossScaleError
+from impl.engine.masters import LossScaleError
 from impl.errors import ZeroError
 from tests.impl.deepspeed.test_recipe import SNIPPETS
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.engine.optimizer_step import Stepped
+from impl.engine.masters import Stepped
 from impl.plan.bit_budget import shares_of
 from impl.plan.memory import memory
 from impl.plan.policy import Feedback, LossScale, Policy, PolicyError, parse_budget, preset

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
-from impl.engine.optimizer_step import LossScaleError, LossScaler
+from impl.engine.masters import LossScaleError, LossScaler
 from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard

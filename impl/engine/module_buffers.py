@@ -1,0 +1,71 @@
+"""A sharded model's persistent buffers, which are kept equal on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.wire import Wire
+
+_AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are exact enough in fp64
+
+
+class ModuleBuffers:
+    """The persistent buffers (running means, counters) of one model on one rank.
+
+    Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
+    mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's
+    of all).  Buffers that are not persistent are derived from something else and left alone.
+
+    Attributes:
+        nbytes: of all of them: the size of a rank's message.
+        differ: whether a training pass may have changed them; until the first exchange nobody has said that
+            they are equal.
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        self._model, self._wire = model, wire
+        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
+        self.differ = True
+
+    def _persistent(self) -> list[Tensor]:
+        """Those with elements, each once, in the model's order."""
+        found = {
+            id(buffer): buffer
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()  # noqa: SLF001  # as state_dict() does
+            if buffer is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+        }
+        return [buffer for buffer in found.values() if buffer.numel()]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """After the body all buffers, those that are not persistent too, are as they were before it."""
+        differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            yield
+        finally:
+            self.differ = differ
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Make them equal if a pass may have changed them; all ranks must call it."""
+        if not self.differ or not self.nbytes:
+            return
+        self.differ = False
+        buffers = self._persistent()
+        mine = torch.cat([buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers])
+        rows = self._wire.all_gather_small(mine, "buffers")  # (ranks, bytes)
+        start = 0
+        for buffer in buffers:
+            part = rows[:, start : start + buffer.nbytes].clone().view(buffer.dtype)  # (ranks, elements)
+            if buffer.dtype in _AVERAGED:
+                part = part.double().mean(0, keepdim=True)
+            buffer.copy_(part[0].view(buffer.shape))
+            start += buffer.nbytes

@@ -1,0 +1,104 @@
+"""One unit's values seen whole, outside of passes: for state dicts, GatheredParameters and access by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from impl.comm.all_gather import whole_of
+from impl.comm.wire import Wire
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.topology import Axis
+from impl.plan.traffic import Tag
+from impl.unit.flat_buffer import InUnit
+from impl.unit.placeholder import Placeholder, release, restore
+from impl.unit.unit import Unit
+
+
+class WholeValues:
+    """Reads, shows and overwrites the values of one unit; what overwrites weights ends hpZ's secondary."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._geometry, self._wire = unit, unit.geometry, unit.wire
+        self._master_shard = unit.master_shard
+        topology = unit.wire.mesh.topology
+        axes, outside = topology.gather_axes(unit.policy.group_ranks(topology))
+        self._axes = axes[outside:]  # along which ranks share one copy
+        self._tag = Tag("step", "state", unit.geometry.name)
+
+    # Reading
+
+    def masters(self) -> list[Tensor]:
+        """All parameters in fp32, one tensor per slot; all ranks must call it."""
+        master = self._master_shard.master
+        if self._master_shard.placement.shard:
+            master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
+            self._unit.host.copy("to_device", self._master_shard.master, master, "state", self._geometry.name)
+        whole = whole_of(self._wire, self._axes, master, self._tag).view(-1)  # (P,)
+        return [whole[slot.offset : slot.end].view(slot.spec.shape).clone() for slot in self._geometry.slots]
+
+    def gather_member(self, number: int, part: Tensor) -> Tensor:
+        """(shape) fp32 member ``number``, of which each rank gives its part; all must call it."""
+        here = part.to(self._wire.mesh.device)
+        return assembled(self._geometry, number, here, self._axes, wire=self._wire, tag=self._tag)
+
+    def part(self, number: int) -> tuple[int, int]:
+        """(start, end) of member ``number`` in this rank's shard; maybe empty."""
+        return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
+
+    # Showing
+
+    def show(self, number: int, values: Tensor) -> nn.Parameter:
+        """Let who holds member ``number`` see ``values`` (shape), and write; returns what modules hold."""
+        unit, member = self._unit, self._unit.members[number]
+        unit.wait()
+        unit.hide()
+        unit.flat.whole[number] = values
+        unit.meter.add("gathered", values.nbytes)
+        restore(member.placeholder, values)
+        member.parameter.__class__ = nn.Parameter
+        member.parameter.data = values  # whoever took it during a pass
+        return member.placeholder
+
+    def end_showing(self, number: int) -> None:
+        """End what :meth:`show` began; nothing is written back."""
+        unit, member = self._unit, self._unit.members[number]
+        member.put(member.placeholder)  # in place of what may have replaced it
+        unit.meter.add("gathered", -unit.flat.whole.pop(number).nbytes)
+        unit.flat.lay_member(number)
+        torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
+        release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
+        if not unit.gathered:
+            member.parameter.__class__ = Placeholder
+
+    # Overwriting
+
+    def write_part(self, number: int, part: Tensor) -> None:
+        """Overwrite this rank's part of member ``number`` with ``part`` (elements here,) fp32."""
+        self._master_shard.load_part(*self.part(number), part)
+        self._unit.weights_changed()
+
+    def load_shard(self, values: Tensor) -> None:
+        """Overwrite this rank's shard with ``values`` (S,) fp32."""
+        self._master_shard.load_part(0, self._geometry.shard, values)
+        self._unit.weights_changed()
+
+    def load_codes(self, frame: Tensor) -> None:
+        """Overwrite weights that are held as codes; see :meth:`MasterShard.load_codes`."""
+        self._master_shard.load_codes(frame)
+        self._unit.weights_changed()
+
+
+def assembled(
+    geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
+) -> Tensor:
+    """(shape) fp32: slot ``number``, of which each rank along ``axes`` gives its part (elements here,)."""
+    slot = geometry.slots[number]
+    bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
+    longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)
+    longest[: part.numel()] = part
+    rows = whole_of(wire, axes, longest, tag)
+    parts = [row[: end - first] for row, (first, end) in zip(rows, bounds, strict=True)]
+    return torch.cat(parts).view(slot.spec.shape)
