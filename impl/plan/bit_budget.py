@@ -18,9 +18,10 @@ from typing import NamedTuple, get_args
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Budgeted, Policy, PolicyError
+from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Topology
-from impl.plan.traffic import LedgerKey, Link, kept_units
+from impl.plan.traffic import LedgerKey, Link
 
 
 class Cost(NamedTuple):

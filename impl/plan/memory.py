@@ -12,9 +12,10 @@ from typing import Final
 
 from impl.codecs.codec import ITEM_BYTES
 from impl.plan.policy import Policy
+from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import MASTER_BYTES, kept_units, placements_of, reduction_hops, secondary_bytes
+from impl.plan.traffic import MASTER_BYTES, placements_of, reduction_hops, secondary_bytes
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
 STAGED: Final = 2  # mean gradients on their way to the host at most

@@ -16,6 +16,7 @@ from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Budgeted, Offload, Policy
+from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Axis, Topology
 
@@ -350,37 +351,6 @@ class _Sender:
         book.reduction(policy, unit.name, unit.piece, policy.grain)
         axes, codec = policy.replica_axes(book.topology)
         book.gather(Tag("backward", "gradients", unit.name), axes, codec.frame_bytes(unit.piece))
-
-
-def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
-    """Indices of the units that stay gathered from a forward pass to its backward pass.
-
-    What lies outside all blocks ends the one and begins the other, so it stays unless ``max_reuse`` is 0.  On
-    one rank everything does: gathering again would cast the masters again, 6 bytes a parameter, to save 2.
-    Blocks, as a whole, stay from the last one on while fewer than ``max_reuse`` elements run between their
-    forward and their backward, and all that is gathered at once stays within ``max_live``.  Of two planes
-    none stays: backward computes with another than forward.  ``units`` are in model order.
-    """
-    if policy.planes > 1:
-        return frozenset()
-    limits = policy.memory
-    blocks: dict[str, list[int]] = {}
-    for index, unit in enumerate(units):
-        if not unit.outer:
-            blocks.setdefault(unit.block, []).append(index)
-    sizes = {name: sum(units[i].padded for i in indices) for name, indices in blocks.items()}
-    live = sum(unit.padded for unit in units if unit.outer)
-    kept = {index for index, unit in enumerate(units) if unit.outer and limits.max_reuse}
-    reuse = math.inf if limits.max_reuse and units and units[0].world == 1 else limits.max_reuse
-    between = 0
-    for name in reversed(blocks):
-        others = max((size for other, size in sizes.items() if other != name), default=0)
-        if between >= reuse or live + sizes[name] + others > limits.max_live:
-            break
-        kept.update(blocks[name])
-        live += sizes[name]
-        between += 2 * sizes[name]
-    return frozenset(kept)
 
 
 def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:

@@ -21,7 +21,7 @@ are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes 
 8. *The optimizer steps the masters* and clears their gradients.
 
 On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, and
-:meth:`GradientReduction.finish` joins it.
+:meth:`GradientReduction.go_on` joins it.
 """
 
 from __future__ import annotations
