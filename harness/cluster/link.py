@@ -164,15 +164,12 @@ class Link:
     close: Callable[[], object] = lambda: None
     calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
 
-    @property
-    def paced_mbit(self) -> float | None:
-        """The rate at which our wire paces itself, if the link is ``paced``."""
-        return self.setting.rate_mbit if self.kind == "paced" else None
+    paced_mbit: float | None = field(init=False)  # rate at which our wire paces itself, if it is ``paced``
+    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
 
-    @property
-    def message_bytes(self) -> int:
-        """Size of a message of a calibration; 0 of one node."""
-        return message_bytes(self.setting) if self.setting.nodes > 1 else 0
+    def __post_init__(self) -> None:
+        self.paced_mbit = self.setting.rate_mbit if self.kind == "paced" else None
+        self.message_bytes = message_bytes(self.setting) if self.setting.nodes > 1 else 0
 
     def __enter__(self) -> Self:
         return self

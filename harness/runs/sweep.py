@@ -169,10 +169,12 @@ class _Sweep:
         """Run one trial, again if the suite wants that, and write its record; returns whether the suite wants
         no further trial.
         """
+        self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._answer(record).retries:
             earlier.append(Failed(kind=record.failure.kind, message=record.failure.message))
             self.display.again(record, len(earlier), self._answer(record).retries)
+            self.display.began(trial)
             record = self.run(trial).model_copy(update={"earlier": earlier})
         chained_journal.append(self.results, record)
         if record.failure is None or record.failure.log is None:  # what an earlier run left
@@ -217,7 +219,6 @@ class _Sweep:
 
     def run(self, trial: Trial) -> Record:
         """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""
-        self.display.began(trial)
         blank = self._record(trial)
         if blank.failure is not None:
             return blank

@@ -197,7 +197,8 @@ class Cluster:
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
         """How the ranks of a trial are started on its link."""
-        topology = Topology(1, 1) if trial.strategy == "single" else trial.topology()
+        topology = Topology(trial.cluster.nodes, trial.cluster.ranks_per_node)
+        topology = Topology(1, 1) if trial.strategy == "single" else topology
         here = topology.world if trial.cluster.launcher == "local" else topology.ranks_per_node
         return Launch(
             topology=topology,
