@@ -13,7 +13,8 @@ from typing import Any, Final
 from harness.records.confidence_intervals import FEWEST, Interval, of_another_sweep
 from report.data import loss_verdicts
 from report.data.frames import groups
-from report.data.metrics import Derived, speedup
+from report.data.metrics import Derived
+from report.data.speedups import speedup
 from report.data.text import NOTHING
 from report.draw.names_of_rows import apart
 from report.tables.table import markdown

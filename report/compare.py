@@ -16,7 +16,8 @@ import pandas as pd
 from harness.measure.machine import MUST_AGREE
 from harness.records.confidence_intervals import Interval, mean_interval
 from report.data.frames import ReportError, groups, load
-from report.data.metrics import speedup, trials
+from report.data.metrics import trials
+from report.data.speedups import speedup
 from report.page import rendered
 from report.tables.table import Column, Table
 

@@ -17,7 +17,7 @@ from harness.records.confidence_intervals import mean_interval
 from report.answer import effects, loss, sizes, speed
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
-from report.data import loss_verdicts, metrics
+from report.data import loss_verdicts, speedups
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed, with_interval
@@ -56,7 +56,7 @@ def hidden(derived: Derived) -> str:
     told, near = [], []
     for strategy in ("zero3", "zeropp"):
         mine = derived.trials[derived.trials["contender"] == NAMES[strategy]]
-        step = ratio(metrics.step_interval(mine))
+        step = ratio(speedups.step_interval(mine))
         told.append(f"{g3(mine['exposed_seconds'].median())} s of {NAMES[strategy]}'s step of {step} s")
         near.append(f"{mine['share'].median():.2f}")
     return (
@@ -120,7 +120,7 @@ def by_phase(derived: Derived) -> str:
     table, faster, sent = phases.by_phase(derived), [], []
     for phase, verb in zip(phases.PHASES, ("generates", "scores", "trains"), strict=True):
         mine = table[table["phase"].eq(phase) & table["contender"].eq(NAMES["zeropp"])]
-        faster.append(f"{verb} {ratio(metrics.speedup(mine, below='seconds'))}")
+        faster.append(f"{verb} {ratio(speedups.speedup(mine, below='seconds'))}")
         sent.append(g3(float((mine["inter_bytes"] / mine["baseline_bytes"]).median())))
     return (
         f"ZeRO++ {listed(faster)} times as fast as ZeRO-3 (95 % intervals); "
@@ -167,8 +167,8 @@ def _accuracy(derived: Derived) -> str:
 
 
 def _parity(derived: Derived) -> str:
-    rows = metrics.parity(derived.frames, derived.trials)
-    found = [metrics.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
+    rows = speedups.parity(derived.frames, derived.trials)
+    found = [speedups.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
     low, high = min(found, key=lambda one: one.estimate), max(found, key=lambda one: one.estimate)
     return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST, Interval, quantile
 from harness.records.memory_parts import on_device
-from report.data import communication, metrics
+from report.data import communication, speedups
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -30,7 +30,7 @@ class Effect:
     contender: str
     base: str
     where: str  # the cell's description
-    pairs: pd.DataFrame  # its rows of :func:`report.data.metrics.pairs`
+    pairs: pd.DataFrame  # its rows of :func:`report.data.speedups.pairs`
     ratio: Interval  # the baseline's seconds of a step over the contender's: above 1 the contender is faster
 
     @property
@@ -85,14 +85,14 @@ def variants(derived: Derived) -> list[list[str]]:
 
 def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
     """The same for contenders beside one that is not the table's baseline."""
-    return _effects(metrics.pairs(derived.trials, derived.trials["contender"].eq(base)), others)
+    return _effects(speedups.pairs(derived.trials, derived.trials["contender"].eq(base)), others)
 
 
 def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
     rows = rows[rows["contender"].isin(list(contenders))]
     named = ["cell", "contender", "baseline_contender", "where"]
     return [
-        Effect(contender, base, where, mine, metrics.speedup(mine))
+        Effect(contender, base, where, mine, speedups.speedup(mine))
         for (_, contender, base, where), mine in groups(rows, named)
     ]
 

@@ -17,7 +17,7 @@ from harness.suites.question import Quantity, quantity
 from report.answer import effects, loss, parts, sizes, speed
 from report.answer.effects import Effect
 from report.answer.parts import OPEN, Found, apart, is_named, ratio, spelled
-from report.data import metrics
+from report.data import metrics, speedups
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.data.text import counted, sentence
@@ -126,7 +126,7 @@ def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
     if differing:
         why.append(
             f"in {counted(len(differing), 'setting')} the links of what is compared achieved rates more than "
-            f"{metrics.RATES_AGREE_WITHIN:.0%} apart"
+            f"{speedups.RATES_AGREE_WITHIN:.0%} apart"
         )
     text = "; ".join(why)
     if derived.mostly_disturbed or differing:

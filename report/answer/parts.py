@@ -14,7 +14,7 @@ from harness.records.confidence_intervals import FEWEST, FEWEST_SWEEPS, Interval
 from impl.codecs.codec import CodecError, parse
 from report.answer import effects
 from report.answer.effects import Effect
-from report.data import metrics
+from report.data import speedups
 from report.data.contender import fields_of, told
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number, with_interval
@@ -155,7 +155,7 @@ def titles(found: Sequence[Effect]) -> dict[str, str]:
 
 def seconds(effect: Effect) -> str:
     """The steps behind a ratio, and where they were measured."""
-    ours, base = (metrics.middle(effect.pairs, name) for name in ("step_seconds", "baseline_seconds"))
+    ours, base = (speedups.middle(effect.pairs, name) for name in ("step_seconds", "baseline_seconds"))
     rate = effect.pairs["achieved_mbit"].median()
     link = "" if math.isnan(rate) else f"; the link achieved {rate:.3g} Mbit/s"
     return (

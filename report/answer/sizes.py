@@ -7,7 +7,7 @@ import math
 from harness.records.confidence_intervals import FEWEST
 from report.answer import effects, parts, speed
 from report.answer.parts import OPEN, Found, apart, g2, g3, listed_most, spelled
-from report.data import metrics, scaling
+from report.data import sizes, speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, sentence
@@ -52,7 +52,7 @@ def error(derived: Derived) -> Found:
     here = table[(table["cell"] == cell) & table["contender"].isin(errors.index)]
     names = apart(derived, list(here["contender"].unique()))
     rows = sorted(
-        (float(errors[name]), metrics.step_interval(mine).estimate, mine["sent_bytes"].median(), names[name])
+        (float(errors[name]), speedups.step_interval(mine).estimate, mine["sent_bytes"].median(), names[name])
         for (name,), mine in groups(here, ["contender"])
     )
     told = [
@@ -95,7 +95,7 @@ def memory(derived: Derived) -> Found:
 
 def size(derived: Derived) -> Found:
     """By the largest model under a limit of memory."""
-    rows = scaling.under_limits(derived)
+    rows = sizes.under_limits(derived)
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
@@ -103,7 +103,7 @@ def size(derived: Derived) -> Found:
     for (limit,), within in groups(rows, ["limit_bytes"]):
         told: list[str] = []
         for (name,), mine in groups(within, ["contender"]):
-            largest, smallest = scaling.largest(mine)
+            largest, smallest = sizes.largest(mine)
             beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
             verb, unit = ("", "") if told else (" trains at most", " parameters")
             told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")

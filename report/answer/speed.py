@@ -10,7 +10,7 @@ from harness.suites.peers import family_of
 from report.answer import effects, parts
 from report.answer.effects import Effect
 from report.answer.parts import OPEN, Found, apart, g3, listed_most, ratio, seconds, spelled, too_few
-from report.data import decoding, metrics, scaling
+from report.data import decoding, sizes, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -122,7 +122,7 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
             continue
         ran = derived.trials[derived.trials["contender"].isin(names)]
         cell = ran.groupby("cell", sort=False)["contender"].nunique().idxmax()  # where most of them ran
-        steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(metrics.geometric)
+        steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
         best = min(map(str, steps.index), key=lambda name: float(steps[name]))
         others = effects.between(derived, best, [name for name in names if name != best])
         mine = [effect for effect in others if effect.cell == cell]
@@ -147,7 +147,7 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
         }
         return listed([f"{ratio(one)} with {called[name]}" for name, one in turned.items()])
 
-    took = g3(metrics.middle(first.pairs, "baseline_seconds"))
+    took = g3(speedups.middle(first.pairs, "baseline_seconds"))
     place = f" on {first.where}" if derived.trials["cell"].nunique() > 1 else ""
     if not times("slower"):
         shortest = f"the shortest step of {strategy}{place}, {took} s, is that with {base}"
@@ -169,7 +169,7 @@ def alone(derived: Derived) -> Found:
     cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
     here = table[table["cell"] == cell]
     steps = [
-        f"{g3(metrics.step_interval(mine).estimate)} s with {spelled(name)}"
+        f"{g3(speedups.step_interval(mine).estimate)} s with {spelled(name)}"
         for (name,), mine in groups(here, ["contender"])
     ]
     why = "no two contenders ran in one repeat" if len(steps) > 1 else "nothing stands beside it"
@@ -214,7 +214,7 @@ def rate(derived: Derived) -> Found:
         return alone(derived)
     name, base = found[0].contender, spelled(found[0].base)
     called = spelled(name)
-    rows = metrics.break_even(derived.pairs)
+    rows = speedups.break_even(derived.pairs)
     mine = sorted(
         (one for one in found if one.contender == name), key=lambda one: one.pairs["achieved_mbit"].median()
     )
@@ -265,7 +265,7 @@ def rate_of(effect: Effect) -> str:
 
 def nodes(derived: Derived) -> Found:
     """By the throughput of more nodes."""
-    rows = scaling.by_nodes(derived)
+    rows = sizes.by_nodes(derived)
     if rows.empty:
         return step(derived)
     changes = []
@@ -274,7 +274,7 @@ def nodes(derived: Derived) -> Found:
         common = set.intersection(*(set(mine["nodes"]) for _, mine in groups(all_of_kind, ["contender"])))
         of_kind = all_of_kind[all_of_kind["nodes"].isin(common)]
         for (name,), mine in groups(of_kind, ["contender"]):
-            middle = mine.groupby("nodes")["tokens_per_second"].agg(metrics.geometric)
+            middle = mine.groupby("nodes")["tokens_per_second"].agg(speedups.geometric)
             told.append(f"{middle.iloc[-1] / middle.iloc[0]:.2f} with {spelled(name)}")
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
         changes.append(f"{listed(told)} from {min(common)} to {max(common)} nodes at {batch}")
@@ -300,7 +300,7 @@ def tokens(derived: Derived) -> Found:
     (first, best), *others = speeds.items()
     told = [f"{ratio(best)} times as fast as {base}"]
     told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
-    ours, theirs = (metrics.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
+    ours, theirs = (speedups.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
     verdicts = [
         OPEN if not one.known or one.contains(1) else parts.YES if one.estimate > 1 else parts.NO
         for name, one in speeds.items()

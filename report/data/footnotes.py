@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pandas as pd
 
 from harness.suites import labels
-from report.data.metrics import OTHERS_WITHIN, RATES_AGREE_WITHIN, Derived
+from report.data.metrics import OTHERS_WITHIN, Derived
+from report.data.speedups import RATES_AGREE_WITHIN
 from report.data.text import NOTHING, counted
 
 RATES = "†"

@@ -17,7 +17,8 @@ from harness.records.confidence_intervals import FEWEST, Interval, mean_interval
 from harness.suites.question import LEAST_STEPS
 from report.data.contender import is_baseline
 from report.data.frames import groups
-from report.data.metrics import Derived, geometric
+from report.data.metrics import Derived
+from report.data.speedups import geometric
 
 FEWEST_OF_FRONT = 8  # contenders
 OPEN = "cannot be told"

@@ -7,30 +7,25 @@ that every printed number can be traced to record ids.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from harness.records.confidence_intervals import Interval, crossing, geometric_interval, paired_ratio_interval
 from harness.suites.model_sizes import PRESETS, tflops_per_rank
 from harness.suites.question import LEAST_STEPS
-from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
-from report.data import best_step, contender
+from report.data import best_step, contender, speedups
 from report.data.contender import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
-from report.data.frames import Frames, groups
+from report.data.frames import Frames
 
-RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
 _SOURCES: Final = ("ledger", "predicted")
-PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
@@ -162,81 +157,6 @@ def _final_loss(frames: Frames) -> pd.DataFrame:
     return last[["id", *names]].rename(columns=names)
 
 
-def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
-    """Pairs of each trial with the baseline's of the same cell, seed and repeat.
-
-    Args:
-        table: from :func:`trials`.
-        is_base: which of its rows are the baseline, one contender in each cell.
-
-    Returns:
-        Columns of ``table`` and ``baseline`` (its id), ``speedup`` (its step seconds over ours),
-        ``allowed`` (its step seconds over our best_seconds), ``bytes_ratio`` (our bytes between
-        nodes over its, ledger) and ``interface_ratio``.  Trials without a baseline are left out.
-    """
-    of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
-    of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
-    joined = contender.with_baseline(table, is_base, PAIR, "inner", **of)
-    joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
-    joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
-    joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
-    joined["interface_ratio"] = joined["interface_bytes"] / joined["baseline_interface_bytes"]
-    return joined
-
-
-def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
-    """Geometric mean of the ratios of two columns, by seed and repeat, with the spread between sweeps in its
-    interval; of rows of :func:`pairs` of one contender in one cell the speed-up.
-    """
-    by_pair = group.set_index(["seed", "repeat"])  # a trial run again under another time limit: no new pair
-    columns = (by_pair[name].to_dict() for name in (above, below, "sweep"))
-    return paired_ratio_interval(*columns)
-
-
-def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """The speed-up of some pairs; without ends of a baseline beside itself, and NaN without pairs."""
-    if paired.empty:
-        return math.nan
-    found = speedup(paired)
-    itself = paired["contender"].iloc[0] == paired["baseline_contender"].iloc[0]
-    return replace(found, low=math.nan, high=math.nan) if itself else found
-
-
-def geometric(values: pd.Series[float]) -> float:
-    """Geometric mean."""
-    return float(np.exp(np.log(values).mean()))
-
-
-def middle(group: pd.DataFrame, column: str) -> float:
-    """Geometric mean over sweeps of each one's geometric mean: of paired columns the ratio of two of these
-    is :func:`speedup`'s.
-    """
-    return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
-
-
-def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of trials with its interval, which is what pages print of their steps."""
-    return geometric_interval(list(group[column]), list(group["sweep"]))
-
-
-def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of the contenders' links, for cells where it is too large.
-
-    Unshaped links are left out: they have no target rate, and their probes vary with the machine's load.
-    """
-    kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")].dropna(subset=["achieved_mbit"])
-    medians = kept.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
-    spread = medians.max() / medians.min() - 1
-    return {str(cell): float(value) for cell, value in spread.items() if value > RATES_AGREE_WITHIN}
-
-
-def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Rows of sizes and topologies that ran at two or more rates."""
-    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    rates = table.assign(told=table["rate_mbit"].fillna(-1.0)).groupby(keys)["told"].transform("nunique")
-    return table[(rates >= 2) & table["achieved_mbit"].notna()]
-
-
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
     """Ids of the trials behind a table's row: those of its contender where it ran; none of published ones."""
     if isinstance(told := row.get("records"), str):
@@ -246,84 +166,6 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
         return []
     behind = (ran["contender"] == row["contender"]) & (ran["where"] == row["where"])
     return sorted({str(one) for one in ran[behind]["id"]})
-
-
-def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rate at which a contender and the baseline are equally fast, in settings that differ in rate alone.
-
-    Between two neighbouring measured rates whose speed-ups lie on both sides of 1, on the straight
-    line through their logarithms over the logarithm of the rate; NaN where none is crossed.
-
-    Returns:
-        One row per such setting and contender that ran at two or more rates: ``break_even_mbit`` (the
-        highest crossing) with the ends of its interval, ``break_even_low_mbit`` and ``_high_mbit`` (infinite
-        beyond the neighbours, NaN for few pairs; :func:`harness.records.confidence_intervals.crossing`),
-        ``fewest_pairs``, which both neighbours have, ``low_mbit`` and ``high_mbit`` (the range measured),
-        ``low_speedup`` and ``high_speedup`` at its ends, and ``records``, the ids of its trials and ZeRO-3's,
-        with spaces between them.
-    """
-    keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
-    rows: list[tuple[object, ...]] = []
-    measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
-    for key, group in groups(measured, keys):
-        cells = ((float(mine["achieved_mbit"].median()), mine) for _, mine in groups(group, ["cell"]))
-        points = sorted(cells, key=lambda point: point[0])
-        if len(points) < 2:
-            continue
-        (lowest, slow), (highest, fast) = points[0], points[-1]
-        records = " ".join(sorted({*group["id"], *group["baseline"]}))
-        ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
-        rows.append((*key, *_highest_crossing(points), *ends, records))
-    names = ["break_even_mbit", "break_even_low_mbit", "break_even_high_mbit", "fewest_pairs"]
-    names += ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "records"]
-    return pd.DataFrame(rows, columns=[*keys, *names])
-
-
-def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, float, float, int]:
-    """Rate, ends and pairs of the last neighbours whose speed-ups lie on both sides of 1."""
-    for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
-        left, right = _log_speedups(slow), _log_speedups(fast)
-        both = left.index.intersection(right.index)
-        if len(both) and left[both].mean() * right[both].mean() < 0:
-            sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
-            places = crossing(left.to_dict(), right.to_dict(), sweeps)
-            rates = [r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places]
-            return rates[0], rates[1], rates[2], len(both)
-    return math.nan, math.nan, math.nan, 0
-
-
-def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
-    """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
-    by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
-    return by_pair["baseline_seconds"].map(math.log) - by_pair["step_seconds"].map(math.log)
-
-
-def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
-
-    Returns:
-        Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
-    """
-    shaped = table.dropna(subset=["rate_mbit"])
-    ran = [frames.ran[identity] for identity in shaped["id"]]
-    unshaped = [
-        one.model_copy(update={"cluster": one.cluster.model_copy(update={"rate": None})}) for one in ran
-    ]
-    elsewhere = [setting_of(one, "seed", "repeat", "measure_quantisation") for one in unshaped]
-    shaped = shaped.assign(elsewhere=elsewhere)
-    ours = shaped[contender.is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
-    base = shaped[is_baseline(shaped)]
-    base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
-    keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
-    columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit"]
-    joined = ours.merge(base[columns], on=keys, suffixes=("", "_baseline"))
-    joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
-    return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
-
-
-def parity_interval(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the parity of rows of :func:`parity` with one place and rate, with its interval."""
-    return speedup(group, "tokens_per_second", "tokens_per_second_baseline")
 
 
 def split(frames: Frames) -> pd.DataFrame:
@@ -385,7 +227,8 @@ class Derived:
 def derive(frames: Frames) -> Derived:
     """Compute all derived tables."""
     table = trials(frames)
-    differing = rates_differ(table)
+    differing = speedups.rates_differ(table)
     table["rates_differ"] = table["cell"].isin(list(differing))
-    papers = pairs(table, is_preset(table, contender.PAPERS_BASELINE))
-    return Derived(frames, table, pairs(table, is_baseline(table)), papers, differing, generations(frames))
+    papers = speedups.pairs(table, is_preset(table, contender.PAPERS_BASELINE))
+    pairs = speedups.pairs(table, is_baseline(table))
+    return Derived(frames, table, pairs, papers, differing, generations(frames))

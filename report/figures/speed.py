@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.trace_record import LANES, hidden
 from impl.comm.ledger import Span
-from report.data import decoding, emulation, footnotes, metrics, published, scaling
+from report.data import decoding, emulation, footnotes, metrics, published, sizes, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
@@ -23,7 +23,7 @@ _SPEEDUP: Final = Measure(
     "speedup",
     "speed-up over {base}",
     f"the baseline's step over the contender's in pairs of one repeat: geometric mean, {FEWEST_IN_WORDS}",
-    metrics.speedup,
+    speedups.speedup,
     "{:.2f}".format,
     bar=False,
     line=1,
@@ -34,14 +34,14 @@ _SHARE: Final = Measure(
 )  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
-    lambda group: metrics.step_interval(group, "tokens_per_second"), "{:.0f}".format,
+    lambda group: speedups.step_interval(group, "tokens_per_second"), "{:.0f}".format,
 )  # fmt: skip
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
     """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
     sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    data = metrics.several_rates(data).sort_values(sizes, kind="stable")
+    data = speedups.several_rates(data).sort_values(sizes, kind="stable")
     nodes, ranks, tokens = (data[size].astype(str) for size in sizes)
     several = len(data[sizes[:2]].drop_duplicates()) > 1
     return data.assign(
@@ -59,7 +59,7 @@ def _pairs(derived: Derived) -> pd.DataFrame:
 
 def _at_one_rate(derived: Derived, known: str = "speedup") -> pd.DataFrame:
     rows = _pairs(derived)
-    rows = rows.drop(metrics.several_rates(rows).index)
+    rows = rows.drop(speedups.several_rates(rows).index)
     return rows if rows[known].notna().any() else rows.iloc[:0]
 
 
@@ -200,7 +200,7 @@ SCALING: Final = Figure(
     name="scaling",
     title="More nodes",
     question="How does the throughput of all ranks change with the number of nodes?",
-    table=lambda derived: scaling.by_nodes(derived).rename(columns={"title": "panel"}),
+    table=lambda derived: sizes.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
     note="Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
     "nodes share its processors: a further node brings a link of its own and further ranks, not further "
@@ -212,7 +212,7 @@ def _split(derived: Derived) -> pd.DataFrame:
     """Each trial's parts, scaled so that the means of a contender add up to the step of the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     means = table.groupby(["cell", "contender", "id"])["seconds"].sum().groupby(level=[0, 1]).mean()
-    steps = {key: metrics.step_interval(group).estimate for key, group in
+    steps = {key: speedups.step_interval(group).estimate for key, group in
              derived.trials.groupby(["cell", "contender"])}  # fmt: skip
     scale = [steps[key] / means[key] for key in zip(table["cell"], table["contender"], strict=True)]
     panel = table["cell"].map(titles_of(table))

@@ -9,7 +9,7 @@ import pandas as pd
 from harness.suites.peers import PEERS, family_of
 from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
-from report.data import metrics
+from report.data import speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, counted, made
@@ -71,7 +71,7 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
     for (name, carried, compute), mine in groups(pd.concat([theirs, ours]), keys):
         where = [one for one in str(mine["where"].iloc[0]).split(", ") if not one.startswith("transport ")]
         row = {"where": ", ".join(where), "contender": name, "carried": carried, "compute": compute}
-        row |= {**counted(mine), "step_seconds": metrics.step_interval(mine)}
+        row |= {**counted(mine), "step_seconds": speedups.step_interval(mine)}
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family)
         rows.append(row)
@@ -85,7 +85,7 @@ def _over(mine: pd.DataFrame, peer: pd.DataFrame, family: str) -> dict[str, Any]
     for (name,), theirs in groups(peer, ["contender"]) if mine["family"].iloc[0] == "" else []:
         base = theirs.drop_duplicates(keys)[[*keys, "step_seconds"]]
         paired = mine.merge(base.rename(columns={"step_seconds": "baseline_seconds"}), on=keys)
-        found += [(metrics.speedup(paired), str(name))] if len(paired) else []
+        found += [(speedups.speedup(paired), str(name))] if len(paired) else []
     if not found:
         return {f"_{family}": ""}
     least, name = min(found, key=lambda one: one[0].estimate)

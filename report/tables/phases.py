@@ -12,7 +12,8 @@ import pandas as pd
 
 from report.data import published
 from report.data.contender import is_baseline, with_baseline
-from report.data.metrics import PAIR, Derived, slowest_steps, speedup, step_interval, timed_steps
+from report.data.metrics import Derived, slowest_steps, timed_steps
+from report.data.speedups import PAIR, speedup, step_interval
 from report.data.text import number
 from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, made, rows_of
 

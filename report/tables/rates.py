@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.records.confidence_intervals import Interval
-from report.data import decoding, footnotes, metrics, published
+from report.data import decoding, footnotes, published, speedups
 from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -25,15 +25,15 @@ def parity(derived: Derived) -> Table:
             "setting": f"{key[0]}x{key[1]} ranks, {key[2]} tokens/rank",
             "low": f"{key[3]:g} Mbit/s",
             "high": f"{key[4]:g} Mbit/s",
-            "ours": metrics.geometric(group["tokens_per_second"]),
-            "base": metrics.geometric(group["tokens_per_second_baseline"]),
+            "ours": speedups.geometric(group["tokens_per_second"]),
+            "base": speedups.geometric(group["tokens_per_second_baseline"]),
             "unit": "tokens/s",
-            "parity": (found := metrics.parity_interval(group)),
+            "parity": (found := speedups.parity_interval(group)),
             "pairs": len(group),
             "verdict": _verdict(found),
             **_behind(derived, {*group["id"], *group["baseline"]}),
         }
-        for key, group in groups(metrics.parity(derived.frames, derived.trials), keys)
+        for key, group in groups(speedups.parity(derived.frames, derived.trials), keys)
     ]
     rows += [
         {
@@ -84,7 +84,7 @@ def _behind(derived: Derived, records: Iterable[object]) -> dict[str, Any]:
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    rows: list[dict[str, Any]] = metrics.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
+    rows: list[dict[str, Any]] = speedups.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
     for row in rows:
         rate, low, high = (row.pop(f"break_even_{end}mbit") for end in ("", "low_", "high_"))
         row.update(

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from report.data import bytes_and_memory, published
+from report.data import published, sizes
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
@@ -28,7 +28,7 @@ _BY: Final = {
 
 def volume(derived: Derived) -> Table:
     """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
-    parts = bytes_and_memory.volume(derived.frames, derived.trials)
+    parts = sizes.volume(derived.frames, derived.trials)
     rows: list[dict[str, Any]] = []
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
@@ -38,7 +38,7 @@ def volume(derived: Derived) -> Table:
         rows.append(
             row
             | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}"}
-            | {part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS}
+            | {part: m.get(part, 0.0 if len(m) else math.nan) for part in sizes.VOLUME_PARTS}
             | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
             | {"published": published.total(strategy, row["contender"]), "m_bytes": mine["m_bytes"].median()}
         )
@@ -48,7 +48,7 @@ def volume(derived: Derived) -> Table:
         "Volume between nodes",
         rows,
         CONTENDER,
-        *(Column(*one, number(3)) for one in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)),
+        *(Column(*one, number(3)) for one in zip(sizes.VOLUME_PARTS, heads, strict=True)),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4), formula("interface")),
@@ -93,7 +93,7 @@ def checks(derived: Derived) -> Table:
 def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
     places = ["nodes", "ranks_per_node", "shape"]
-    found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
+    found = sizes.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = [
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
         for (nodes, ranks, model), here in groups(found, places)
@@ -129,8 +129,8 @@ def memory(derived: Derived) -> Table:
 
 def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
     """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
-    sizes = mine.groupby(["source", "part"])["bytes"].median() / 2**20
-    of_source = {str(name): of.droplevel(0) for name, of in sizes.groupby(level="source")}
+    medians = mine.groupby(["source", "part"])["bytes"].median() / 2**20
+    of_source = {str(name): of.droplevel(0) for name, of in medians.groupby(level="source")}
     row = {
         f"{name}_{part}_mib": float(size)
         for name, of in of_source.items()
@@ -140,8 +140,8 @@ def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
     for name in ("engine", "formula", "copied", "copied_formula"):
         if name in of_source:
             row[f"{name}{'_step' if name.startswith('copied') else ''}_mib"] = of_source[name].sum()
-    engine, formula = (of_source.get(source, sizes.iloc[:0]) for source in ("engine", "formula"))
+    engine, formula = (of_source.get(source, medians.iloc[:0]) for source in ("engine", "formula"))
     beyond = float(engine[~engine.index.isin(formula.index)].sum())
-    either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
+    either = [sizes.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
     copy = dict(zip(_COPY, (np.array(either).max(axis=0) / 2**20).tolist(), strict=True))
     return row | {"beyond_mib": beyond, "covered_mib": float(engine.sum()) - beyond, **copy}

@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
-from report.data import footnotes, metrics
+from report.data import footnotes, metrics, speedups
 from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
@@ -90,7 +90,7 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
 
 
 def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[str, Any]:
-    step, speedup = metrics.step_interval(mine), metrics.over_itself(paired)
+    step, speedup = speedups.step_interval(mine), speedups.over_itself(paired)
     ledger, interface = (mine[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
     counted_there = math.isnan(ledger) and not math.isnan(interface)  # by the interfaces alone
     mark = f" {labels.INTERFACES}" if counted_there else ""
@@ -106,7 +106,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[s
         "pairs": len(paired),
         "_pairs": NOTHING,
         **{key: paired[key].median() for key in ("bytes_ratio", "interface_ratio")},
-        "over_papers": metrics.over_itself(over),
+        "over_papers": speedups.over_itself(over),
     }
     if len(paired) and not paired["id"].eq(paired["baseline"]).all():
         assert isinstance(speedup, Interval)  # noqa: S101  # there are pairs

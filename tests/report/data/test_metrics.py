@@ -10,7 +10,7 @@ import pytest
 
 from harness.records.record import Record
 from harness.suites.trial import Cluster, Model, Trial
-from report.data import metrics
+from report.data import speedups
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables import sizes
@@ -92,7 +92,7 @@ def test_speedup_pairs_equal_repeats() -> None:
     ours = pairs[pairs["strategy"] == "zeropp"]
     ratios = [seconds["zero3", repeat] / seconds["zeropp", repeat] for repeat in range(6)]
     assert sorted(ours["speedup"]) == pytest.approx(sorted(ratios))
-    found = metrics.speedup(ours)
+    found = speedups.speedup(ours)
     assert found.estimate == pytest.approx(math.exp(statistics.fmean(map(math.log, ratios))))
     assert found.low < found.estimate < found.high
     # A quarter of what is gathered in forward and backward; ZeRO-3 keeps what backward needs first.
@@ -108,14 +108,14 @@ def test_a_trial_run_again_is_no_second_pair() -> None:
     pairs = derive(frames_of([*records, *again])).pairs
     ours = pairs[pairs["strategy"] == "zeropp"]
     assert len(ours) == 6
-    assert metrics.speedup(ours).n == 3
+    assert speedups.speedup(ours).n == 3
 
 
 def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
     """Parity pairs ZeRO++ at B/4 with ZeRO-3 at B and the same batch."""
     records = records_of("bandwidth", repeats=1)
     derived = derive(frames_of(records))
-    found = metrics.parity(derived.frames, derived.trials)
+    found = speedups.parity(derived.frames, derived.trials)
     speed = {
         (r.trial["strategy"], r.trial["tokens_per_rank"], r.trial["cluster"]["rate"]): (
             r.trial["tokens_per_rank"] * 4 / _step_seconds(r)
@@ -143,7 +143,7 @@ def test_break_even_lies_where_the_speedup_crosses_one() -> None:
     derived = derive(frames_of(records_of("bandwidth")))
     pairs = derived.pairs[derived.pairs["contender"] == "ZeRO++"]
     gained = np.where(pairs["achieved_mbit"] < 100, 2.0, 0.5)
-    crossing = metrics.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))[
+    crossing = speedups.break_even(pairs.assign(baseline_seconds=gained * pairs["step_seconds"]))[
         "break_even_mbit"
     ]
     assert crossing.between(48, 200).all()
@@ -159,7 +159,7 @@ def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
         for name in ("zero3", "zeropp")
     ]  # fmt: skip
     derived = derive(frames_of(records))
-    assert metrics.break_even(derived.pairs).empty
+    assert speedups.break_even(derived.pairs).empty
     assert derived.trials["m_bytes"].nunique() == 2
     for table in (sizes.volume(derived), sizes.memory(derived)):
         assert table.data["where"].nunique() == 2

@@ -16,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from harness.records.record import Record
 from harness.suites.trial import Cluster, Trial
-from report.data import metrics
+from report.data import speedups
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes, files
@@ -134,7 +134,7 @@ def test_a_step_is_divided_into_the_summarys() -> None:
     _, data, _ = _drawn("step_split", derived)
     sums = data.groupby(["contender", "id"])["seconds"].sum().groupby("contender").mean()
     for name, mine in derived.trials.groupby("contender"):
-        assert sums[name] == pytest.approx(metrics.step_interval(mine).estimate)
+        assert sums[name] == pytest.approx(speedups.step_interval(mine).estimate)
 
 
 @pytest.mark.parametrize(("names", "some"), [(("ddp", "exact", "zero3"), True), (("zero3", "zeropp"), False)])
