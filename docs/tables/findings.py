@@ -14,7 +14,7 @@ from typing import Final
 import pandas as pd
 
 from harness.records.confidence_intervals import mean_interval
-from report.answer import effects, loss, sizes, speed
+from report.answer import by_loss, by_seconds, by_size, effects
 from report.answer.lead import answer
 from report.answer.parts import g2, g3, ratio, spelled
 from report.data import loss_verdicts, speedups
@@ -70,18 +70,18 @@ def chunks(derived: Derived) -> str:
     names = [str(name) for name in derived.trials["contender"].unique()]
     cut = next(name for name in names if "int4" in name and "chunks 4" in name)
     whole = cut.replace(", chunks 4", "")
-    return speed.faster(derived, effects.between(derived, whole, [cut])).first
+    return by_seconds.faster(derived, effects.between(derived, whole, [cut])).first
 
 
 def blocks(derived: Derived) -> str:
     """The verdicts on losses of one scale a shard, beside blocks."""
     rows = [
         row
-        for row in loss.rows_of(derived)
+        for row in by_loss.rows_of(derived)
         if "ZeRO++" in row["contender"] and "control" not in row["contender"]
     ]
     seeds = counted(rows[0]["seeds"], "seed")
-    return f"By validation loss minus ZeRO-3's, in nats, {loss.by_verdict(derived, rows)} ({seeds})."
+    return f"By validation loss minus ZeRO-3's, in nats, {by_loss.by_verdict(derived, rows)} ({seeds})."
 
 
 def differing_by(derived: Derived, *, parts: tuple[str, ...], base: str = "") -> str:
@@ -132,7 +132,7 @@ def beside_zeropp(derived: Derived, *, strategy: str) -> str:
     """A preset's step and bytes beside ZeRO++'s at each rate, of a suite with that baseline."""
     found = [one for one in effects.effects(derived) if one.contender == NAMES[strategy]]
     found.sort(key=lambda one: float(one.pairs["rate_mbit"].iloc[0]))
-    steps = [f"{ratio(one.ratio)} times as fast at {speed.rate_of(one)}" for one in found]
+    steps = [f"{ratio(one.ratio)} times as fast at {by_seconds.rate_of(one)}" for one in found]
     return (
         f"A step of {NAMES[strategy]} is, beside ZeRO++'s, {listed(steps)}; it sends "
         f"{found[0].bytes_ratio:.3f} of its bytes between nodes."
@@ -204,7 +204,7 @@ QUESTIONS: Final[Mapping[int, tuple[str, Finding]]] = {
     14: ("frontier", partial(differing_by, parts=("ZeRO++ (g",), base=NAMES["zeropp"])),
     15: ("deviations", partial(
         differing_by, parts=("DeepSpeed's", "(sums", "(blocks", "MXFP8"), base=NAMES["zeropp"])),
-    16: ("convergence_long", verdicts), 17: ("equal_memory", sizes.within_memory),
+    16: ("convergence_long", verdicts), 17: ("equal_memory", by_size.within_memory),
     18: ("inner_rate", lead), 19: ("slow_node", lead), 20: ("budget", budgeted), 21: ("rlhf", by_phase),
     22: ("frontier", partial(differing_by, parts=("LoCo",), base=NAMES["zeropp"])),
 }  # fmt: skip

@@ -1,7 +1,4 @@
-"""What each contender of a suite changes beside what it is compared with: the numbers of the answer.
-
-The seconds of a step and the bytes between nodes by pairs, errors end to end, and what ranks hold.
-"""
+"""What each contender changes beside what it is compared with: the numbers of the answer."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted
 
+OPEN: Final = "cannot be told"
 MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
 
 
@@ -37,7 +35,7 @@ class Effect:
     def verdict(self) -> str:
         """``faster``, ``slower``, or ``cannot be told``."""
         if not self.ratio.known or self.ratio.contains(1.0):
-            return "cannot be told"
+            return OPEN
         return "faster" if self.ratio.estimate > 1 else "slower"
 
     @property
@@ -70,10 +68,7 @@ def effects(derived: Derived) -> list[Effect]:
 
 
 def variants(derived: Derived) -> list[list[str]]:
-    """Contenders of one strategy that differ in its policy, a list for each strategy that has several.
-
-    First the one with the least changes: the preset, where it is among them.
-    """
+    """Contenders of one strategy, a list for each that has several; the preset is first."""
     found = derived.trials.drop_duplicates("contender")
     found = found[~found["id"].isin([one for one, trial in derived.frames.ran.items() if trial.control])]
     lists = [
@@ -98,11 +93,7 @@ def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
 
 
 def pairs_needed(effect: Effect) -> int:
-    """How many pairs would tell the two apart, if their ratio and its spread stay; beyond MOST_PAIRS that.
-
-    The least n for which Student's t of n - 1 times the spread of the logarithms / sqrt(n) is below the
-    logarithm of the ratio.
-    """
+    """How many pairs would tell the two apart, if their ratio and its spread stay; beyond MOST_PAIRS that."""
     found = effect.ratio
     if not found.known:
         return FEWEST

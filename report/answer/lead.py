@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from harness.suites.question import Quantity, quantity
-from report.answer import effects, loss, parts, sizes, speed
-from report.answer.effects import Effect
-from report.answer.parts import OPEN, Found, apart, is_named, ratio, spelled
+from report.answer import by_loss, by_seconds, by_size, effects, parts
+from report.answer.effects import OPEN, Effect
+from report.answer.parts import Found, apart, is_named, ratio, spelled
 from report.data import metrics, speedups
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -64,12 +64,12 @@ def answer(derived: Derived) -> Answer:
         return Answer((text,), OPEN, asked, _FIGURES[asked])
     found = _BY_QUANTITY[asked](derived)
     caveat = _caveat(derived, found.effects)
-    rest = [text for text in (*found.more, *_others(derived, asked, found.effects)) if text]
-    kinds, first = set(found.verdicts), found.first
+    told = [found.first, *found.more, *_others(derived, asked, found.effects)]
+    if any("in the memory" in question for question in frames.questions):
+        told = [by_size.within_memory(derived), *told]
+    first, *rest = filter(None, dict.fromkeys(told))
+    kinds = set(found.verdicts)
     verdict = kinds.pop() if len(kinds) == 1 else PART if kinds else ""
-    within = any("in the memory" in question for question in frames.questions)
-    if within and (best := sizes.within_memory(derived)):
-        first, rest = best, [first, *(text for text in rest if text != best)]
     if verdict and _polar(derived) and not first.startswith("Cannot"):
         if first.split(maxsplit=1)[0] in _WORDS:  # a capital that is no name's
             first = first[0].lower() + first[1:]
@@ -96,7 +96,6 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     if not found:
         return []
     names = list(dict.fromkeys(effect.contender for effect in found))
-    called = apart(derived, names)
     told = [] if asked == "bytes" else [parts.sent(found)]
     if asked in ("loss", "memory", "trials") and not derived.mostly_disturbed:
         main = found[0]
@@ -106,14 +105,15 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
             f"{spelled(main.base)}'s ({main.count})."
         )
     if asked != "loss":
-        told.append(loss.in_short(derived, names))
+        told.append(by_loss.in_short(derived, names))
     if asked == "step":
-        told.append(sizes.within_memory(derived))
+        told.append(by_size.within_memory(derived))
     if asked != "error":
-        errors = effects.errors(derived).groupby(level="contender").median()
-        known = [name for name in names if name in errors.index]
-        mine = parts.listed_most([f"{parts.g2(float(errors[name]))} with {called[name]}" for name in known])
-        told += [f"The error of the gradients end to end (vNMSE) is {mine}."] if known else []
+        called, errors = apart(derived, names), effects.errors(derived).groupby(level="contender").median()
+        mine = [f"{parts.g2(float(errors[name]))} with {called[name]}" for name in names if name in errors]
+        told += (
+            [f"The error of the gradients end to end (vNMSE) is {parts.listed_most(mine)}."] if mine else []
+        )
     return told
 
 
@@ -135,7 +135,7 @@ def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
 
 
 _BY_QUANTITY: Final[dict[Quantity, Callable[[Derived], Found]]] = {
-    "loss": loss.loss, "step": speed.step, "bytes": sizes.bytes_, "error": sizes.error,
-    "memory": sizes.memory, "trials": sizes.trials, "rate": speed.rate, "nodes": speed.nodes,
-    "size": sizes.size, "tokens": speed.tokens,
+    "loss": by_loss.loss, "step": by_seconds.step, "bytes": by_size.bytes_, "error": by_size.error,
+    "memory": by_size.memory, "trials": by_size.trials, "rate": by_seconds.rate, "nodes": by_seconds.nodes,
+    "size": by_size.size, "tokens": by_seconds.tokens,
 }  # fmt: skip

@@ -24,7 +24,7 @@ _FEW: Final = 2  # contenders that are told apart with the names of their fields
 _HOST: Final = "on the host"  # ends the names of fields
 _USUAL: Final = {"chunks": "1", f"optimizer {_HOST}": "0", f"weights {_HOST}": "0", "hpZ copy": "frames"}
 MOST_NAMED: Final = 9  # contenders in a sentence
-YES, NO, OPEN = "yes", "no", "cannot be told"
+YES, NO = "yes", "no"
 g3: Final = number(3)
 g2: Final = number(2)
 
@@ -90,6 +90,11 @@ def spelled(name: str) -> str:
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
+def strategy(name: str) -> str:
+    """A contender's name without its changes."""
+    return name.partition(" (")[0]
+
+
 def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     """Names of contenders of one strategy by the fields in which they differ, else their own.
 
@@ -146,11 +151,10 @@ def _block(codecs: Sequence[str]) -> str:
 
 
 def titles(found: Sequence[Effect]) -> dict[str, str]:
-    """Short titles of the effects' cells: one field, where that tells them apart."""
+    """Short titles of the effects' cells: the model, where that tells them apart."""
     long = titles_of(pd.concat([effect.pairs[["cell", "where"]] for effect in found]))
-    parts = {cell: title.split(", ") for cell, title in long.items()}
-    models = {cell: part for cell, of in parts.items() for part in of if part.startswith("model ")}
-    return models if len(parts) > 1 and len({*models.values()}) == len(parts) else long
+    models = {cell: part for cell, of in long.items() for part in of.split(", ") if part.startswith("model ")}
+    return models if len(long) > 1 and len({*models.values()}) == len(long) else long
 
 
 def seconds(effect: Effect) -> str:

@@ -10,8 +10,9 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.question import LEAST_STEPS
-from report.answer import effects, parts, speed
-from report.answer.parts import OPEN, Found, apart, g3, spelled
+from report.answer import by_seconds, effects, parts
+from report.answer.effects import OPEN
+from report.answer.parts import Found, apart, g3, spelled
 from report.data import loss_verdicts
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
@@ -41,15 +42,14 @@ def loss(derived: Derived) -> Found:
     """By the validation loss at the end."""
     rows = rows_of(derived)
     if not rows:
-        return speed.step(derived)
+        return by_seconds.step(derived)
     main, failed = rows[0], derived.frames.failures
     failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
     if gone := failed["seed"].nunique():
         name, seeds = spelled(main["contender"]), gone + main["seeds"]
-        text = (
-            f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one; of the others it"
-        )
-        return Found(f"{text} differs by {nats(main)} nats.", [OPEN], effects.effects(derived)[:1])
+        text = f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one"
+        text += f"; of the others it differs by {nats(main)} nats."
+        return Found(text, [OPEN], effects.effects(derived)[:1])
     if all(row["verdict"].startswith("too") for row in rows):
         return _no_verdict(derived, rows)
     front = loss_verdicts.front(derived)
@@ -76,8 +76,7 @@ def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
     text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(derived, main)})."
     others = by_verdict(derived, rows[1:])
     more = [f"By validation loss minus {base}'s, in nats, {others}."] if others else []
-    kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
-    return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], kept, more)
+    return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], _effects_of(derived, main), more)
 
 
 def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
@@ -97,33 +96,35 @@ def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
 def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Found:
     """Of many contenders in one cell: whom none beats in bytes and loss, and of whom it cannot be told."""
     size, unit = byte_unit(float(front["sent"].max()))
-    sent = front.set_index("contender")["sent"] / size
-    of = {str(kind): mine.set_index("contender") for kind, mine in front.groupby("front")}
-    best = [
-        f"{spelled(str(name))} ({g3(one['sent'] / size)} {unit}, loss {one['loss']:.3f})"
-        for name, one in of.get("yes", front[:0]).iterrows()
-    ]
-    more = ["Who has the lowest loss for its bytes between nodes cannot be told."]
+    front = front.assign(sent=front["sent"] / size, name=front["contender"].map(spelled))
+    kinds = ("yes", "no", loss_verdicts.OPEN)
+    best, worse, unsure = (front[front["front"] == kind].to_dict("records") for kind in kinds)
+    told = ["Who has the lowest loss for its bytes between nodes cannot be told."]
     if best:
-        unsure = listed([spelled(name) for name in of.get(loss_verdicts.OPEN, front[:0]).index])
-        more = [f"Nobody who sends as few bytes between nodes has a lower loss than {listed(best)}"]
-        more[0] += f"; of {unsure} it cannot be told." if unsure else "."
-    if "no" in of:
-        named = sorted(of["no"]["beaten"].items(), key=lambda one: "(" in str(one[0]))  # presets first
-        beaten = [f"{spelled(str(name))} (by {spelled(by)})" for name, by in named]
+        names = [f"{one['name']} ({g3(one['sent'])} {unit}, loss {one['loss']:.3f})" for one in best]
+        told = [f"Nobody who sends as few bytes between nodes has a lower loss than {listed(names)}"]
+        told[0] += f"; of {listed([one['name'] for one in unsure])} it cannot be told." if unsure else "."
+    if worse:
+        worse.sort(key=lambda one: "(" in one["contender"])  # presets first
+        beaten = [f"{one['name']} (by {spelled(one['beaten'])})" for one in worse]
         rest = f", and {len(beaten) - _BEATEN} more" if len(beaten) > _BEATEN else ""
-        more.append(f"Beaten in loss by one that sends no more are {listed(beaten[:_BEATEN])}{rest}.")
+        told.append(f"Beaten in loss by one that sends no more are {listed(beaten[:_BEATEN])}{rest}.")
+    sent = front.set_index("contender")["sent"]
     good = [row for row in rows if row["verdict"] == "not inferior"]
     saving = [row for row in good if sent[row["contender"]] < sent[row["base"]]]
     if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
         name, base = least["contender"], least["base"]
-        text = (
+        told.insert(
+            0,
             f"{spelled(name)} trains as well as {spelled(base)} and sends least of those: {g3(sent[name])} "
             f"of {g3(sent[base])} {unit} between nodes in a step, at a loss that differs by {nats(least)} "
-            f"nats ({_test(derived, least)})."
+            f"nats ({_test(derived, least)}).",
         )
-        return Found(text, [], [], more, "frontier")
-    return Found(more[0], [], [], more[1:], "frontier")
+    return Found(told[0], more=told[1:], figure="frontier")
+
+
+def _effects_of(derived: Derived, row: Row) -> list[effects.Effect]:
+    return [one for one in effects.effects(derived) if one.contender == row["contender"]]
 
 
 def _test(derived: Derived, row: Row) -> str:
@@ -172,9 +173,8 @@ def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
     most = ""
     if len(told) > parts.MOST_NAMED:
         told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
-    kept = [one for one in effects.effects(derived) if one.contender == main["contender"]]
     first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
-    return Found(first, [OPEN], kept)
+    return Found(first, [OPEN], _effects_of(derived, main))
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:

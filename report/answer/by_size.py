@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import FEWEST
-from report.answer import effects, parts, speed
-from report.answer.parts import OPEN, Found, apart, g2, g3, listed_most, spelled
+from report.answer import by_seconds, effects, parts
+from report.answer.effects import OPEN
+from report.answer.parts import Found, apart, g2, g3, listed_most, spelled
 from report.data import sizes, speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -45,9 +46,9 @@ def error(derived: Derived) -> Found:
     """By error end to end and seconds, of one strategy's codecs or algorithms."""
     found, table = effects.errors(derived), derived.trials
     if found.empty:
-        return speed.step(derived)
+        return by_seconds.step(derived)
     table = table[table["cell"].isin(found.index.get_level_values("cell"))]
-    cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
+    cell = by_seconds.most_compared(table)
     errors = found.xs(cell, level="cell")
     here = table[(table["cell"] == cell) & table["contender"].isin(errors.index)]
     names = apart(derived, list(here["contender"].unique()))
@@ -67,7 +68,7 @@ def error(derived: Derived) -> Found:
     if least < FEWEST:
         few = counted(least, "trial")
         which = f"Which step is the fastest cannot be told from {few} each; an interval takes {FEWEST}."
-    return Found(first, [], [], [which])
+    return Found(first, more=[which])
 
 
 def memory(derived: Derived) -> Found:
@@ -80,7 +81,7 @@ def memory(derived: Derived) -> Found:
         return Found("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
     told, copied = [], []
     for names in lists:
-        called, strategy = apart(derived, names), spelled(names[0]).split(" (")[0]
+        called, strategy = apart(derived, names), parts.strategy(names[0])
         base, *others = (effects.device_mib(derived, name) for name in names)
         held = zip(names[1:], others, strict=True)
         rest = [f"{size:.1f} ({size / base:.2f} of it) with {called[name]}" for name, size in held]
@@ -124,7 +125,7 @@ def trials(derived: Derived) -> Found:
 
 def bytes_(derived: Derived) -> Found:
     """By the bytes between nodes."""
-    found = speed.ordered(derived, effects.effects(derived))
+    found = by_seconds.ordered(derived, effects.effects(derived))
     known = [effect for effect in found if not math.isnan(effect.bytes_ratio)]
     if not known:
         return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])

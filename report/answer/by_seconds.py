@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pandas as pd
+
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects, parts
-from report.answer.effects import Effect
-from report.answer.parts import OPEN, Found, apart, g3, listed_most, ratio, seconds, spelled, too_few
+from report.answer.effects import OPEN, Effect
+from report.answer.parts import Found, apart, g3, listed_most, ratio, seconds, spelled, strategy, too_few
 from report.data import decoding, sizes, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
@@ -22,14 +24,13 @@ _VERDICTS = {"faster": parts.YES, "slower": parts.NO, "cannot be told": OPEN}
 
 def step(derived: Derived) -> Found:
     """By the seconds of a step."""
-    if derived.compared.asked:
-        return faster(derived, ordered(derived, effects.effects(derived)))
-    lists = effects.variants(derived)
-    peers_named = any(NAMES[name] in " ".join(derived.frames.questions) for name in peers.FAMILIES)
-    if (peers_named or not lists) and (beside := _beside_peers(derived)):
-        return beside
-    if lists:
-        return _of_variants(derived, lists)
+    if not derived.compared.asked:
+        lists = effects.variants(derived)
+        peers_named = any(parts.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
+        if (peers_named or not lists) and (beside := _beside_peers(derived)):
+            return beside
+        if lists:
+            return _of_variants(derived, lists)
     return faster(derived, ordered(derived, effects.effects(derived)))
 
 
@@ -61,11 +62,11 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         found = [mine[0], mine[-1]] if len(mine) > 1 else found
     main = found[0]
     names = list(dict.fromkeys(one.contender for one in found))
-    called = apart(derived, names) if len(names) > 1 else {}
+    called = apart(derived, names)
     subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
     pair = apart(derived, [main.contender, main.base])
-    if not called and pair[main.base] != spelled(main.base):
-        subject = f"a step of {_strategy(main.contender)} with {pair[main.contender]}"
+    if len(names) == 1 and pair[main.base] != spelled(main.base):
+        subject = f"a step of {strategy(main.contender)} with {pair[main.contender]}"
         over = f" as with {pair[main.base]}"
     places = {cell: f" on {title}" if title else "" for cell, title in parts.titles(found).items()}
 
@@ -73,7 +74,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         """Who is how fast: of the first in words, of others the number alone."""
         claims: list[str] = []
         for one in mine:
-            name, place, is_main = called.get(one.contender, ""), places[one.cell], one.contender == names[0]
+            name, place, is_main = called[one.contender], places[one.cell], one.contender == names[0]
             own = name == spelled(one.contender)  # a strategy's name, where others have what differs
             if not claims:
                 who = subject if is_main else f"a step {'of' if own else 'with'} {name}"
@@ -93,10 +94,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         return Found(text, verdicts, found, [seconds(main)])
     text = f"{claim(told)} ({told[0].intervals}{settings})"
     if unclear:
-        said = [
-            f"{ratio(one.ratio)} with {called.get(one.contender, spelled(one.contender))}{places[one.cell]}"
-            for one in unclear
-        ]
+        said = [f"{ratio(one.ratio)} with {called[one.contender]}{places[one.cell]}" for one in unclear]
         # The fastest of a setting that is not told from the baseline: no other one is faster there.
         word = "nobody is told to be faster, and nearest is" if every else "no difference can be told:"
         text += f"; {word} {listed(said)} ({parts.would_tell(unclear)})"
@@ -107,9 +105,9 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     return Found(sentence(text), verdicts, found, [seconds(main)])
 
 
-def _strategy(name: str) -> str:
-    """A contender's name without its changes."""
-    return spelled(name).split(" (")[0]
+def most_compared(table: pd.DataFrame) -> str:
+    """The cell in which most contenders ran."""
+    return str(table.groupby("cell", sort=False)["contender"].nunique().idxmax())
 
 
 def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
@@ -121,9 +119,9 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
             found += [faster(derived, mine)] if mine else []
             continue
         ran = derived.trials[derived.trials["contender"].isin(names)]
-        cell = ran.groupby("cell", sort=False)["contender"].nunique().idxmax()  # where most of them ran
+        cell = most_compared(ran)
         steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
-        best = min(map(str, steps.index), key=lambda name: float(steps[name]))
+        best = str(steps.idxmin())
         others = effects.between(derived, best, [name for name in names if name != best])
         mine = [effect for effect in others if effect.cell == cell]
         found += [_fastest(derived, mine, names)] if mine else []
@@ -136,25 +134,23 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
 def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Found:
     """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
     called, first = apart(derived, names), found[0]
-    strategy, base = _strategy(first.base), called[first.base]
+    base = called[first.base]
 
     def times(verdict: str) -> str:
         """By which factors those with a verdict take longer."""
-        turned = {
-            one.contender: Interval(1 / one.ratio.estimate, 1 / one.ratio.high, 1 / one.ratio.low, 0)
-            for one in found
-            if one.verdict == verdict
-        }
-        return listed([f"{ratio(one)} with {called[name]}" for name, one in turned.items()])
+        turned = [(called[one.contender], one.ratio) for one in found if one.verdict == verdict]
+        longer = [(name, Interval(1 / of.estimate, 1 / of.high, 1 / of.low, 0)) for name, of in turned]
+        return listed([f"{ratio(of)} with {name}" for name, of in longer])
 
     took = g3(speedups.middle(first.pairs, "baseline_seconds"))
-    place = f" on {first.where}" if derived.trials["cell"].nunique() > 1 else ""
+    place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
     if not times("slower"):
-        shortest = f"the shortest step of {strategy}{place}, {took} s, is that with {base}"
+        shortest = f"the shortest step of {strategy(first.base)}{place}, {took} s, is that with {base}"
         others = f"others take longer by a factor of {times(OPEN)}"
         return Found(f"Cannot be told ({parts.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
-    text = f"{strategy} is fastest with {base}, at {took} s a step{place}; it takes longer by a factor of "
-    text += times("slower") + (f"; it cannot be told from {times(OPEN)}" if times(OPEN) else "")
+    text = f"{strategy(first.base)} is fastest with {base}, at {took} s a step{place}; "
+    text += f"it takes longer by a factor of {times('slower')}"
+    text += f"; it cannot be told from {times(OPEN)}" if times(OPEN) else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
     more = [f"The engine holds {listed(held)} on the fullest rank."]
     return Found(f"{text} ({first.intervals}).", [], found, more)
@@ -166,8 +162,7 @@ def alone(derived: Derived) -> Found:
     if table.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
-    cell = table.groupby("cell", sort=False)["contender"].nunique().idxmax()
-    here = table[table["cell"] == cell]
+    here = table[table["cell"] == most_compared(table)]
     steps = [
         f"{g3(speedups.step_interval(mine).estimate)} s with {spelled(name)}"
         for (name,), mine in groups(here, ["contender"])
@@ -198,7 +193,7 @@ def _beside_peers(derived: Derived) -> Found | None:
     pairs = int(derived.trials.groupby("contender").size().min())
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
     more = [f"{text}." for (name, _), text in told.items() if name != main[0]]
-    return Found(f"{told[main]}, the fastest setting of each library{few}.", [], [], more[:2])
+    return Found(f"{told[main]}, the fastest setting of each library{few}.", more=more[:2])
 
 
 def _setting(name: str) -> str:
@@ -213,15 +208,13 @@ def rate(derived: Derived) -> Found:
     if not found:
         return alone(derived)
     name, base = found[0].contender, spelled(found[0].base)
-    called = spelled(name)
-    rows = speedups.break_even(derived.pairs)
     mine = sorted(
         (one for one in found if one.contender == name), key=lambda one: one.pairs["achieved_mbit"].median()
     )
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     others: list[str] = []  # break-evens of further contenders
-    for row in rows.to_dict("records"):
+    for row in speedups.break_even(derived.pairs).to_dict("records"):
         at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))
         size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
@@ -241,10 +234,11 @@ def rate(derived: Derived) -> Found:
         slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
     if not slow:
         return faster(derived, found)
-    text = f"{called} is as fast as {base} at {listed(crossed)}" if crossed else ""
+    text = f"{spelled(name)} is as fast as {base} at {listed(crossed)}" if crossed else ""
     if kept:
-        least = f"o break-even was found up to the highest rate, where a step of {called} is {listed(kept)}"
-        text = f"{text}; else n{least}" if text else f"N{least}"
+        text += "; else no" if text else "No"
+        text += " break-even was found up to the highest rate, where a step of "
+        text += f"{spelled(name)} is {listed(kept)}"
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
     more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
     more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
@@ -292,8 +286,8 @@ def tokens(derived: Derived) -> Found:
     if rows.empty:
         ran = counted(table["id"].nunique(), "trial")
         return Found(f"Cannot be told: {ran} decoded, and none beside a baseline.", [OPEN])
-    base, several = spelled(derived.compared.baseline), rows["cell"].nunique() > 1
-    rows = rows[rows["cell"] == rows.groupby("cell", sort=False)["contender"].nunique().idxmax()]
+    base, several = spelled(derived.compared.baseline), len(set(rows["cell"])) > 1
+    rows = rows[rows["cell"] == most_compared(rows)]
     place = f" on {rows['where'].iloc[0]}" if several else ""
     mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
     speeds = {name: decoding.speedup(mine[name]) for name in parts.named_first(derived, list(mine))}
