@@ -12,14 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from report.draw import theme
 from report.draw.theme import Look, Style
 
 ROW_INCHES: Final = 0.32  # height of a row with its air
-_APART: Final = 1.35  # least ratio of neighbouring ticks
-_MOST_TICKS: Final = 5  # of decades
+_FEW_DECADES: Final = 1e3  # ratio of an axis' ends
+_MOST_TICKS: Final = 9
 _LETTER_INCHES: Final = 0.062  # of a legend's label, on the average
 _ENTRY_INCHES: Final = 0.45  # of a legend, beside its label: handle and gaps
 _LINE_INCHES: Final = 0.17  # of a legend
@@ -46,10 +46,7 @@ def rows_inches(count: int) -> float:
 
 
 def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
-    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle.
-
-    Beyond ``most`` characters also after a slash.
-    """
+    """Break a long name into two lines, before a parenthesis or after a comma, nearest to its middle."""
     if most is not None and len(name) > most:
         name = name.replace("/", "/\n")
     places = [found.start() for found in re.finditer(r"(?<=,) | (?=\()", name)]
@@ -68,26 +65,15 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Sequence[float] = ()) -> None:
-    """Make an axis logarithmic with plain labels at ``values`` that are far enough apart, else at decades."""
+def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic with plain labels: at decades, over few of them at 1, 2 and 5 of each."""
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
-    part = ax.xaxis if axis == "x" else ax.yaxis
-    low, high = (float(end) for end in (ax.get_xlim() if axis == "x" else ax.get_ylim()))
-    kept: list[float] = []
-    for value in sorted(float(one) for one in values if one > 0):
-        if not kept or value / kept[-1] >= _APART:
-            kept.append(value)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    for steps in ((1,), (1, 2, 5), range(1, 10)) if not kept else ():  # the fewest that give two ticks
-        ticks = [step * 10.0**power for power in powers for step in steps]
-        kept = [tick for tick in ticks if low <= tick <= high]
-        if len(kept) > 1:
-            kept = kept[:: -(-len(kept) // _MOST_TICKS)]
-            break
-    part.set_major_locator(FixedLocator(kept))
-    part.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
+    part.set_major_locator(
+        LogLocator(subs=(1, 2, 5) if high / low < _FEW_DECADES else (1,), numticks=_MOST_TICKS)
+    )
+    part.set_major_formatter(StrMethodFormatter("{x:g}"))
     part.set_minor_locator(NullLocator())
-    (ax.set_xlim if axis == "x" else ax.set_ylim)(low, high)
 
 
 def beside(ax: Axes, x: float, y: float, text: str) -> None:

@@ -168,7 +168,7 @@ class Lines:
         if is_integer_dtype(mine[x]) and found["x"].nunique() < _FEW:
             ax.set_xticks(sorted(found["x"].unique()))
         if self.log:
-            axes.log_ticks(ax, "x", [float(f"{value:.2g}") for value in found["x"].unique()])
+            axes.log_ticks(ax, "x")
         if measure.log:
             axes.log_ticks(ax, "y")
 
@@ -270,7 +270,7 @@ class Front:
                     axes.log_ticks(ax, "y")
                 if self.log:
                     ax.set_xlim(mine[self.x].min() / 1.2, mine[self.x].max() * 1.2)
-                    axes.log_ticks(ax, "x", list(mine[self.x].unique()))
+                    axes.log_ticks(ax, "x")
                 else:
                     ax.set_xlim(0, mine[self.x].max() * 1.08)
                 ax.set_xlabel(self.label)
@@ -292,10 +292,7 @@ class Front:
 
 
 def front(points: pd.DataFrame) -> list[int]:
-    """Places of the rows of (bytes, value) that none beats in one and equals or beats in the other.
-
-    In ascending order of bytes; of equal rows the first.
-    """
+    """Places of rows of (bytes, value) that none beats in one and equals or beats in the other, by bytes."""
     places = np.lexsort((points.iloc[:, 1], points.iloc[:, 0]))
     values = points.iloc[places, 1]
     ahead = values < values.cummin().shift(fill_value=np.inf)
