@@ -1,8 +1,4 @@
-"""What the records of a suite claim: of each contender its speed and bytes, and its validation loss.
-
-Each is of one cell (the same model, batch, link and seeds) and one contender, beside what it is compared
-with.
-"""
+"""What the records of a suite claim: of each contender its speed and bytes, and its validation loss."""
 
 from __future__ import annotations
 
@@ -24,9 +20,8 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_STEPS`: the speed-up of every contender whose interval does not hold 1, and its share
-    of the bytes between nodes, which is expected to be the same again.  ``zeropp plan`` has all bytes.
-    Nothing is claimed of seconds that are not to be relied on.
+    """Rows of :data:`_STEPS`: contenders whose speed-up's interval does not hold 1.  Of seconds that are not
+    to be relied on nothing is claimed.
     """
     if derived.mostly_disturbed:
         return []

@@ -13,23 +13,16 @@ from report.data.frames import ReportError
 
 
 def load(where: str | Path) -> pd.DataFrame:
-    """Every trial that trained, one row each, with its metrics.
+    """Every trial that trained, one row each, with its metrics: those of :func:`report.data.metrics.trials`.
 
-    Columns are those of :func:`report.data.metrics.trials`, whose formulas are in
-    ``report/quantities.csv``: ``id``, ``suite``, ``strategy``, ``contender``
-    (as the report names it), ``nodes``, ``ranks_per_node``, ``tokens_per_rank``, ``rate_mbit``, ``seed``,
-    ``repeat``, ``sweep``, then what was measured: ``step_seconds``, ``exposed_seconds``,
-    ``tokens_per_second``, ``sent_bytes``, ``validation_loss``, ...; times in s, sizes in B, per optimizer
-    step.  Any other field of a trial stands in the column ``trial``, its canonical form as a dictionary.
-    ``losses`` is the trial's loss curve: a list of its validations, each a dictionary of ``step``, ``loss``,
-    ``train_seconds`` and ``inter_bytes``; ``pandas.DataFrame`` makes a table of it.
+    Times in s, sizes in B, per optimizer step (``report/quantities.csv``).  Column ``trial`` is the trial's
+    canonical form, ``losses`` its validations (``step``, ``loss``, ``train_seconds``, ``inter_bytes``).
 
     Args:
         where: a suite's results folder; an archive of one (``.tar.xz``); or a folder of either.
 
     Raises:
-        ReportError: if nothing is there, or a folder mixes pools.
-        RecordError: for a file that is not a record of this schema.
+        ReportError, RecordError: if nothing is there, a folder mixes pools, or a file is no record.
     """
     path = Path(where)
     if not path.exists():

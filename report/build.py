@@ -1,7 +1,7 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-The report is written into a hidden folder inside the results folder, then swapped in file by file
-by rename: a full disk or an interruption leaves the previous report as it was.
+It is written into a hidden folder inside, then renamed file by file: a full disk or an interruption leaves
+the previous report.
 """
 
 from __future__ import annotations
@@ -33,15 +33,11 @@ def build(
 ) -> Path:
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
-    Errors are also those of :func:`report.data.frames.load`, the result that of :func:`publish`.
-
-    Args:
-        results: the folder.
-        columns: of tables by their names: those to print beside the contender, by title or name in the CSV.
-        width: of figures, in mm.
+    ``columns``, by table, are printed beside the contender, by title or name in the CSV; ``width`` is in mm.
 
     Raises:
         Refusal: for a table or a column that is not there.
+        ReportError: as :func:`report.data.frames.load` and :func:`publish`.
     """
     derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
@@ -49,11 +45,7 @@ def build(
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Tables with the columns that are asked for alone, in that order, after places and contender.
-
-    Raises:
-        Refusal: for a table or a column that is not there.
-    """
+    """Tables with the columns that are asked for alone, in that order, after places and contender."""
     found = {table.name: table for table in shown}
     for name, asked in columns.items():
         table = named(shown, name)
@@ -64,9 +56,7 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 
 
 def publish(results: Path, write: Callable[[Path], None]) -> Path:
-    """Write a page and its files into ``results`` atomically, and return where the page is.
-
-    First ``write`` writes it and files in the folders beside it, which exist, into an empty folder.
+    """Let ``write`` fill a folder, rename its files into ``results``, and return where the page is.
 
     Raises:
         ReportError: if the folder cannot be written; what was there before is then still there.

@@ -1,8 +1,4 @@
-"""An archive for the evaluation of an artifact: a suite's records, its file, packages, commands and claims.
-
-In it, as text beside the records' archive: ``README.md`` (what to do), ``CLAIMS.md`` (claim, interval,
-command), ``<suite>.toml`` and ``packages.txt`` as the run's provenance has them, and ``run.sh``.
-"""
+"""An archive for the evaluation of an artifact: records, suite, packages, commands and claims."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import re
 import sys
@@ -59,7 +58,6 @@ def report(
         sys.path.insert(0, str(ROOT))
         from docs.tables.from_records import wrong
 
-        gc.disable()
         if differing := wrong():
             print("\n".join(differing))
             raise typer.Exit(SOME_FAILED)
@@ -70,14 +68,13 @@ def report(
         if asked or explain:
             many = f"{folder} holds {len(archives)} archives"
             raise Refusal(f"{many}: --columns and --explain are of one suite")
-        largest_first = sorted(archives, key=lambda path: path.stat().st_size, reverse=True)
         built, processes = partial(_built, width=width), min(len(archives), machine.cores())
         if processes == 1:
-            pages = list(map(built, largest_first))
+            pages = list(map(built, archives))
         else:
             with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-                pages = list(pool.map(built, largest_first))
-        print("\n".join(map(str, sorted(pages))))
+                pages = list(pool.map(built, archives))
+        print("\n".join(map(str, pages)))
         return
     if explain is not None:
         from report.explain import explained
@@ -135,8 +132,6 @@ def _built(packed: Path, width: float) -> Path:
     """The page of an archive, in a process of its own."""
     from report.build import build
 
-    gc.collect()
-    gc.disable()  # it looks through Matplotlib's objects again and again: a seventh of the time
     return build(archive.unpack(packed), width=width)
 
 
@@ -187,11 +182,7 @@ def folder_of(what: str, results: Path) -> Path | None:
 
 
 def _known(what: str, results: Path) -> Path:
-    """The same of one that there is.
-
-    Raises:
-        Refusal: if there is none, naming those there are.
-    """
+    """The same of one that there is; a Refusal names those there are."""
     if (folder := folder_of(what, results)) is None:
         there = f"unknown suite {what!r}: {results} holds {suites_in(results)}"
         raise Refusal(f"{there}; a report is of a suite, `zeropp show` also prints single trials")

@@ -1,8 +1,4 @@
-"""Compares two result folders of one suite, before and after a change: step times, bytes and losses by pairs.
-
-A pair is one trial in both folders.  The folders ran at different times: whatever else differed between them
-is in the ratios, too.
-"""
+"""Compares two result folders of one suite by pairs: whatever else changed between them is in it, too."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ class Comparison:
 
 
 def judge(ratio: Interval, margin: float) -> Verdict:
-    """What an interval of a ratio of step times says: less is better.
-
-    ``same``: all of it within ``1 / (1 + margin)`` to ``1 + margin``; ``better`` or ``worse``: all of it on
-    one side of 1; else, and without an interval, ``cannot tell``.
+    """What an interval of a ratio of step times says: ``same`` within ``1 / (1 + margin)`` to ``1 + margin``;
+    ``better`` or ``worse`` on one side of 1; else, and without an interval, ``cannot tell``.
     """
     if not ratio.known:
         return "cannot tell"
@@ -71,7 +65,6 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
 
     Raises:
         ReportError: without records, or without a trial that finished in both.
-        RecordError: for a file that is no record.
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)

@@ -14,13 +14,7 @@ from report.tables.table import named
 
 
 def explained(folder: Path, table: str, row: str, column: str) -> str:
-    """Lines on one cell.
-
-    Args:
-        folder: of the records.
-        table: its name, as that of its files.
-        row: words that stand in one row's cells alone, with commas between them.
-        column: the title of a printed column, or the name of one of the CSV's.
+    """Lines on a cell: a table by name, a row by words of its cells, a column by title or name in the CSV.
 
     Raises:
         Refusal: if there is no such cell, naming those there are.

@@ -35,9 +35,7 @@ def build(results: Path) -> Path:
     """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
 
     Raises:
-        ReportError: if records are of several machines, codes or subjects, or the folder cannot be
-            written; the page that was there before is then still there.
-        RecordError: for a file that is not a record of this schema, or if there is none.
+        ReportError: if records are of several machines, codes or subjects, or the folder cannot be written.
     """
     benches = read_all(results)
     for of, name in (("pool", "machines or codes"), ("subject", "subjects")):

@@ -1,11 +1,7 @@
-"""Lower bounds on a step's time: by the schedule of its units, and by the CPUs that its ranks share.
+"""Lower bounds on a step's time: by the schedule of its units (:mod:`impl.plan.timeline`), and by the CPUs.
 
-The schedule is that of :mod:`impl.plan.timeline`: computation as measured, divided among the units by
-their elements, and messages as in the ledger at the rate that the link achieved.
-
-Computation is that of :mod:`harness.measure.compute_alone`, of the model by itself on all ranks at once, so
-that what an engine adds to it, stalls among it, is the engine's.  Records from before it was measured have
-what ranks did in their steps while they did not wait.
+Computation is that of the model by itself (:mod:`harness.measure.compute_alone`); records from before it was
+measured have what ranks did in their steps while they did not wait.
 """
 
 from __future__ import annotations
@@ -30,12 +26,7 @@ _Seconds = NDArray[np.float64]
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Seconds of the simulated schedule's step of each trial, by id; NaN if exposed time is not known.
 
-    In every sample or timed step the longest of any rank, since no step is shorter than that of any of its
-    ranks alone; then the median over them.  Steps are summarised like this everywhere, so the bound is not
-    below the computation of those steps.
-
-    With A micro-batches a step, A passes that each compute and send a part of A; what is neither forward
-    nor backward (the optimizer) comes on top as it was measured.
+    The longest of any rank in every sample or timed step, then the median over them.
     """
     achieved = frames.trials.set_index("id")["achieved_mbit"]
     found = {}
@@ -51,8 +42,8 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 def computations(frames: Frames) -> pd.DataFrame:
     """Seconds of computation of a step: of each rank in each sample of it by itself, else in each timed step.
 
-    Columns ``id``, ``index`` (of sample or step), ``forward``, ``backward``, ``rest`` and ``cpu_seconds``, of
-    all micro-batches of a step, and ``alone``, whether they are of computation by itself.
+    Columns ``id``, ``index`` (of sample or step), ``forward``, ``backward``, ``rest``, ``cpu_seconds``,
+    ``alone``.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
@@ -84,10 +75,8 @@ def before_training(timed: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Seconds of a step of each trial, by id, if the CPUs were always busy.
-
-    CPU seconds of all ranks over the number of CPUs that they share; the median over samples or steps.  With
-    a CPU for every rank it is at most what the slowest of them computes.
+    """CPU seconds of a step of all ranks over the CPUs that they share, by id; the median over samples or
+    steps.
 
     NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
     """
@@ -100,11 +89,9 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound_of(
     frames: Frames, identity: str, mbit: float, steps: int
 ) -> Callable[[_Seconds, _Seconds, _Seconds], _Seconds] | None:
-    """Build one trial's bound: a function from seconds of forward, backward and the rest to those of a step,
-    all (n,) for n samples.
+    """One trial's bound: from seconds of forward, backward and the rest (n,) to those of a step (n,).
 
-    None for strategies without a policy, for steps that do more than train, and where bytes were sent at a
-    rate that is not known.
+    None for strategies without a policy, for steps that do more than train, and at a rate that is not known.
     """
     trial, units, sent = frames.ran[identity], frames.units[identity], frames.unit_bytes[identity]
     policy, rate = trial.resolved_policy(), mbit * BITS_PER_MBIT

@@ -1,7 +1,4 @@
-"""Errors of what was sent, by hop and end to end; and of codecs that were only tried.
-
-Nothing here puts two contenders, or two cells, together.
-"""
+"""Errors of what was sent, by hop and end to end; and of codecs that were only tried."""
 
 from __future__ import annotations
 
@@ -15,12 +12,8 @@ _FLOATS = ("hop", "squared_error", "squared_value", "cosine")
 
 
 def errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of all units together: one row per trial, step, purpose, and hop or end.
-
-    Returns:
-        Columns of the records, and ``vnmse`` = sum of squared errors / sum of squared values: of a hop
-        against what was encoded there, end to end (``hop`` is NaN) against the exact mean, of weights against
-        masters.
+    """Errors of all units together: one row per trial, step, purpose, and hop or end (``hop`` is NaN), with
+    ``vnmse`` = sum of squared errors / sum of squared values.
     """
     found = frames.communication_errors
     found = found[found["unit"] == ""].astype(dict.fromkeys(_FLOATS, float))
@@ -46,10 +39,8 @@ def hops_told(mine: pd.DataFrame) -> str:
 
 
 def tried(frames: Frames, table: pd.DataFrame) -> tuple[pd.DataFrame, str]:
-    """Errors of the grid of codecs, which are tried and send nothing, and whose tensors they were tried on.
-
-    Only of the first contender of those that tried any, in its first cell: what policies leave of weights and
-    gradients differs, and is never put together.
+    """Errors of the grid of codecs, which are tried and send nothing, of the first contender that tried any,
+    in its first cell; and whose they are.
     """
     found = frames.quantisation.merge(table[_OF_TRIAL], on="id")
     if found.empty:

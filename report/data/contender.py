@@ -1,8 +1,6 @@
 """Contenders: strategies and their policy changes, with the names that figures print.
 
-A contender is a strategy with the policy fields in which a trial differs from the preset.  Changes of
-execution (types, prefetch, gather, ...) that all policies of a folder share are left out of the names;
-fields that define a technique (stage, group, codecs, hpZ, feedback) are always printed.
+Changes of execution (types, prefetch, gather, ...) that all policies of a folder share are left out of names.
 """
 
 from __future__ import annotations
@@ -82,10 +80,8 @@ FLAT_FACTOR = (
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are the baseline of their cell.
-
-    Those that the suite names; else ZeRO-3 without changes; in a folder without it, the contender that the
-    suite lists first.  A cell in which it did not finish has none.
+    """Which rows are the baseline of their cell: those that the suite names; else ZeRO-3 without changes;
+    else the contender that the suite lists first.
     """
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
@@ -134,10 +130,7 @@ def fields_of(trial: Trial) -> dict[str, str]:
 
 
 def changes_of(trial: Trial) -> dict[str, str]:
-    """Fields of the policy that differ from the strategy's preset on this topology, as text.
-
-    ``align`` and ``max_padding`` change the layout, not what is compared, and are left out.
-    """
+    """Fields of the policy that differ from the strategy's preset on this topology, as text."""
     policy, base = trial.resolved_policy(), trial.base_policy()
     return {} if policy is None or base is None else _differing(policy, base, trial.topology())
 
@@ -188,11 +181,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 
 
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
-    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it.
-
-    ``w`` and ``g`` are the codecs of weights and gradients.  A DeepSpeed configuration is named by its stage
-    and the options that it sets beside that.
-    """
+    """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it."""
     name = name_of(trial.strategy)
     changes = changes_of(trial)
     if trial.strategy == RECIPE:

@@ -15,17 +15,12 @@ PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """One row per timed generation: the columns of ``frames.generators``, and
+    """One row per timed generation: the columns of ``frames.generators``, and those of
+    docs/reference/metrics.md.
 
-    sequences: that each rank decodes.
-    seconds, later_seconds: of all its tokens, and without the first; each of the slowest rank.
-    tokens_per_second: of a rank, prompt included in the time.
-    later_tokens_per_second: the same without the first token.
-    exposed: share of ``seconds`` that the slowest rank stood waiting for communication.
-    first_bytes, later_bytes: that all ranks sent between nodes for the first token, and for each
-        later one; NaN where there is no ledger.
-    baseline, speedup: the trial of ZeRO-3 of the same cell, seed and repeat, and tokens per second
-        over those of its generation of the same number.
+    ``exposed`` is the share of ``seconds`` that the slowest rank waited; ``first_bytes`` and ``later_bytes``
+    are what all ranks sent between nodes for the first token and each later one (NaN without a ledger);
+    ``speedup`` is over ``baseline``'s generation of the same number.
     """
     timed = frames.tokens[~frames.tokens["warmup"].astype(bool)]
     timed = timed.astype({"inter_bytes": float, "exposed": float})
@@ -58,9 +53,8 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the paired ratios of tokens per second, with its interval; NaN without a baseline.
-
-    Generations of one trial are no samples of their own: the ratio of a trial is the geometric mean of its.
+    """Geometric mean of the paired ratios of tokens per second over trials, each that of its generations; NaN
+    without a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:

@@ -20,9 +20,8 @@ _SHAPED = "Throttled: nodes are hosts, and the kernel held what left their own i
 
 
 def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """What was emulated, as a sentence; empty where the network is real.
-
-    Latencies are those that trials asked for, one way; None or 0 for none.
+    """What was emulated, as a sentence, with the latencies asked for, one way; empty where the network is
+    real.
     """
     told = [words for kind, words in _NODES.items() if kind in set(kinds)]
     throttled = [_SHAPED] if "shaped" in set(kinds) else []

@@ -1,8 +1,4 @@
-"""Loads a results folder into tidy tables; the only reader of records in ``report``.
-
-One row is one thing measured; nothing is averaged here.  Records of other code, or of two machines in one
-sweep, are not put into one table unless asked; whole sweeps of several machines are (``Frames.pools``).
-"""
+"""Loads a results folder into tidy tables, nothing averaged; the only reader of records in ``report``."""
 
 from __future__ import annotations
 
@@ -52,9 +48,8 @@ class ReportError(RecordError):
 class Frames:
     """A results folder as tables; columns are the fields of records, units in their names.
 
-    In ``trials``, ``processors`` are the CPUs that all ranks share, NaN on GPUs and if ranks may run on
-    several machines; ``others_share`` and ``steal_share`` are the parts of their time that other programs
-    and the hypervisor took, ``taken_share`` both.
+    In ``trials``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines), and
+    ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them.
     """
 
     suite: str  # its name, or names joined by a comma
@@ -209,10 +204,8 @@ def _trial(record: Record) -> Trial:
 
 
 def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
-    """``cell`` and ``where`` of each trial: hash and description of every field but strategy, policy, seed
-    and repeat.  The description has the fields that are always printed, and those that differ; and says where
-    a pacer in the process stands for the link between nodes.  ``elsewhere`` is the description without the
-    rate; ``shape`` the model, with its arguments where models of its name have several.
+    """By id of each trial ``cell`` and ``where``, hash and description of every field but strategy, policy,
+    seed and repeat; ``elsewhere``, the description without the rate; and ``shape``, the model.
     """
     cells = {
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
@@ -346,11 +339,7 @@ def _taken(record: Record) -> dict[str, float]:
 
 
 def _processors(record: Record, trial: Trial) -> int | None:
-    """Number of CPUs that all ranks of the trial share; None if the record does not say.
-
-    The machine's cores on record are those of the process that wrote it, which the ranks inherit if it
-    started them.
-    """
+    """CPUs that all ranks share: those of the process that started them; None if the record does not say."""
     known = trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
     cores = record.machine.get("cores") if known else None
     return cores if isinstance(cores, int) and cores > 0 else None
@@ -363,10 +352,7 @@ def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _bytes_frame(records: list[Record]) -> pd.DataFrame:
-    """Ledger and prediction, summed over units.
-
-    A unit's messages are of padding as far as its elements are.
-    """
+    """Ledger and prediction, summed over units; messages are of padding as their unit's elements are."""
 
     def rows(record: Record) -> Iterator[dict[str, Any]]:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
@@ -463,21 +449,14 @@ def _facts_frame(records: list[Record]) -> pd.DataFrame:
 
 
 def _without_old_failures(records: list[Record]) -> list[Record]:
-    """The records without failures of other pools than that of the measured records, or of the latest.
-
-    ``zeropp run`` ignores those failures too, and runs their trials again.
-    """
+    """The records without failures of other pools than that of the measured records, or of the latest."""
     measured = {record.pool for record in records if record.measured}
     kept = measured or {max(records, key=lambda record: record.started).pool}
     return [record for record in records if record.pool in kept]
 
 
 def _check_pools(records: list[Record]) -> None:
-    """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences.
-
-    Pairs are formed inside a sweep, so sweeps of several machines stand beside one another.  Trials of one
-    pool may have run different kernels: where a build failed, the reference did their work.
-    """
+    """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences."""
     firsts = {record.pool: record for record in reversed(records)}
     of = {(record.code.get("source"), record.sweep, record.pool) for record in records if record.measured}
     mixed = len({sweep for _, sweep, _ in of}) < len(of)

@@ -1,7 +1,6 @@
 """What losses say: paired by seed, against a margin, with power.  Formulas: docs/reference/metrics.md.
 
-A seed draws the first weights and the order of the data.  Repeats and sweeps of one seed train the same
-again: they are one loss, however often they ran.
+A seed draws the first weights and the order of the data; repeats and sweeps of one are one loss.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 def losses(derived: Derived) -> pd.DataFrame:
     """One row per contender and cell whose trials ended in a validation.
 
-    Returns:
-        ``seeds`` with a loss; ``loss``, their mean; and where the baseline of the cell
-        (:func:`report.data.contender.is_baseline`) has losses of the same seeds ``base``, its name,
-        ``difference`` (:class:`Interval`: more is worse), ``margin``, ``power``, ``verdict``; ``target``, the
-        loss that is to be reached: the baseline's mean and the margin; ``reached``, the seeds that reach it;
-        ``seconds``, the median over these of the time that it took; ``gain`` (:class:`Interval`): the
-        baseline's seconds over them, known only if all seeds of both reach it.  With ``id`` and ``baseline``,
-        the records behind the row, joined by spaces.
+    Beside a baseline of the same seeds ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
+    ``target``, its mean loss and the margin; ``reached``, the seeds that reach it; ``seconds``, the median
+    time they took; ``gain``, its seconds over them, known if all seeds of both reach it.  ``id`` and
+    ``baseline`` are the records behind the row, joined by spaces.
     """
     found = derived.trials.dropna(subset=["validation_loss"])
     found = found.assign(is_base=is_baseline(derived.trials)[found.index])
@@ -90,10 +85,8 @@ def allowed(derived: Derived) -> str:
 
 
 def _margin(derived: Derived, base: pd.DataFrame) -> float:
-    """Nats that losses may differ by: a share of the baseline's, or what it gains in the suite's steps.
-
-    A step gains what the mean curve of its seeds falls by over the last quarter of training, over its steps.
-    NaN where the baseline is not validated at its beginning and its end, or does not gain there.
+    """Nats that losses may differ by: a share of the baseline's, or what its mean curve falls by over the
+    suite's steps in the last quarter of training; NaN where that is not known.
     """
     if not (steps := derived.frames.margin):
         return MARGIN * float(by_seed(base).mean())
@@ -108,13 +101,8 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 def front(derived: Derived) -> pd.DataFrame:
     """Who sends fewest bytes between nodes for a loss, in cells of enough contenders whose losses are known.
 
-    A contender is off the front (``no``) if one that sends no more has a lower loss, on it (``yes``) if all
-    that send no more have a higher one, each by the 95 % interval of differences paired by seed; else it
-    cannot be told.
-
-    Returns:
-        By cell, in ascending order of ``sent``, the bytes of a step: ``contender``, ``loss``, ``front``, and
-        ``beaten``: by whom, the one with the lowest loss.
+    By cell, in ascending order of ``sent``: ``front`` is ``no`` if one that sends no more has a lower loss
+    (``beaten``: by whom), ``yes`` if all that send no more have a higher one, by intervals paired by seed.
     """
     found = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[dict[str, object]] = []
@@ -159,10 +147,8 @@ def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Training seconds of each trial until its validation loss is at most ``target``.
-
-    On the straight line between the two validations around it; infinite if none is so low, NaN if the first
-    is already.
+    """Training seconds of each trial until its validation loss is at most ``target``, on the line between
+    validations; infinite if none is so low, NaN if the first is already.
     """
     curves = derived.frames.validations
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
@@ -181,9 +167,8 @@ def _crossed(curve: pd.DataFrame, target: float) -> float:
 
 
 def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
-    """Seconds of the baseline over ours, paired by seed: the wider interval, of seeds or of sweeps.
-
-    None of its seeds may be missing: those that never get there are the slowest.
+    """Seconds of the baseline over ours, paired by seed: the wider interval, of seeds or of sweeps; none if a
+    seed, then among the slowest, never gets there.
     """
     if not np.isfinite([*ours["seconds"], *base["seconds"]]).all():
         return _NONE

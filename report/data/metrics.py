@@ -1,8 +1,4 @@
-"""Metrics derived from raw records.  Formulas and units: docs/reference/metrics.md.
-
-Each function takes :class:`report.data.frames.Frames` and returns one row per trial, pair or part, so
-that every printed number can be traced to record ids.
-"""
+"""Metrics derived from raw records, one row per trial or part.  Formulas: docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -36,16 +32,9 @@ KEPT: Final = [
 def trials(frames: Frames) -> pd.DataFrame:
     """Metrics of every finished trial that trained, one row each; seconds, and bytes per step.
 
-    Beside the columns of ``frames.trials`` those that ``report/quantities.csv`` names, and
-        alone: whether computation, and the bounds that follow from it, are of computation by itself; else of
-            what ranks did in their timed steps while they did not wait.
-        schedule_share, ideal_share: schedule_seconds and ideal_seconds / step_seconds.
-        egress_bytes: the largest of any node; ledger, or the interface where there is no ledger.
-        m_bytes: M times the micro-batches of a step.
-        tflops: model TFLOP/s of a rank, for presets.
-        first_loss: of the first step, mean over ranks.
-        validation_loss, validation_step: of the last validation and the steps before it, warm-ups included;
-            NaN if that alone was made, before :data:`harness.suites.question.LEAST_STEPS`.
+    Columns of ``frames.trials``, of ``report/quantities.csv``, and ``alone``, whether computation was
+    measured by itself; ``egress_bytes``, of the busiest node; ``m_bytes``, M times the micro-batches;
+    ``tflops`` of a rank, for presets; ``first_loss``; ``validation_step``, steps before the last validation.
     """
     table = frames.trials
     for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
@@ -169,10 +158,9 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 
 def split(frames: Frames) -> pd.DataFrame:
-    """Mean time of each part of a step, on the slowest rank of each timed step.
+    """Mean time of each part of a step, on the slowest rank of each timed step; one row per trial and part.
 
-    Means, so that the parts add up to the mean step; one row per trial and part.  Where exposed
-    communication was not measured (peers), it stays inside forward and backward.
+    Where exposed communication was not measured (peers), it stays inside forward and backward.
     """
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()

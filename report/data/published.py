@@ -1,7 +1,4 @@
-"""Published numbers of the papers, with their sources, to compare with ours.
-
-``report/published/*.csv``; a row's ``source`` column says where it was read.
-"""
+"""Published numbers of the papers, with their sources (``report/published/*.csv``), to compare with ours."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ FOLDER: Final = Path(__file__).parents[1] / "published"
 
 
 def throughput() -> pd.DataFrame:
-    """TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up.
-
-    One row per setting: ``gpus``, ``gpu``, ``model``, ``inter_node_gbps``, ``tokens_per_gpu``,
-    ``zero3`` and ``zeropp`` (TFLOPs per GPU), ``speedup``, ``source``.
-    """
+    """TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up: one row per setting."""
     table = pd.read_csv(FOLDER / "zeropp_throughput.csv")
     keys = ["source", "gpus", "gpu", "model", "inter_node_gbps", "tokens_per_gpu"]
     wide = table.pivot_table(index=keys, columns="system", values="tflops_per_gpu", sort=False).reset_index()
@@ -33,11 +26,7 @@ def throughput() -> pd.DataFrame:
 
 
 def parity() -> pd.DataFrame:
-    """ZeRO++ at a quarter of the bandwidth over ZeRO-3 at the full one: 50/47 and 48/48.
-
-    One row per model: ``model``, ``zeropp`` at ``low_gbps``, ``zero3`` at ``high_gbps`` (TFLOPs
-    per GPU), ``parity``.
-    """
+    """ZeRO++ at a quarter of the bandwidth over ZeRO-3 at the full one, TFLOPs per GPU: one row per model."""
     shown = throughput()
     shown = shown[shown["source"].str.contains("bandwidth parity")]
     low = shown.assign(high_gbps=4 * shown["inter_node_gbps"])
@@ -48,17 +37,12 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Bytes between nodes per step in units of M: ``method``, its parts, ``total_m``, ``published``.
-
-    Rows whose ``published`` is no follow from the blog's rule but are not printed there.
-    """
+    """Bytes between nodes per step in units of M; what is not ``published`` follows from the blog's rule."""
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, contender: str) -> float:
-    """Bytes between nodes per step in units of M by the blog's rule; NaN if the rule does not cover it, as it
-    does no contender with changes in parentheses.
-    """
+    """Bytes between nodes per step in units of M by the blog's rule, of presets alone; else NaN."""
     found = volume().set_index("method")["total_m"]
     return float(found.get(strategy, math.nan)) if "(" not in contender else math.nan
 

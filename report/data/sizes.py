@@ -23,10 +23,7 @@ _KEPT: Final = [
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part.
-
-    What is sent of padding is a part of its own, and in no other.
-    """
+    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part."""
     between = frames.bytes[
         (frames.bytes["link"] == "inter")
         & frames.bytes["phase"].isin(TRAINING)
@@ -73,10 +70,7 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Trials that differ only in the number of nodes, with equal batches per rank or in all.
-
-    Columns ``kind``, weak or strong, and ``title``, beside those of the trials.
-    """
+    """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all."""
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     parts = []
     for kind, alike, tokens in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):

@@ -1,7 +1,4 @@
-"""A figure as a declaration: a name, a question, the columns of one tidy table, and a mark.
-
-Captions follow from the columns, which say what they are.
-"""
+"""A figure as a declaration: a name, a question, the columns of one tidy table, and a mark."""
 
 from __future__ import annotations
 

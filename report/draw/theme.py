@@ -1,8 +1,4 @@
-"""Style of figures: fonts, and a colour, a marker and dashes per contender, the same on a whole page.
-
-``report/strategies.csv`` has the colour and the marker of each strategy: Okabe and Ito's for the techniques,
-Tol's for peers.  Further contenders of one strategy have its shades and markers of their own.
-"""
+"""Style of figures: fonts, and a colour, a marker and dashes per contender, the same on a whole page."""
 
 from __future__ import annotations
 

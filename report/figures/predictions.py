@@ -18,14 +18,8 @@ WAYS: Final = {
 
 
 def measured_over(derived: Derived) -> pd.DataFrame:
-    """Trials whose step was predicted, one row each.
-
-    Columns beside :data:`~report.data.metrics.KEPT` and ``step_seconds``:
-        foreseen_seconds: as predicted before the trial ran; ``foreseen_calibrated``: whether model and batch
-            lay where the machine was measured.
-        naive_seconds: predicted computation plus the wire, without overlap or an engine.
-        constant_seconds: the median step of all these trials, the best that one number can say.
-        over_predicted, over_naive, over_constant: step_seconds over each.
+    """Trials whose step was predicted, with ``step_seconds`` over each of :data:`WAYS`: as predicted before
+    it ran, computation plus the wire, and the median step of all these trials.
     """
     rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
     rows = rows.assign(
@@ -37,16 +31,11 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """How far predictions were off, of :func:`measured_over`'s rows.
+    """How far predictions of :func:`measured_over`'s rows were off.
 
-    Keys:
-        cells: contenders in cells.
-        median, ninth: of the relative errors of cells, whose step is their trials' median; 90th percentile.
-        trial_median, trial_ninth: of single trials.
-        naive_median, naive_ninth: of cells, by the formula without overlap.
-        pairs: of contenders in one cell whose steps are more than :data:`APART` apart.
-        ordered: share of these that the prediction puts in the right order; NaN without any.
-        regret: what the contender that is predicted to be fastest takes longer than the fastest, on average.
+    Median and 90th percentile of the relative errors of cells, of single trials, and of computation plus
+    wire; ``ordered``: share of pairs more than :data:`APART` apart in the right order; ``regret``: what the
+    contender predicted to be fastest takes longer than the fastest.
     """
     by_cell = rows.groupby(["cell", "contender"], as_index=False)[["step_seconds", *WAYS.values()]].median()
     took, said = by_cell["step_seconds"], by_cell["foreseen_seconds"]

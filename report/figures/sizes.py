@@ -41,13 +41,12 @@ def _volume(derived: Derived) -> pd.DataFrame:
 def _m_in_words(data: pd.DataFrame) -> str:
     """The size of M in each panel."""
     m = data["m_bytes"] / data["accumulation"] / 1e6
-    sizes = "; ".join(
-        f"{panel}: {m[mine.index[0]]:.2f} MB" for panel, mine in data.groupby("panel", sort=False)
-    )
+    panels = data.groupby("panel", sort=False)
+    told = "; ".join(f"{panel}: {m[mine.index[0]]:.2f} MB" for panel, mine in panels)
     several = " Of several micro-batches: the mean of one." if data["accumulation"].gt(1).any() else ""
     return (
         "M is what one hierarchical gather of the whole model in 16 bits carries between nodes: 2 bytes x "
-        f"elements x (nodes - 1) ({sizes}), without padding, which is a part of its own.{several}"
+        f"elements x (nodes - 1) ({told}), without padding, which is a part of its own.{several}"
     )
 
 

@@ -40,10 +40,10 @@ _TOKENS: Final = Measure(
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
     """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
-    sizes = ["nodes", "ranks_per_node", "tokens_per_rank"]
-    data = speedups.several_rates(data).sort_values(sizes, kind="stable")
-    nodes, ranks, tokens = (data[size].astype(str) for size in sizes)
-    several = len(data[sizes[:2]].drop_duplicates()) > 1
+    keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
+    data = speedups.several_rates(data).sort_values(keys, kind="stable")
+    nodes, ranks, tokens = (data[key].astype(str) for key in keys)
+    several = len(data[keys[:2]].drop_duplicates()) > 1
     return data.assign(
         panel=tokens + " tokens per rank" + (", " + nodes + "x" + ranks + " ranks" if several else "")
     )

@@ -1,7 +1,4 @@
-"""Tables and their numbers for LaTeX: a bare ``tabular`` in booktabs' rules, and a macro for each number.
-
-A table's title and caption are left to the paper; the page has them.
-"""
+"""Tables and their numbers for LaTeX: a bare ``tabular`` in booktabs' rules, and a macro for each number."""
 
 from __future__ import annotations
 

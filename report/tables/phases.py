@@ -1,7 +1,4 @@
-"""Seconds and bytes of workload ``rlhf`` by phase, beside the published rates.
-
-Formulas: docs/reference/metrics.md.
-"""
+"""Seconds and bytes of workload ``rlhf`` by phase, beside the published rates."""
 
 from __future__ import annotations
 
@@ -70,13 +67,9 @@ def phases(derived: Derived) -> Table:
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """One row per trial and phase: the columns of ``derived.trials``, and
-
-    phase: of :data:`PHASES`; ``train`` is what is left of a step.
-    seconds: median over timed steps of the slowest rank's.
-    exposed: share of them that this rank stood waiting for communication.
-    inter_bytes, intra_bytes: that all ranks sent in a step, between nodes and inside them (ledger).
-    baseline_seconds, baseline_bytes: of the baseline's trial of the same cell, seed and repeat.
+    """One row per trial and phase (``train`` is what is left): ``seconds``, median of the slowest rank's;
+    ``exposed``, their share waited for communication; ``inter_bytes`` and ``intra_bytes`` of a step (ledger);
+    ``baseline_seconds`` and ``baseline_bytes`` of the same cell, seed and repeat.
     """
     frames = derived.frames
     steps = slowest_steps(frames).dropna(subset=["generate"])

@@ -1,8 +1,4 @@
-"""A table: raw values, columns that say what they are, and its forms as CSV, Markdown and rows of a page.
-
-Text in records may hold anything; Markdown is escaped here, LaTeX in :mod:`report.tables.latex`, HTML by
-the page's template.
-"""
+"""A table: raw values, columns that say what they are, and its forms as CSV, Markdown and rows of a page."""
 
 from __future__ import annotations
 
@@ -107,11 +103,7 @@ class Table:
         return self.columns[places:], found
 
     def column(self, asked: str) -> Column:
-        """The printed column of this title or name.
-
-        Raises:
-            Refusal: if there is none, naming those there are.
-        """
+        """The printed column of this title or name; a Refusal names those there are."""
         for one in self.columns:
             if asked in (one.title, one.key, one.name):
                 return one
@@ -124,11 +116,7 @@ class Table:
         return sum(one.place for one in self.columns) + 1
 
     def row(self, words: str) -> int:
-        """Number of the one row with words, parted by commas: as cells or, if none has them so, inside cells.
-
-        Raises:
-            Refusal: if not one row has them, naming rows.
-        """
+        """Number of the one row with words, parted by commas: as cells or, if none has them so, in cells."""
         rows, parts = self.rows(), [part.strip() for part in words.split(",")]
         whole = [number for number, cells in enumerate(rows) if set(parts) <= set(cells)]
         found = whole or [
@@ -190,11 +178,7 @@ class Table:
 
 
 def named(tables: Sequence[Table], name: str) -> Table:
-    """The table of a name.
-
-    Raises:
-        Refusal: if there is none, naming those there are.
-    """
+    """The table of a name; a Refusal names those there are."""
     there = {one.name: one for one in tables}
     if name not in there:
         raise Refusal(f"no table {name!r}: expected one of {', '.join(there)}{suggestion(name, there)}")
@@ -212,8 +196,6 @@ def made(
     name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
 ) -> Table:
     """A table of rows, without columns that have no value.
-
-    Its caption says what the columns are, then ``notes``, then what marks beside numbers mean.
 
     Of rows with a ``where``, what ours share moves into the caption, the rest into columns on the left.
     """

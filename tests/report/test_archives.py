@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from pathlib import Path
 
@@ -22,7 +21,6 @@ def test_a_folder_of_archives_is_reported_whole(
 ) -> None:
     """``zeropp report`` draws a page of each, in as many processes."""
     monkeypatch.setattr(machine, "cores", lambda: cores)
-    monkeypatch.setattr(gc, "disable", lambda: None)
     for suite in ("rlhf", "stages"):
         shutil.copy(ROOT / REFERENCE / f"{suite}.tar.xz", tmp_path)
     assert cli.main(["report", str(tmp_path)]) == cli.OK
