@@ -42,8 +42,7 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 def computations(frames: Frames) -> pd.DataFrame:
     """Seconds of computation of a step: of each rank in each sample of it by itself, else in each timed step.
 
-    Columns ``id``, ``index`` (of sample or step), ``forward``, ``backward``, ``rest``, ``cpu_seconds``,
-    ``alone``.
+    ``index`` is that of the sample or step, ``alone`` which of them it is.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
@@ -75,8 +74,7 @@ def before_training(timed: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """CPU seconds of a step of all ranks over the CPUs that they share, by id; the median over samples or
-    steps.
+    """CPU seconds of a step of all ranks over the CPUs they share, by id; the median over samples or steps.
 
     NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
     """

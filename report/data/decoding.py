@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
 from report.data.contender import is_baseline, with_baseline
 from report.data.frames import Frames
+from report.data.speedups import geometric
 
 PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under the same conditions
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """One row per timed generation: the columns of ``frames.generators``, and those of
-    docs/reference/metrics.md.
+    """One row per timed generation, beside the columns of ``frames.generators``.
 
     ``exposed`` is the share of ``seconds`` that the slowest rank waited; ``first_bytes`` and ``later_bytes``
     are what all ranks sent between nodes for the first token and each later one (NaN without a ledger);
@@ -53,20 +52,18 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Geometric mean of the paired ratios of tokens per second over trials, each that of its generations; NaN
-    without a baseline.
-    """
+    """Geometric mean over trials of that of each one's generations' ratios; NaN without a baseline."""
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
         return Interval(math.nan, math.nan, math.nan, 0)
     by_trial = paired.groupby(["seed", "repeat"])
     rates = ("tokens_per_second", "baseline_tokens_per_second")
-    ours, base = (by_trial[name].agg(lambda values: np.exp(np.log(values).mean())) for name in rates)
+    ours, base = (by_trial[name].agg(geometric) for name in rates)
     return paired_ratio_interval(ours.to_dict(), base.to_dict(), by_trial["sweep"].first().to_dict())
 
 
 def speed(group: pd.DataFrame) -> Interval:
     """Tokens per second: geometric mean over trials of that of each one's generations, with its interval."""
     by_trial = group.groupby("id", sort=False)
-    speeds = by_trial["tokens_per_second"].agg(lambda values: np.exp(np.log(values).mean()))
+    speeds = by_trial["tokens_per_second"].agg(geometric)
     return geometric_interval(list(speeds), list(by_trial["sweep"].first()))

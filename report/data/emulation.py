@@ -20,9 +20,7 @@ _SHAPED = "Throttled: nodes are hosts, and the kernel held what left their own i
 
 
 def sentence(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """What was emulated, as a sentence, with the latencies asked for, one way; empty where the network is
-    real.
-    """
+    """What was emulated, with latencies asked for, one way, in words; empty where the network is real."""
     told = [words for kind, words in _NODES.items() if kind in set(kinds)]
     throttled = [_SHAPED] if "shaped" in set(kinds) else []
     if not told:

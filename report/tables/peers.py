@@ -20,9 +20,7 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Table of peers and policies in each setting, with our gain over the best of each family."""
     ran = [derived.frames.ran[identity] for identity in derived.trials["id"]]
-    policies = [
-        (trial.resolved_policy() or trial.peer) for trial in ran
-    ]  # what a peer computes in is its own
+    policies = [trial.resolved_policy() or trial.peer for trial in ran]  # a peer's type is its own
     found = derived.trials.assign(
         elsewhere=list(map(_setting, ran)),
         compute=[one.compute for one in policies],
