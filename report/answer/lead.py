@@ -31,11 +31,6 @@ _WORSE: Final = frozenset(
     "slower worse longer lose loses cost costs hurt hurts fail fails more".split()  # noqa: SIM905
 )
 _WORDS: Final = ("A", "All", "Between", "By", "In", "No", "The")  # with which first sentences begin
-_FIGURES: Final[dict[Quantity, str]] = {
-    "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
-    "trials": "speedup", "rate": "speedup_over_rates", "nodes": "scaling", "size": "largest_model",
-    "tokens": "generation",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +53,12 @@ def answer(derived: Derived) -> Answer:
     """The answer by the records of a folder."""
     frames = derived.frames
     asked = quantity([frames.ran[identity] for identity in sorted(frames.ran)], frames.answer)
+    answered, figure = _BY_QUANTITY[asked]
     if derived.finished.empty:
         failed = counted(len(frames.failures), "trial")
         text = f"Cannot be told: no trial has finished, and {failed} failed."
-        return Answer((text,), OPEN, asked, _FIGURES[asked])
-    found = _BY_QUANTITY[asked](derived)
+        return Answer((text,), OPEN, asked, figure)
+    found = answered(derived)
     caveat = _caveat(derived, found.effects)
     told = [found.first, *found.more, *_others(derived, asked, found.effects)]
     if any("in the memory" in question for question in frames.questions):
@@ -75,7 +71,7 @@ def answer(derived: Derived) -> Answer:
             first = first[0].lower() + first[1:]
         first = f"{verdict.capitalize()}{':' if verdict in (PART, OPEN) else ','} {first}"
     sentences = (first, *rest[: _MOST - 1 - len(caveat)], *caveat)
-    return Answer(sentences, verdict, asked, found.figure or _FIGURES[asked])
+    return Answer(sentences, verdict, asked, found.figure or figure)
 
 
 def _polar(derived: Derived) -> bool:
@@ -134,8 +130,10 @@ def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
     return [sentence(text)] if text else []
 
 
-_BY_QUANTITY: Final[dict[Quantity, Callable[[Derived], Found]]] = {
-    "loss": by_loss.loss, "step": by_seconds.step, "bytes": by_size.bytes_, "error": by_size.error,
-    "memory": by_size.memory, "trials": by_size.trials, "rate": by_seconds.rate, "nodes": by_seconds.nodes,
-    "size": by_size.size, "tokens": by_seconds.tokens,
+_BY_QUANTITY: Final[dict[Quantity, tuple[Callable[[Derived], Found], str]]] = {  # and its figure
+    "loss": (by_loss.loss, "final_loss"), "step": (by_seconds.step, "speedup"),
+    "bytes": (by_size.bytes_, "volume"), "error": (by_size.error, "sent_error"),
+    "memory": (by_size.memory, "memory"), "trials": (by_size.trials, "speedup"),
+    "rate": (by_seconds.rate, "speedup_over_rates"), "nodes": (by_seconds.nodes, "scaling"),
+    "size": (by_size.size, "largest_model"), "tokens": (by_seconds.tokens, "generation"),
 }  # fmt: skip
