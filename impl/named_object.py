@@ -58,12 +58,10 @@ def import_object(text: str) -> Any:
     with told(NamedObjectError, f"{text}: cannot import {name!r}:"):
         module: Any = importlib.import_module(name)
     first, file = name.partition(".")[0], getattr(module, "__file__", None)
-    for folder in _seen:
-        if (folder / f"{first}.py").exists() or (folder / first / "__init__.py").exists():
-            if file is None or not Path(file).resolve().is_relative_to(folder):
-                raise NamedObjectError(
-                    f"{text}: {name} is that of {file}, which hides the one in {folder}; rename it"
-                )
-            break
+    meant = [one for one in _seen if (one / f"{first}.py").exists() or (one / first / "__init__.py").exists()]
+    if meant and not (file and any(Path(file).resolve().is_relative_to(one) for one in _seen)):
+        raise NamedObjectError(
+            f"{text}: {name} is that of {file}, which hides the one in {meant[0]}; rename it"
+        )
     with told(NamedObjectError, f"{text}: {name} has no {path!r}:"):
         return operator.attrgetter(path)(module)

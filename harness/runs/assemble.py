@@ -11,7 +11,7 @@ from harness.measure.cpu_usage import Spent
 from harness.measure.gradient_bounds import GradientError
 from harness.records import consistency
 from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
-from harness.runs.correctness_checks import TOLERANCE, Compared, TrialError, agree
+from harness.runs.correctness_checks import TOLERANCE, Compared, TrialError, same_loss
 from harness.runs.rank_trial import Outcome
 from harness.suites.trial import Trial
 from impl.plan.policy import Policy
@@ -27,10 +27,6 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     _refuse(_wrong_losses(outcomes, later=False))
     if control != "unordered":
         _refuse(_wrong_gradients(compared, later=False))
-    communicated = communication_error.errors_of([dict(rank.communicated) for rank in compared])
-    if communicated and not control:
-        policy = Trial.from_canonical(blank.trial).resolved_policy() or Policy()
-        _refuse(filter(None, [communication_error.refusal(communicated, policy)]))
     _refuse(_wrong_steps(outcomes))
     if not control:
         _refuse(_wrong_losses(outcomes, later=True))
@@ -59,11 +55,15 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "chosen_codecs": first.chosen,
             "reference_loss": math.fsum(rank.first_loss.reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks(compared),
-            "communication_errors": communicated,
             "quantisation": compared[0].errors,
         }
     )
     checked = [outcome.checked for outcome in outcomes]
+    communicated = communication_error.errors_of([dict(rank.communicated) for rank in compared])
+    found = found.model_copy(update={"communication_errors": communicated})
+    if communicated and not control:
+        policy = Trial.from_canonical(blank.trial).resolved_policy() or Policy()
+        _refuse(filter(None, [communication_error.refusal(communicated, policy)]))
     sent = (
         consistency.unpredicted(found),
         consistency.miscounted(found),
@@ -130,12 +130,12 @@ def _wrong_losses(outcomes: Sequence[Outcome], *, later: bool) -> Iterator[str]:
     for rank, outcome in enumerate(outcomes):
         trained = {step.index: step.loss for step in outcome.record.steps}
         for loss in outcome.compared.later_losses if later else [outcome.compared.first_loss]:
-            if not agree(loss.found, loss.expected):
+            if not same_loss(loss.found, loss.expected):
                 yield (
                     f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on "
                     f"the same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
                 )
-            if loss.trained is not None and not agree(trained[loss.step], loss.trained):
+            if loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
                 yield (
                     f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
                     f"process with equal weights at {loss.trained:.6f}"

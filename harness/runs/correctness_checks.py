@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -57,6 +58,7 @@ from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
 TOLERANCE: Final = 1e-4  # of the loss, or absolute below 1: sums of two processes round differently
+same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
 class TrialError(RuntimeError):
@@ -251,7 +253,7 @@ class Comparison:
         with torch.no_grad():
             model.train()
             trained = [float(model(*batch)) for batch in batches_of(data, step)]
-        return mean, first, mean if agree(math.fsum(trained) / len(trained), mean) else None
+        return mean, first, mean if same_loss(math.fsum(trained) / len(trained), mean) else None
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
@@ -259,11 +261,6 @@ def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[Gradie
     scale = strategy.loss_scale
     errors = (gradient.compare(one, *strategy.mean_gradient(one), scale) for one in gradient.layouts)
     return [error for error in errors if error is not None]
-
-
-def agree(found: float, expected: float) -> bool:
-    """Whether two computations gave one loss; not if either is NaN."""
-    return abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
 
 
 def _type_of(trial: Trial) -> Dtype:

@@ -92,12 +92,13 @@ class Cluster:
     def run(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Ran:
         """Run the ranks of a trial; a Ctrl-C, too, is a failure."""
         link: Link | None = None
+        requested: float | None = None
         outcomes: list[Outcome] = []
         failure: Failure | None = None
         try:
             link = self._link(trial, on_progress)
-            probe, counts = link.message_bytes or None, link.kind == "namespaces"
-            assignment = Assignment(trial, probe, count=counts, folder=self._folder)
+            requested, counts = link.setting.slowest_mbit, link.kind == "namespaces"
+            assignment = Assignment(trial, link.message_bytes or None, count=counts, folder=self._folder)
             launch = self.launch(trial, link, trial.id)
             outcomes = self._start(trial, TRIAL, assignment, launch, on_progress)
             link.check(_probed(outcomes), after=True)
@@ -116,7 +117,7 @@ class Cluster:
         record = LinkRecord(
             kind=link.kind,
             why=link.why,
-            requested_mbit=link.setting.slowest_mbit,
+            requested_mbit=requested,
             calibrated_mbit=link.calibrated_mbit,
             probed_mbit=_probed(outcomes),
             message_bytes=link.message_bytes,
