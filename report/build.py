@@ -18,9 +18,9 @@ from report import page
 from report.data.frames import ReportError, load
 from report.data.metrics import Derived, derive, records_of
 from report.draw import files, theme
-from report.figures import registry
+from report.figures import all_figures
+from report.tables import all_tables as tables
 from report.tables import latex
-from report.tables import registry as tables
 from report.tables.table import Table, named
 
 PAGE: Final = "report.html"
@@ -79,7 +79,7 @@ def publish(results: Path, write: Callable[[Path], None]) -> Path:
 def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float) -> None:
     """Write the page, figures and tables."""
     style = files.style_of(derived, width)
-    found = (files.draw(one, derived, folder / "figures", style) for one in registry.FIGURES)
+    found = (files.draw(one, derived, folder / "figures", style) for one in all_figures.FIGURES)
     drawn = [one for one in found if one is not None]
     for table in shown:
         latex.write(table, folder / "tables")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from report.data.frames import load
 from report.data.metrics import derive, records_of
-from report.tables import registry
+from report.tables import all_tables
 from report.tables.table import named
 
 
@@ -20,7 +20,7 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
         Refusal: if there is no such cell, naming those there are.
     """
     derived = derive(load(folder))
-    shown = named(registry.all_tables(derived), table)
+    shown = named(all_tables.all_tables(derived), table)
     number = shown.row(row)
     raw, cells = shown.data.iloc[number], shown.rows()[number]
     if column in raw.index and column not in {one.key for one in shown.columns}:  # of the CSV alone

@@ -21,8 +21,8 @@ from report.data import loss_verdicts, speedups
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived
 from report.data.text import counted, listed, with_interval
+from report.tables import all_tables as tables
 from report.tables import phases
-from report.tables import registry as tables
 
 Finding = Callable[[Derived], str]
 

@@ -30,8 +30,8 @@ from report.data.metrics import Derived, derive
 from report.data.text import counted
 from report.draw import files
 from report.draw.figure import Figure
-from report.figures.registry import FIGURES as DRAWINGS
-from report.tables import registry as tables
+from report.figures.all_figures import FIGURES as DRAWINGS
+from report.tables import all_tables as tables
 from report.tables.table import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[2]

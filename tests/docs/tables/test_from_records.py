@@ -14,7 +14,7 @@ from docs.tables.from_records import ROOT
 from harness import cli
 from report.answer.lead import answer
 from report.data.metrics import Derived
-from report.tables import registry
+from report.tables import all_tables
 
 FILES = {  # and where in each the first number by the records stands
     "README.md": "<!-- of the records -->",
@@ -66,7 +66,7 @@ def check_one_number_for_a_step(found: Mapping[str, Derived]) -> None:
     for suite, derived in found.items():
         if derived.trials.empty or derived.trials["cell"].nunique() > 1:
             continue
-        summary, lead = registry.summary(derived), answer(derived).sentences
+        summary, lead = all_tables.summary(derived), answer(derived).sentences
         rows = {row[0]: row for row in summary.rows()}
         titles = [column.title for column in summary.columns]
         said = next((match for sentence in lead[1:] if (match := told.match(sentence))), None)

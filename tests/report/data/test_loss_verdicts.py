@@ -14,7 +14,7 @@ from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.loss_verdicts import MARGIN, losses
 from report.data.metrics import derive
-from report.tables import registry
+from report.tables import all_tables
 from tests.report.records import changed, ending_at, record_of
 
 STEPS = 120
@@ -103,7 +103,7 @@ def test_seeds_that_scatter_say_nothing() -> None:
     row = of(found)
     assert row["power"] < 0.5
     assert row["verdict"] == "no power"
-    table = registry.losses(derive(frames_of(found)))
+    table = all_tables.losses(derive(frames_of(found)))
     assert "no power" in table.markdown()
     assert "margin of 1% of ZeRO-3's loss (here 0.020 nats)" in table.caption
 
@@ -115,7 +115,7 @@ def test_time_to_the_target_is_paired_and_has_an_interval() -> None:
     assert row["target"] == pytest.approx(2.02)
     assert row["reached"] == 4  # seeds of ZeRO-3 itself end above the mean of all and the margin
     assert row["gain"].n == 0
-    assert "4 of 6 reach it" in registry.losses(derive(frames_of(same))).markdown()
+    assert "4 of 6 reach it" in all_tables.losses(derive(frames_of(same))).markdown()
     level = [2.0 + 0.001 * seed for seed in range(6)]
     row = of(records({"zero3": level, "zeropp": level}, pace=2.0))
     assert row["reached"] == row["gain"].n == 6
@@ -132,4 +132,4 @@ def test_a_single_validation_of_few_steps_is_no_loss() -> None:
     ]
     derived = derive(frames_of(once))
     assert losses(derived).empty
-    assert "Validation loss" not in {column.title for column in registry.summary(derived).columns}
+    assert "Validation loss" not in {column.title for column in all_tables.summary(derived).columns}

@@ -24,8 +24,8 @@ from report.draw.figure import Figure, Measure
 from report.draw.marks import Lines, Rows, front
 from report.draw.names_of_rows import peers_note
 from report.draw.theme import Style, fonts, looks_of
-from report.figures.registry import FIGURES
-from report.tables import registry as tables
+from report.figures.all_figures import FIGURES
+from report.tables import all_tables as tables
 from tests.report.records import busy_while_waiting, changed_steps, on_link, record_of, records_of
 
 BY_NAME = {figure.name: figure for figure in FIGURES}

@@ -13,7 +13,7 @@ from harness.records.record import Failure, Record
 from harness.suites.trial import Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.tables import registry
+from report.tables import all_tables
 from report.tables.peers import peers
 from tests.report.records import changed_steps, record_of
 
@@ -85,7 +85,7 @@ def test_a_refusal_of_a_library_is_a_row_with_its_reason() -> None:
     config = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true}}'
     refused = record_of(Trial(strategy="deepspeed", deepspeed_config=config), failure=why)
     assert refused.answers
-    found = registry.failures(derive(frames_of([one("exact", 1.0), refused])))
+    found = all_tables.failures(derive(frames_of([one("exact", 1.0), refused])))
     (row,) = found.data.to_dict("records")
     assert (row["kind"], row["message"], row["by"]) == ("refused", why.message, "deepspeed")
     assert row["contender"] == "DeepSpeed (zero_quantized_weights True)"

@@ -25,7 +25,7 @@ from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
 from report.data.warnings import of_page as warnings
-from report.tables import latex, registry
+from report.tables import all_tables, latex
 from report.tables.table import Column, Table
 from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
 
@@ -86,7 +86,7 @@ def test_numbers_have_their_significant_digits(value: float, digits: int, told: 
 def test_the_summary_is_of_all_repeats() -> None:
     """Step seconds of the summary's CSV are the geometric mean over repeats, bytes the median."""
     derived = derive(frames_of(records_of("quickstart")))
-    found = pd.read_csv(io.StringIO(registry.summary(derived).csv())).set_index("contender")
+    found = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("contender")
     for name, mine in derived.trials.groupby("contender"):
         assert found.loc[name, "step_seconds"] == pytest.approx(
             float(np.exp(np.log(mine["step_seconds"]).mean()))
@@ -98,7 +98,7 @@ def test_the_summary_is_of_all_repeats() -> None:
 def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
     """DDP's bytes between nodes are printed, marked as counted by the interfaces; nothing else is."""
     records = [record_of(Trial(strategy=name)) for name in ("ddp", "exact", "zero3", "zeropp")]
-    table = registry.summary(derive(frames_of(records)))
+    table = all_tables.summary(derive(frames_of(records)))
     sent = {name: row["Sent, MB/step"] for name, row in _printed(table).items()}
     assert sent["DDP"].endswith(" *")
     assert float(sent["DDP"].removesuffix(" *")) > 0
@@ -109,16 +109,16 @@ def test_bytes_without_a_ledger_are_those_of_the_interfaces() -> None:
 def test_short_names_are_explained() -> None:
     """The Summary's caption says what w and g are where a contender's name has them, and only there."""
     trials = [Trial(strategy="zero3"), Trial(strategy="zeropp", policy=PolicyChanges(weights="int6:2048"))]
-    told = registry.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
+    told = all_tables.summary(derive(frames_of([record_of(trial) for trial in trials]))).caption
     assert "In names w is the codec of weights." in told
     assert "g is" not in told
-    assert "In names" not in registry.summary(derive(frames_of(records_of("quickstart")))).caption
+    assert "In names" not in all_tables.summary(derive(frames_of(records_of("quickstart")))).caption
 
 
 def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     """Over the best ZeRO-3, and over the flat one, each from its own pairs; elsewhere there is one column."""
     derived = derive(frames_of(records_of("baselines", repeats=6)))
-    found = registry.summary(derived)
+    found = all_tables.summary(derived)
     titles = [column.title for column in found.columns]
     both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
     assert [title for title in titles if title in both] == both
@@ -133,7 +133,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     assert printed["flat ZeRO-3"]["over the paper's baseline"] == "1.00"
     assert re.fullmatch(r"[\d.]+ \([\d.]+ to [\d.]+\)", printed["ZeRO++"]["over the paper's baseline"])
     assert "one ring sends" in found.caption
-    alone = registry.summary(derive(frames_of(records_of("quickstart"))))
+    alone = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     assert not {column.title for column in alone.columns} & set(both)
     assert "ring" not in alone.caption
 
@@ -141,7 +141,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
 def test_volume_is_in_units_of_one_gather() -> None:
     """ZeRO-3 sends 3 M less what stays for backward, ZeRO++ a little over 0.75 M, beside the published."""
     records = records_of("quickstart", repeats=1)
-    table = registry.volume(derive(frames_of(records))).data.set_index("contender")
+    table = all_tables.volume(derive(frames_of(records))).data.set_index("contender")
     units = next(one.units for one in records if one.units)
     sizes, padded = ([unit[at] for unit in units] for at in (1, 2))
     assert sum(padded) > sum(sizes)
@@ -162,7 +162,7 @@ def test_volume_is_in_units_of_one_gather() -> None:
 def test_checks_count_ledgers_that_equal_their_prediction() -> None:
     """The checks say how many ledgers equal the prediction, and how far interfaces lie above them."""
     records = records_of("quickstart", repeats=2)
-    table = registry.checks(derive(frames_of(records))).data.set_index("contender")
+    table = all_tables.checks(derive(frames_of(records))).data.set_index("contender")
     assert set(table["equal"]) == {"2 of 2"}
     assert table["interface_over_ledger"].to_numpy() == pytest.approx(1.02, abs=1e-3)
     steps = [rank.steps[0].loss for rank in records[0].ranks]
@@ -174,7 +174,7 @@ def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders(
     names; what was sent is elsewhere.
     """
     records = [one for one in committed("quickstart") if one.quantisation]
-    table = registry.quantisation(derive(frames_of(records)))
+    table = all_tables.quantisation(derive(frames_of(records)))
     assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
     found = [
         q.vnmse
@@ -195,7 +195,7 @@ def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
     """
     records = [one for one in committed(suite) if one.communication_errors]
     derived = derive(frames_of(records))
-    table = registry.sent_error(derived)
+    table = all_tables.sent_error(derived)
     of_trial = {row["id"]: (row["contender"], row["where"]) for row in derived.trials.to_dict("records")}
     measured = {(of_trial[r.id], e.step) for r in records for e in r.communication_errors}
     assert len(table.data) == len(measured)
@@ -248,7 +248,7 @@ def test_a_share_above_one_is_marked_and_explained() -> None:
     record = record_of(Trial(strategy="zero3", cluster=Cluster(rate="50 Mbit/s"), steps=4, warmup=1))
     for wire, marked in ((1.2, True), (0.3, False)):
         derived = derive(frames_of([_waiting(record, wire)]))
-        for found in (registry.summary(derived), registry.time(derived)):
+        for found in (all_tables.summary(derived), all_tables.time(derived)):
             cell = _printed(found)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
             assert float(cell.removesuffix(" §")) == pytest.approx(derived.trials["share"].iloc[0], abs=0.005)
@@ -272,7 +272,7 @@ def _at_two_rates_and_batches() -> list[Record]:
 
 
 @pytest.mark.parametrize(
-    ("maker", "column"), [(registry.break_even, "Break-even, Mbit/s"), (registry.parity, "Parity")]
+    ("maker", "column"), [(all_tables.break_even, "Break-even, Mbit/s"), (all_tables.parity, "Parity")]
 )
 def test_tables_over_rates_bear_the_marks_of_the_summary(
     maker: Callable[[Derived], Table], column: str
@@ -291,7 +291,7 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
     assert not [row for row in (plain, *published) if "†" in row[column]]
     for words in (footnotes.RATES_IN_WORDS, footnotes.TAKEN_IN_WORDS):
         assert words in made.caption
-        assert words in registry.summary(derived).caption
+        assert words in all_tables.summary(derived).caption
     assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
 
 
@@ -299,14 +299,14 @@ def test_bytes_of_much_padding_are_marked() -> None:
     """In the summary, and in words among the warnings before all numbers; little padding is not."""
     for by, mark in ((50, ""), (51, f" {PADDED}")):
         found = derive(frames_of([record_of(Trial(strategy="zero3"), units=[("u", 1000, 1000 + by)])]))
-        told = _printed(registry.summary(found))["ZeRO-3"]["Sent, MB/step"]
+        told = _printed(all_tables.summary(found))["ZeRO-3"]["Sent, MB/step"]
         assert told.endswith(mark or told)
         assert any(f"{PADDED}: more than 5%" in warning for warning in warnings(found)) == bool(mark)
 
 
 def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     """Of policies that keep one: as frames, which are what the engine held here, and in 16 bits."""
-    found = registry.memory(derive(frames_of(records_of("quickstart", repeats=1))))
+    found = all_tables.memory(derive(frames_of(records_of("quickstart", repeats=1))))
     both = ["hpZ's copy as frames", "in 16 bits"]
     assert [column.title for column in found.columns if column.title in both] == both
     rows = found.data.set_index("contender")
@@ -315,12 +315,12 @@ def test_the_table_of_memory_prints_hpzs_copy_in_both_forms() -> None:
     assert rows.loc["hpZ", "copy_halves_mib"] == rows.loc["hpZ", "copy_frames_mib"]  # 16-bit frames
     assert math.isnan(rows.loc["ZeRO-3", "copy_frames_mib"])
     without = [r for r in records_of("quickstart", repeats=1) if r.trial["strategy"] in ("zero3", "qwz")]
-    assert "in 16 bits" not in [c.title for c in registry.memory(derive(frames_of(without))).columns]
+    assert "in 16 bits" not in [c.title for c in all_tables.memory(derive(frames_of(without))).columns]
 
 
 def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
     """No float and no caption, which are the paper's; heads are no wider than cells or their longest word."""
-    table = registry.summary(derive(frames_of(records_of("quickstart"))))
+    table = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     told = latex.tabular(table)
     assert told.startswith("% Summary: about ")
     assert "\\begin{table}" not in told
@@ -333,7 +333,7 @@ def test_every_number_is_a_macro_with_its_records() -> None:
     """By table, row and column; each row's comment has the ids of its trials."""
     records = records_of("quickstart", repeats=2)
     derived = derive(frames_of(records))
-    shown = [registry.summary(derived), registry.checks(derived)]
+    shown = [all_tables.summary(derived), all_tables.checks(derived)]
     told = latex.numbers(shown, lambda row: metrics.records_of(derived, row))
     ids = sorted(record.id for record in records if record.trial["strategy"] == "zeropp")
     assert f"% summary, row {len(shown[0].data)}: {' '.join(ids)}" in told
@@ -349,7 +349,7 @@ def test_only_the_columns_that_are_asked_for_are_printed() -> None:
     """In the order asked, by title or by name, after places and contender; the CSV keeps all; a table that is
     not there is refused.
     """
-    shown = [registry.summary(derive(frames_of(records_of("bandwidth", repeats=2))))]
+    shown = [all_tables.summary(derive(frames_of(records_of("bandwidth", repeats=2))))]
     (found,) = with_columns(shown, {"summary": ["speedup", "Step, s"]})
     assert [column.title for column in found.columns if not column.place] == [
         "Contender", "Speed-up over ZeRO-3", "Step, s",

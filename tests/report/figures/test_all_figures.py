@@ -21,7 +21,7 @@ from report.data.metrics import derive
 from report.draw import files
 from report.draw.figure import records_behind
 from report.draw.theme import Style
-from report.figures import registry
+from report.figures import all_figures
 from tests.report.records import record_of, records_of
 from tests.support.params import nightly
 
@@ -44,12 +44,12 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
     derived = derive(load(archive.unpack(REFERENCE / f"{suite}.tar.xz", tmp_path)))
     earlier = [EXPECTED[other] for other in list(EXPECTED)[: list(EXPECTED).index(suite)]]
     tried = set[str]().union(*earlier)
-    tables = {plot.name: plot.table(derived) for plot in registry.FIGURES}
+    tables = {plot.name: plot.table(derived) for plot in all_figures.FIGURES}
     assert {name for name, data in tables.items() if not data.empty} == EXPECTED[suite]
-    generation = next(plot for plot in registry.FIGURES if plot.name == "generation")
+    generation = next(plot for plot in all_figures.FIGURES if plot.name == "generation")
     if suite == "generation":
         assert "2.17 (30B) and 2.25 (66B)" in generation.caption(tables["generation"])
-    for plot in registry.FIGURES:
+    for plot in all_figures.FIGURES:
         data = tables[plot.name]
         if data.empty:
             continue
@@ -77,7 +77,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
 def test_figures_fit_a_column_of_a_paper(suite: str, tmp_path: Path) -> None:
     """Drawn 84 mm wide, they are: panels above one another, lines broken, legends in fewer columns."""
     derived = derive(frames_of(records_of(suite, repeats=2)))
-    for plot in registry.FIGURES:
+    for plot in all_figures.FIGURES:
         if (found := files.draw(plot, derived, tmp_path, Style(84.0), ("svg",))) is not None:
             (wide,) = re.findall(rb'<svg [^>]*?width="([0-9.]+)pt"', found.svg)
             assert float(wide) / 72 * 25.4 == pytest.approx(84, abs=0.01), plot.name
@@ -87,7 +87,7 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     """A single trial on one node has a step to split, and neither link nor speed-up nor volume."""
     alone = Trial(strategy="zero3", cluster=Cluster(nodes=1, ranks_per_node=1))
     derived = derive(frames_of([record_of(alone)]))
-    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style())}
+    found = {plot.name for plot in all_figures.FIGURES if files.draw(plot, derived, tmp_path, Style())}
     assert found == {"step_split"}
 
 
@@ -96,7 +96,9 @@ def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> Non
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
     trials = [Trial(strategy=s, model=Model(name=n)) for n in names for s in ("zero3", "hpz", "zeropp")]
     derived = derive(frames_of([record_of(trial) for trial in trials]))
-    found = {plot.name for plot in registry.FIGURES if files.draw(plot, derived, tmp_path, Style(), ("svg",))}
+    found = {
+        plot.name for plot in all_figures.FIGURES if files.draw(plot, derived, tmp_path, Style(), ("svg",))
+    }
     assert {"speedup", "share", "step_split", "volume", "memory"} <= found
 
 
