@@ -15,17 +15,19 @@ scales, has F bytes.  Rank = (node, local).
 4. *Hop 2 stays inside the node*, along ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now has
    every frame, its own too, and all decode the same bytes: replicas are equal to the bit.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, seen as (local, node,
-   S), of which the parameters are views.  Where a frame is its elements, as without quantisation, and the
-   only hop is gloo's, they are not: its messages arrive in the flat buffer.  So does the cast of one rank.
-6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, the secondary
-   stays.
+   S), of which the parameters are views.  Frames that are their elements, as without quantisation, are not
+   decoded where the only hop is gloo's: messages arrive in the flat buffer, as does the cast of one rank.
+6. *The forward pass computes with it*, and :mod:`impl.unit.unit` reshards: the memory goes, unless the
+   schedule keeps the unit for backward, and the secondary stays.
 7. *Backward gathers again*, from the secondary: it is written to the message of hop 2, as it is kept, and
    nothing crosses the link.
 8. *The optimizer steps the masters*: the secondary is stale, and the next forward pass begins at 1.  Where
    the policy sends differences, it encodes how far the master is from its copy in the secondary, and step 3
    adds what came to the copies ([Note: differences] in :mod:`impl.unit.secondary_shard`).
 
-What happens when is :mod:`impl.plan.prefetch_schedule`'s to say and :mod:`impl.unit.unit`'s to do.
+Hooks call :meth:`Unit.pre_forward`, whose ``all_gather`` starts this and what
+:mod:`impl.plan.prefetch_schedule` wants ahead, awaits it, and shows modules the parameters; what a parameter
+is after each event is a table of docs/design/engine.md.
 """
 
 from __future__ import annotations
