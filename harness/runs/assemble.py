@@ -23,16 +23,13 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     The first check that its results do not pass is a TrialError.
     """
     control, compared = blank.trial.get("control"), [outcome.compared for outcome in outcomes]
-    _refuse(_wrong_inputs(outcomes, blank))
-    _refuse(_wrong_losses(outcomes, later=False))
-    if control != "unordered":
-        _refuse(_wrong_gradients(compared, later=False))
-    _refuse(_wrong_steps(outcomes))
+    wrong = [*_wrong_inputs(outcomes, blank), *_wrong_losses(outcomes, later=False)]
+    wrong += _wrong_gradients(compared, later=False) if control != "unordered" else ()
+    later = list(_wrong_steps(outcomes))
     if not control:
-        _refuse(_wrong_losses(outcomes, later=True))
-        _refuse(_wrong_gradients(compared, later=True))
-    _refuse(_wrong_choices(outcomes))
-    validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
+        later += [*_wrong_losses(outcomes, later=True), *_wrong_gradients(compared, later=True)]
+    later += _wrong_choices(outcomes)
+    validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=False)]
     processor_use = _processor_use([outcome.spent for outcome in outcomes])
     first = outcomes[0]
     predicted = None
@@ -63,21 +60,19 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     found = found.model_copy(update={"communication_errors": communicated})
     if communicated and not control:
         policy = Trial.from_canonical(blank.trial).resolved_policy() or Policy()
-        _refuse(filter(None, [communication_error.refusal(communicated, policy)]))
+        wrong += filter(None, [communication_error.refusal(communicated, policy)])
+    if wrong := [*wrong, *later]:
+        raise TrialError(wrong[0])
     sent = (
         consistency.unpredicted(found),
         consistency.miscounted(found),
         consistency.other_codec(found),
         consistency.off_rate(found, above=True),
     )
-    _refuse(filter(None, (consistency.untrained(checked, found.ranks), *sent)))
-    return found
-
-
-def _refuse(wrong: Iterator[str]) -> None:
-    """Raise the first of what is wrong."""
-    if (why := next(wrong, None)) is not None:
+    inconsistent = filter(None, (consistency.untrained(checked, found.ranks), *sent))
+    if (why := next(inconsistent, None)) is not None:
         raise TrialError(why)
+    return found
 
 
 def _processor_use(spent: Sequence[Spent]) -> ProcessorUse | None:
