@@ -432,7 +432,7 @@ def _print_rows(table: Sequence[dict[str, Any]], *, as_json: bool, as_csv: bool)
     if as_json and as_csv:
         raise Refusal("--json and --csv: expected at most one of them")
     if as_json:
-        print(json.dumps(table, indent=1) + "\n")
+        print(json.dumps(table, indent=1))
     elif as_csv:
         print(plan_rows.as_csv(table), end="")
     return as_json or as_csv

@@ -29,7 +29,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     if not control:
         later += [*_wrong_losses(outcomes, later=True), *_wrong_gradients(compared, later=True)]
     later += _wrong_choices(outcomes)
-    validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=False)]
+    validations = [_mean(shares) for shares in zip(*(o.validations for o in outcomes), strict=True)]
     processor_use = _processor_use([outcome.spent for outcome in outcomes])
     first = outcomes[0]
     predicted = None
