@@ -260,9 +260,10 @@ def active() -> Init | None:
 def _watching() -> Iterator[None]:
     with _lock:
         if not _inside:
+            # First those to come: another thread may define one while those that there are are walked.
+            nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
             for kind in type.__subclasses__(nn.Module):
                 _watch(kind)
-            nn.Module.__init_subclass__ = classmethod(_watch_new)  # type: ignore[assignment,arg-type]
         _inside.append(None)
     try:
         yield
