@@ -106,7 +106,7 @@ class Gathering:
 
     def finish(self) -> None:
         """Wait for all shards, and decode them."""
-        frames = self._hops.frames()
+        frames = self._hops.finish()
         if self._into is None or frames.data_ptr() != self._into.data_ptr():
             ops.decode(self._codec, frames, self._target)
         self._hops.close()
@@ -162,7 +162,7 @@ def quantized_reduce_scatter(
         piece=shard,
         ring=reduce == "ring",
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
-        stays=True,
+        lent=True,
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
     return average(how, x.detach().reshape(-1), key=key).finish().view(shape)

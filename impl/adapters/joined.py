@@ -69,7 +69,7 @@ class Joined:
             piece=piece,
             ring=self.policy.reduce == "ring",
             chunks=chunks_of(self.policy, piece),
-            stays=True,
+            lent=True,
         )
 
 

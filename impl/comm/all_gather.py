@@ -63,14 +63,10 @@ class FrameGather:
         self.left -= 1
 
     def finish(self) -> Tensor:
-        """(ranks of the last hop, bytes of its message) uint8, all frames; valid until :meth:`close`."""
+        """(sizes of all axes from the last to the first..., nbytes) uint8; valid until :meth:`close`."""
         while self.left:
             self.post_next_hop()
-        return self._exchange.wait()
-
-    def frames(self) -> Tensor:
-        """(sizes of all axes from the last to the first..., nbytes) uint8: what :meth:`finish` gives."""
-        return self.finish().view(self._shape)
+        return self._exchange.wait().view(self._shape)
 
     def close(self) -> None:
         """Give the last hop's buffers back."""
@@ -110,7 +106,7 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
     gather = FrameGather(wire, axes, part.nbytes)
     gather.open(tag).view(torch.float32).copy_(part)
     gather.post()
-    placed(whole, axes[::-1], numel).copy_(gather.frames().view(torch.float32))
+    placed(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
     gather.close()
     return whole.view(ranks, numel)
 

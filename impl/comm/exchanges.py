@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.comm.fingerprint import Fields, Step, told
-from impl.comm.ledger import BETWEEN, INSIDE, Timeline
+from impl.comm.ledger import BETWEEN, INSIDE
 from impl.comm.watchdog import DIFFER, Watchdog
 from impl.plan.traffic import LedgerKey
 from impl.transport.group import Group
@@ -62,9 +62,10 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Start with the next rank, so that not all ranks send to the first one first.
-    after = [(me + step) % size for step in range(1, 2 if kind == "shift" else size)]
-    before = [(me - step) % size for step in range(1, len(after) + 1)]
-    come = dict.fromkeys(before, received) if kind == "shift" else received.view(size, -1).unbind()
+    after, before = group.others, group.others[::-1]
+    if kind == "shift":
+        after, before = after[:1], before[:1]
+    come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
     go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
     # What isend() and irecv() call, without their checks: six calls are 60 us a unit and hop.
     works = [handle.recv([come[i]], i, tag) for i in before]
@@ -107,13 +108,13 @@ class Route:
 class Buffers:
     """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
-    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back.
+    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back;
+    of buffers on the ``host`` the thread itself waits.
     """
 
-    _spare = 2  # free ones of a size that are left: a message and what it brings may be in use
-
-    def __init__(self, device: torch.device, *, streams: bool = False) -> None:
-        self._device, self._streams = device, streams
+    def __init__(self, device: torch.device, *, streams: bool = False, host: bool = False) -> None:
+        self._device, self._streams, self._host = device, streams, host
+        self._spare = 0 if host else 2  # free ones of a size that are left: a message and what it brings
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> Tensor:
@@ -124,16 +125,13 @@ class Buffers:
         if len(free) > self._spare:
             buffer, event = free.popleft()  # the one whose last use is furthest behind
             if event is not None:
-                self._await(event)
+                wait = event.synchronize if self._host else event.wait
+                wait()
             return buffer
+        device = torch.device("cpu") if self._host else self._device
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-            return self._fresh(nbytes)
-
-    def _await(self, event: torch.cuda.Event) -> None:
-        event.wait()
-
-    def _fresh(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            pinned = self._host and self._streams
+            return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
@@ -153,16 +151,8 @@ class Staging(Buffers):
     is done.  On a CPU the copies are plain ones: tests go the same way.
     """
 
-    _spare = 0
-
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, streams=device.type == "cuda")
-
-    def _await(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
-
-    def _fresh(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._streams)
+        super().__init__(device, streams=device.type == "cuda", host=True)
 
     def out(self, message: Tensor, to: Tensor) -> None:
         """Copy a message (bytes,) to a host buffer as long; it is there when this returns."""
@@ -208,20 +198,17 @@ class InMemory:
         self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
-        return self.whole()[:, self._part]
+        return self.messages()[:, self._part]
 
-    def whole(self) -> Tensor:
+    def messages(self) -> Tensor:
         """(ranks, bytes) the whole messages of all ranks; as :meth:`wait`."""
-        if self._rows is not None:
-            return self._rows
-        rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
-        if not self._arena.agree(self._number, self._step[2]):
-            raise self._watchdog.error(DIFFER, f"it is in {told(self._step)}", self._step)
-        self._watchdog.collective_log.finished = self._step
-        if (timeline := self._watchdog.timeline) is not None:
-            _note(timeline, self._route, self._begin)
-        self._rows = rows
-        return rows
+        if self._rows is None:
+            rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
+            if not self._arena.agree(self._number, self._step[2]):
+                raise self._watchdog.error(DIFFER, f"it is in {told(self._step)}", self._step)
+            _arrived(self._watchdog, self._step, self._route, self._begin)
+            self._rows = rows
+        return self._rows
 
     def close(self) -> None:
         self._arena.done(self._number)
@@ -230,7 +217,7 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries, over a link that is modelled if there is a ``pacer``.
 
-    Its messages lie in ``buffers``, or in ``place`` those that a gather receives, or another kind sends.
+    Its messages lie in ``buffers``, or in ``memory`` those that a gather receives, or another kind sends.
     """
 
     def __init__(
@@ -240,27 +227,24 @@ class Distributed:
         route: Route,
         buffers: Buffers,
         *,
-        place: Tensor | None,
+        memory: Tensor | None,
         pacer: Pacer | None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
         self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
-        self._taken: list[Tensor] = []
         self._works: Sequence[dist.Work] = ()
         self._under_way, self._begin = False, 0.0
-        gathers = route.kind == "all_gather"
-        self._received = self._place(place if gathers else None, route.nbytes * route.rows)
-        if gathers and route.start is point_to_point:
+        received, sent = (memory, None) if route.kind == "all_gather" else (None, memory)
+        self._received = buffers.take(route.nbytes * route.rows) if received is None else received
+        self._taken = [self._received] if received is None else []
+        if route.kind == "all_gather" and route.start is point_to_point:
             # What is sent to all is written where this rank itself receives it.
             self.send = self._received.view(route.rows, -1)[route.group.index]
+        elif sent is None:
+            self.send = buffers.take(route.row)
+            self._taken.append(self.send)
         else:
-            self.send = self._place(None if gathers else place, route.row)
-
-    def _place(self, given: Tensor | None, nbytes: int) -> Tensor:
-        """What is given, else a buffer."""
-        if given is None:
-            self._taken.append(given := self._buffers.take(nbytes))
-        return given
+            self.send = sent
 
     def post(self) -> None:
         route = self._route
@@ -277,9 +261,7 @@ class Distributed:
         if self._under_way:
             self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
             self._works, self._under_way = (), False
-            self._watchdog.collective_log.finished = self._step
-            if (timeline := self._watchdog.timeline) is not None:
-                _note(timeline, self._route, self._begin)
+            _arrived(self._watchdog, self._step, self._route, self._begin)
         return self._received.view(self._route.rows, -1)
 
     def _receive(self) -> None:
@@ -295,20 +277,11 @@ class Distributed:
 
 
 class Staged:
-    """An exchange of tensors on a device, whose message ``host`` carries in buffers of ``staging``.
+    """An exchange of tensors on a device, in ``buffers``; ``host`` carries its message in ``staging``."""
 
-    On the device it lies in ``buffers``, or in ``place``, as of :class:`Distributed`.
-    """
-
-    def __init__(
-        self, host: Distributed, route: Route, staging: Staging, buffers: Buffers, *, place: Tensor | None
-    ) -> None:
-        self._host, self._staging, self._buffers = host, staging, buffers
-        self._arrived, gathers = False, route.kind == "all_gather"
-        received, sent = (place, None) if gathers else (None, place)
-        self._received = buffers.take(route.nbytes * route.rows) if received is None else received
-        self.send = buffers.take(route.row) if sent is None else sent
-        self._taken = [own for own in (self._received, self.send) if own is not place]
+    def __init__(self, host: Distributed, route: Route, staging: Staging, buffers: Buffers) -> None:
+        self._host, self._staging, self._buffers, self._arrived = host, staging, buffers, False
+        self.send, self._received = buffers.take(route.row), buffers.take(route.nbytes * route.rows)
 
     def post(self) -> None:
         self._staging.out(self.send, self._host.send)
@@ -323,12 +296,14 @@ class Staged:
 
     def close(self) -> None:
         self._host.close()
-        for buffer in self._taken:
-            self._buffers.give_back(buffer)
+        self._buffers.give_back(self._received)
+        self._buffers.give_back(self.send)
 
 
-def _note(timeline: Timeline, route: Route, begin: float) -> None:
-    """Note that a message that was posted at ``begin`` was under way until now."""
-    purpose, unit = route.operation[6:8]
-    lane = BETWEEN if route.inter_bytes else INSIDE
-    timeline.add(lane, f"{purpose} {unit}".strip(), begin, route.row)
+def _arrived(watchdog: Watchdog, step: Step, route: Route, begin: float) -> None:
+    """Note that an exchange that was posted at ``begin`` has been received."""
+    watchdog.collective_log.finished = step
+    if watchdog.timeline is not None:
+        purpose, unit = route.operation[6:8]
+        lane = BETWEEN if route.inter_bytes else INSIDE
+        watchdog.timeline.add(lane, f"{purpose} {unit}".strip(), begin, route.row)

@@ -30,7 +30,7 @@ from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange, InMemory
-from impl.comm.wire import Hop, Observer, Wire
+from impl.comm.wire import Hop, Wire
 from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 
@@ -53,10 +53,8 @@ class Reduction:
     # pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal
     replicas: Sequence[tuple[Axis, int]] = ()
     replica_codec: Codec = FP32  # in which they travel
-    # whether the gradient stays as it is until the end, so that raw frames may be sent from where they lie
-    stays: bool = False
+    lent: bool = False  # whether raw frames may be sent from where the gradient lies, until the end
     sums: Sums = "fp32"  # type in which what a hop brings is added up
-    watcher: Observer | None = None  # is told of these reductions, where nobody observes all of the wire's
     sizes: Sequence[int] = field(init=False)  # ranks along each hop
     frames: Sequence[Sequence[int]] = field(init=False)  # bytes of a frame by hop and chunk
     rows: Sequence[Sequence[int]] = field(init=False)  # bytes that a rank sends to another by hop and chunk
@@ -73,9 +71,9 @@ class Reduction:
         self.crosses = any(map(self.wire.mesh.topology.crosses, last))
         lengths = [end - start for start, end in self.chunks]
         self.frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
-        further = [math.prod(self.sizes[hop + 1 :]) for hop in range(len(self.hops))]
         self.rows = [
-            [many * one for one in frames] for many, frames in zip(further, self.frames, strict=True)
+            [math.prod(self.sizes[hop + 1 :]) * frame for frame in frames]
+            for hop, frames in enumerate(self.frames)
         ]
         self.by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
@@ -109,7 +107,15 @@ class Reduction:
 
 
 class Average:
-    """The mean of a gradient over all ranks under way, made by :func:`average`; ``mean`` once it is there."""
+    """The mean of a gradient over all ranks under way, by an all-to-all a hop; made by :func:`average`.
+
+    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
+    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
+    in this one order.
+
+    Attributes:
+        mean: of this rank's shard, (S,) fp32, once it is there.
+    """
 
     def __init__(
         self,
@@ -122,37 +128,33 @@ class Average:
         out: Tensor | None,
     ) -> None:
         self._how, self._key, self._errors, self._opened, self._out = how, key, errors, opened, out
+        self._observer = how.wire.observer
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
-        self._left = len(how.hops)  # to be posted
+        self._left = len(how.hops)  # messages to be posted, before those between groups
         self.mean: Tensor | None = None
-        self._observer = how.wire.observer or how.watcher
         if self._observer is not None:
             self._observer.local(how.tag.unit, gradient)
         if how.hops:
-            self._begin(gradient)
-        else:  # one rank
-            self.mean = gradient.to(torch.float32, copy=True) if out is None else out
-            if out is not None and gradient is not out:
-                out.copy_(gradient)
+            self._start(gradient)
+        elif out is None:  # one rank
+            self.mean = gradient.to(torch.float32, copy=True)
+        else:
+            self.mean = out if gradient is out else out.copy_(gradient)
 
-    def _begin(self, gradient: Tensor) -> None:
+    def _start(self, gradient: Tensor) -> None:
         """Post the first hop; from then on ``gradient`` may be overwritten."""
-        raise NotImplementedError
-
-    def _post_next(self) -> None:
-        """Wait for a message, and post what is made of it."""
-        raise NotImplementedError
-
-    def _reduced(self, out: Tensor | None) -> Tensor:
-        """(piece,) fp32 the mean, once all is posted, in ``out`` if it is given."""
-        raise NotImplementedError
+        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
+        self._turn = 0
+        for index in range(len(self._how.chunks)):
+            self._send_first(gradient, index)
+            self._forward()
 
     def post_next_hop(self) -> None:
         """Let the next message go, or take the mean: see [Note: deferred last hop]."""
         if self.mean is not None:
             return
         if self._left:
-            self._post_next()
+            self._forward()
         elif self._gather is None and self._how.replicas:
             self._send_to_replicas()
         elif self._gather is not None and self._gather.left:
@@ -164,7 +166,7 @@ class Average:
         """(S,) fp32 mean of this rank's shard."""
         if self.mean is None:
             while self._left:
-                self._post_next()
+                self._forward()
             if self._how.replicas:
                 self.mean = self._receive_from_replicas(self._gather or self._send_to_replicas())
             else:
@@ -189,32 +191,16 @@ class Average:
         numel = how.piece * math.prod(axis.size for axis in axes)
         whole = torch.empty(numel, dtype=torch.float32, device=how.wire.mesh.device)
         pieces = placed(whole, axes, how.piece, [stride for _, stride in how.replicas[::-1]])
-        ops.decode(how.replica_codec, gather.frames(), pieces)
+        ops.decode(how.replica_codec, gather.finish(), pieces)
         gather.close()
         return whole
 
-
-class _AllToAlls(Average):
-    """Along the hops of ``how``, by an all-to-all each.
-
-    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
-    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
-    in this one order.
-    """
-
-    def _begin(self, gradient: Tensor) -> None:
-        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
-        self._turn = 0
-        for index in range(len(self._how.chunks)):
-            self._send_first(gradient, index)
-            self._post_next()
-
-    def _post_next(self) -> None:
+    def _forward(self) -> None:
         """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
         hops, chunks = len(self._how.hops), len(self._how.chunks)
         for hop in range(1, hops):
             if 0 <= self._turn - hop < chunks:
-                self._forward(hop, self._turn - hop)
+                self._forward_chunk(hop, self._turn - hop)
         self._turn += 1
         if self._turn >= chunks:  # the last chunk was posted on one more hop
             self._left -= 1
@@ -230,30 +216,28 @@ class _AllToAlls(Average):
 
     def _send_first(self, gradient: Tensor, index: int) -> None:
         """Encode a chunk of all shards, transposed, and send it along the first hop."""
-        how, wire = self._how, self._how.wire
+        how, exchange = self._how, self._opened
         (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
-        exchange, observer = self._opened, self._observer
         carried = None if self._errors is None else self._errors.carried(0, start, end)
-        if exchange is None or observer is not None:
-            slices = gradient.as_strided(*how.by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
-            values = None if observer is None else _with_errors(slices, carried)
+        slices = gradient.as_strided(*how.by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
+        values = slices if self._observer is None else _with_errors(slices, carried)
+        frames: Tensor | None = None
         if exchange is None:
             source = None
-            if how.stays and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
+            if how.lent and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
                 source = as_frames(codec, gradient, how.piece)
-            exchange = wire.all_to_all(axis, how.rows[0][index], how.tag, source=source)
+            exchange = how.wire.all_to_all(axis, how.rows[0][index], how.tag, source=source)
+            frames = exchange.send.view(*how.sizes, frame)
             if source is None or exchange.send.data_ptr() != source.data_ptr():
-                send = exchange.send.view(*how.sizes, frame)
-                ops.encode(codec, slices, send, noise=how.noise(self._key, 0, start), carried=carried)
-        if observer is not None and values is not None:
-            frames = None if self._opened is not None else exchange.send.view(*how.sizes, frame)
-            observer.encoded(how.tag.unit, Hop(0, axis.name, codec), values, frames)
+                ops.encode(codec, slices, frames, noise=how.noise(self._key, 0, start), carried=carried)
+        if self._observer is not None:
+            self._observer.encoded(how.tag.unit, Hop(0, axis.name, codec), values, frames)
         exchange.post()
         self._under_way.append(exchange)
 
-    def _forward(self, hop: int, index: int) -> None:
+    def _forward_chunk(self, hop: int, index: int) -> None:
         """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
-        how, received, observer = self._how, self._under_way[index], self._observer
+        how, received = self._how, self._under_way[index]
         (_, before), (axis, codec) = how.hops[hop - 1 : hop + 1]
         (start, end), rest = how.chunks[index], how.sizes[hop:]
         exchange = how.wire.all_to_all(axis, how.rows[hop][index], how.tag)
@@ -264,8 +248,7 @@ class _AllToAlls(Average):
             rows = received.wait()
             frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
         carried = None if self._errors is None else self._errors.carried(hop, start, end)
-        values = None
-        if observer is not None:
+        if self._observer is not None:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, held, sums=how.sums)
             values = _with_errors(held, carried)
@@ -274,8 +257,8 @@ class _AllToAlls(Average):
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=how.sums
         )
         received.close()
-        if observer is not None and values is not None:
-            observer.encoded(how.tag.unit, Hop(hop, axis.name, codec), values, send)
+        if self._observer is not None:
+            self._observer.encoded(how.tag.unit, Hop(hop, axis.name, codec), values, send)
         exchange.post()
         self._under_way[index] = exchange
 
@@ -283,7 +266,7 @@ class _AllToAlls(Average):
         """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""
         how, frame = self._how, self._how.frames[0][0]
         assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected so nowhere else
-        rows = exchange.whole()  # (source, world * F)
+        rows = exchange.messages()  # (source, world * F)
         axes = [axis for axis, _ in how.hops]
         first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
         strides = [axis.stride * frame for axis in axes[1:]]
@@ -297,7 +280,7 @@ class _Ring(Average):
     Blind to nodes.  A partial sum is encoded again at every step, so errors add up (paper section 3.3).
     """
 
-    def _begin(self, gradient: Tensor) -> None:
+    def _start(self, gradient: Tensor) -> None:
         ((axis, self._codec),) = self._how.hops
         self._axis, self._me = axis, axis.digit(self._how.wire.mesh.rank)
         self._slices = gradient.view(axis.size, -1).to(torch.float32, copy=True)  # (rank, S)
@@ -305,7 +288,7 @@ class _Ring(Average):
         self._step, self._left = 0, axis.size - 1
         self._post()
 
-    def _post_next(self) -> None:
+    def _forward(self) -> None:
         """Add what a step brought to this rank's part, and send the sum on."""
         self._receive()
         self._post()
@@ -349,14 +332,14 @@ def average(
     Args:
         how: along which hops it is reduced and gathered, with which codecs.
         gradient: (world * S,) of any floating-point type, of this rank, which may be overwritten once this
-            returns, unless :attr:`Reduction.stays` says otherwise.
+            returns, unless it is :attr:`Reduction.lent`.
         key: of stochastic codecs, with this rank as the source; the hop is filled in.
         errors: of the gradient codecs, for error feedback.
         opened: the first hop's exchange, in whose message the gradient lies already
             (:meth:`Reduction.open_message`).
         out: (piece,) fp32 where the mean is written; a fresh tensor by default.
     """
-    kind = _Ring if how.ring else _AllToAlls
+    kind = _Ring if how.ring else Average
     return kind(how, gradient, key=key, errors=errors, opened=opened, out=out)
 
 

@@ -2,23 +2,19 @@
 
 A rank whose wait fails writes to the process group's own store what it waited for, what it finished last and
 which exchanges it opened; then it collects for some seconds what the others wrote.  A rank that wrote nothing
-computes, has exited, as far as its machine can be looked at from here, or is lost.  Nothing of this happens
-in a step.
+computes, has exited or is lost.  Nothing of this happens in a step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-import psutil
 import torch
 from torch.distributed.distributed_c10d import Store
 
@@ -86,10 +82,6 @@ class Watchdog:
         """Time spent in :meth:`wait`: by the host or, as far as the device has come, by its stream."""
         return self._waited if self.stalls is None else self.stalls.seconds()
 
-    def exited(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Those of ``ranks`` that no longer run, as far as is known."""
-        return () if self._reporter is None else self._reporter.exited(ranks)
-
     def wait(self, for_what: Step | str, receive: Callable[[], T], *, across: bool = False) -> T:
         """What ``receive`` returns, which waits ``for_what``; what it raises becomes a WireError."""
         self.collective_log.waiting = for_what
@@ -100,9 +92,9 @@ class Watchdog:
             else:
                 with self.stalls.noted():
                     found = receive()
-        except (RuntimeError, ConnectionError, TimeoutError) as error:
-            if isinstance(error, SharedMemoryError | WireError):  # says all that there is to say
-                raise
+        except (SharedMemoryError, WireError):  # says all that there is to say
+            raise
+        except (RuntimeError, TimeoutError) as error:
             raise self.error(f"could not finish {told(for_what)}", error) from error
         self.collective_log.waiting = None
         self._waited += time.perf_counter() - begin
@@ -124,8 +116,7 @@ class Watchdog:
             self._reporter.write(f"gave up {gave_up}")
             return WireError(f"{first}\n{self._reporter.report()}")
         except RuntimeError as lost:
-            why_lost = str(lost).split("\n", 1)[0]
-            return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({why_lost})")
+            return WireError(f"{first}; the other ranks cannot be asked, their store is lost ({lost})")
 
     def close(self) -> None:
         """Tell ranks that may wait in vain that this one has closed its wire."""
@@ -144,72 +135,28 @@ class DesyncReporter:
     def __init__(self, store: Store, rank: int, world: int, collective_log: CollectiveLog) -> None:
         self._store, self._rank, self._world, self._log = store, rank, world, collective_log
         self._mark = f"zeropp/{store.add(f'zeropp/wires/{rank}', 1)}"
-        self._who: dict[int, tuple[str, int]] = {}  # machine and process of each rank, as far as known
-        self._set("who", (_machine(), psutil.Process().pid))
-
-    def _set(self, what: str, value: object) -> None:
-        self._store.set(f"{self._mark}/{what}/{self._rank}", json.dumps(value))
-
-    def _get(self, what: str, rank: int) -> Any:
-        """What ``rank`` wrote; None if nothing."""
-        key = f"{self._mark}/{what}/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def exited(self, ranks: Collection[int]) -> list[int]:
-        """Those of ``ranks`` that ran on this machine and no longer do, as far as the store says."""
-        for rank in ranks:
-            with contextlib.suppress(RuntimeError):  # the store's
-                if rank not in self._who and (who := self._get("who", rank)) is not None:
-                    self._who[rank] = tuple(who)
-        here, found = _machine(), [(rank, *self._who[rank]) for rank in ranks if rank in self._who]
-        return [rank for rank, machine, process in found if machine == here and not _runs(process)]
 
     def write(self, does: str) -> None:
         """Tell the others what this rank does, and which exchanges it opened."""
         log, steps = self._log, list(self._log.steps)
         says = [does, *(f"    opened {told(step)}" for step in steps[-_SHOWN:])]
         says += [f"    finished last: {told(log.finished)}"] if log.finished is not None else []
-        self._set("stands", ("\n".join(says), steps, self.exited(range(self._world))))
+        self._store.set(f"{self._mark}/{self._rank}", json.dumps(("\n".join(says), steps)))
 
     def report(self) -> str:
-        """Where ranks stand, and their orders part, as lines, once all have written or exited, or in 5 s."""
-        says: dict[int, str] = {}
-        histories: dict[int, Sequence[Step]] = {}
-        gone: set[int] = set()
-        missing = set(range(self._world))
+        """Where ranks stand, and their orders part, as lines, once all have written, or in 5 s."""
+        stands: dict[int, Any] = {}  # by rank, what it wrote
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while missing and time.monotonic() < deadline:
-            for rank in sorted(missing):
-                if (standing := self._get("stands", rank)) is not None:
-                    says[rank], histories[rank], theirs = standing
-                    gone.update(theirs)
-            missing -= says.keys()
-            gone.update(self.exited(missing))
-            missing -= gone
+        while len(stands) < self._world and time.monotonic() < deadline:
+            for rank in range(self._world):
+                if rank not in stands and self._store.check([key := f"{self._mark}/{rank}"]):
+                    stands[rank] = json.loads(self._store.get(key))
             time.sleep(0.02)
         patience = f"within {_PATIENCE_SECONDS:.0f} s"
-        silent = f"waits for no exchange that failed {patience}: it computes, or is lost"
+        silent = f"waits for no exchange that failed {patience}: it computes, has exited, or is lost"
         alike: dict[str, list[int]] = {}  # ranks by what is said of them
         for rank in range(self._world):
-            alike.setdefault(says.get(rank, "has exited" if rank in gone else silent), []).append(rank)
+            alike.setdefault(stands[rank][0] if rank in stands else silent, []).append(rank)
+        parted = parting({rank: steps for rank, (_, steps) in stands.items()})
         lines = [f"{ranks_in_words(ranks)}: {said}" for said, ranks in alike.items()]
-        parted = parting(histories)
         return "\n".join(lines if parted is None else [parted, *lines])
-
-
-def _runs(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return True
-
-
-def _machine() -> str:
-    """Equal for two processes only if each can see whether the other runs."""
-    parts = [platform.node()]
-    with contextlib.suppress(OSError):  # Linux alone has them
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(parts)

@@ -32,7 +32,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, Watchdog, WireError
 from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
-from impl.transport.shared_memory import Arena, Waiting, patience
+from impl.transport.shared_memory import Arena, patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
@@ -67,7 +67,7 @@ class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger.
 
     Attributes:
-        observer: is told of reductions, inside :meth:`observed`.
+        observer: is told of reductions; inside :meth:`observed` another one.
         gathers, reductions: streams for what follows their first hops; None where the host waits.
     """
 
@@ -124,11 +124,12 @@ class Wire:
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Inside, ``observer`` is told of reductions, and bytes are booked in a ledger that ends with it."""
-        kept, self.ledger, self.observer = self.ledger, Ledger(), observer
+        before = self.ledger, self.observer
+        self.ledger, self.observer = Ledger(), observer
         try:
             yield
         finally:
-            self.ledger, self.observer = kept, None
+            self.ledger, self.observer = before
 
     @contextlib.contextmanager
     def traced(self, timeline: Timeline) -> Iterator[None]:
@@ -142,11 +143,10 @@ class Wire:
     def reserve(self, axis: Axis, nbytes: int) -> None:
         """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
         if self.shares_memory(axis) and (axis not in self._arenas or self._arenas[axis].row_bytes < nbytes):
-            waiting = Waiting(self.mesh.group(axis), self._timeout, self._watchdog.exited)
-            # Outside inference mode: it outlives a pass.
-            making = f"the making of shared memory along {axis.name}"
-            with torch.inference_mode(mode=False):
-                self._arenas[axis] = self._watchdog.wait(making, partial(Arena, nbytes, waiting))
+            make = partial(Arena, nbytes, self.mesh.group(axis), self._timeout)
+            with torch.inference_mode(mode=False):  # it outlives a pass
+                making = f"the making of shared memory along {axis.name}"
+                self._arenas[axis] = self._watchdog.wait(making, make)
 
     def all_gather(
         self,
@@ -162,7 +162,7 @@ class Wire:
         A ``ring`` books the messages of the library's algorithm over the whole world.  ``into`` (ranks *
         nbytes,) uint8 is where they may arrive, if the transport can do that.
         """
-        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, place=into)
+        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, memory=into)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
         """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
@@ -170,7 +170,7 @@ class Wire:
         ``source`` (ranks * nbytes,) uint8 is this rank's message where it lies, if the transport can send
         from there: then it is the exchange's ``send``, and must stay until it was received.
         """
-        return self._exchange("all_to_all", axis, nbytes, tag, place=source)
+        return self._exchange("all_to_all", axis, nbytes, tag, memory=source)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
         """Every rank sends ``nbytes`` to the next rank of the axis: one step of a ring."""
@@ -217,12 +217,12 @@ class Wire:
         return self.transport == "shm" and group.same_node and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Whether memory that messages along ``axis`` arrived in is then the caller's alone.
+        """Whether messages along ``axis`` arrive in memory of the caller's, which is then the caller's alone.
 
         gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
         """
-        backend = dist.get_backend(self.mesh.group(axis).process_group)
-        return backend == "gloo" and not self.shares_memory(axis)
+        gloo = dist.get_backend(self.mesh.group(axis).process_group) == "gloo"
+        return gloo and self._staging is None and not self.shares_memory(axis)
 
     def _exchange(
         self,
@@ -232,7 +232,7 @@ class Wire:
         tag: Tag,
         *,
         ring: bool = False,
-        place: Tensor | None = None,
+        memory: Tensor | None = None,
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, nbytes)
@@ -247,13 +247,13 @@ class Wire:
             row[1] += messages
         dog, pacer = self._watchdog, self._pacer
         if (staging := self._staging) is not None:
-            host = exchanges.Distributed(dog, step, route, staging, place=None, pacer=pacer)
-            return exchanges.Staged(host, route, staging, self._buffers, place=place)
+            host = exchanges.Distributed(dog, step, route, staging, memory=None, pacer=pacer)
+            return exchanges.Staged(host, route, staging, self._buffers)
         if route.shared:
             if axis not in self._arenas or self._arenas[axis].row_bytes < route.row:
                 self.reserve(axis, route.row)
             return exchanges.InMemory(dog, step, route, self._arenas[axis])
-        return exchanges.Distributed(dog, step, route, self._buffers, place=place, pacer=pacer)
+        return exchanges.Distributed(dog, step, route, self._buffers, memory=memory, pacer=pacer)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Work out, and note, how such messages travel."""

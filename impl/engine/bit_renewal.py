@@ -59,16 +59,15 @@ class Renewal(Observer):
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
-            for one in self._choices:
-                for name in one.share.units if one.share.what == "gradients" else ():
-                    self._units[name].reduction.how.watcher = self if due else None
+            of_gradients = any(one.share.what == "gradients" for one in self._choices)
+            self._wire.observer = self if due and of_gradients else None
         self._measuring = due
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
         """Add up the errors that every candidate makes of what the hop between nodes encodes."""
         del frames
         for one in self._choices:
-            if one.share.hop == hop.axis:
+            if one.share.hop == hop.axis and unit in one.share.units:
                 key = replace(self._clock.gradients(unit, self._wire.mesh.rank), hop=hop.number)
                 one.squares[one.share.units.index(unit)] += squares_of(one.share.codecs, values, key)
 

@@ -146,9 +146,7 @@ class Zero:
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
         kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
-        copies = [
-            unit.weight_gather.secondary.state(unit.master_shard.version, whole=True) for unit in self.units
-        ]
+        copies = [unit.weight_gather.secondary.state(unit.master_shard.version) for unit in self.units]
         with self.buffers.restored():
             yield
         self._zero_grad()

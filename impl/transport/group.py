@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -23,6 +24,10 @@ class Group:
     index: int  # this rank's place among them
     same_node: bool  # whether all of them share this rank's node
     handle: weakref.ref[dist.ProcessGroup]  # of torch's group, which torch alone holds
+    others: Sequence[int] = field(init=False)  # places of the other ranks, from the next one on
+
+    def __post_init__(self) -> None:
+        self.others = [(self.index + step) % self.size for step in range(1, self.size)]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

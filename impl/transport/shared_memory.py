@@ -20,8 +20,6 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -34,7 +32,6 @@ from impl.transport.group import Group
 
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
-_LOOK_SECONDS: Final = 1.0  # between two looks whether the missing ranks still run
 
 _NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
 # A futex is 32 bits; of a 64-bit word the lower half must lie first.
@@ -67,30 +64,19 @@ def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
     return (limit,) if backend == "gloo" else ()
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """How a rank waits for the others of its group."""
-
-    group: Group
-    timeout: float  # seconds after which a missing rank is an error
-    # those of some ranks that no longer run, as far as is known
-    exited: Callable[[Sequence[int]], Sequence[int]]
-
-
-def shared_file(waiting: Waiting, total: int) -> int:
+def shared_file(group: Group, timeout: float, total: int) -> int:
     """An anonymous file of ``total`` zeros that all ranks of a group have open; all must call it.
 
     Returns this rank's handle, which the caller closes; a SharedMemoryError says why there is none.
     """
     if not hasattr(os, "memfd_create"):
         raise SharedMemoryError("transport 'shm' needs Linux (memfd_create); use transport 'backend'")
-    group, address = waiting.group, torch.zeros(2, dtype=torch.int64)
-    handle = -1
+    address, handle = torch.zeros(2, dtype=torch.int64), -1
     if group.index == 0:
         handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
         os.ftruncate(handle, total)
         address = torch.tensor([os.getpid(), handle])
-    limit = patience(dist.get_backend(group.process_group), timedelta(seconds=waiting.timeout))
+    limit = patience(dist.get_backend(group.process_group), timedelta(seconds=timeout))
     handed = dist.broadcast(address, group_src=0, group=group.process_group, async_op=True)
     handed.wait(*limit)
     if group.index != 0:
@@ -111,20 +97,21 @@ def shared_file(waiting: Waiting, total: int) -> int:
 class Arena:
     """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
 
-    All ranks of the group must construct it together; a SharedMemoryError says why it cannot be.
+    All ranks of the group must construct it together; a SharedMemoryError says why it cannot be.  A rank that
+    is missing for ``timeout`` seconds is an error.
     """
 
-    def __init__(self, row_bytes: int, waiting: Waiting) -> None:
-        self.group = group = waiting.group
+    def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
+        self.group = group
         self.row_bytes = -(-row_bytes // 4096) * 4096
         size, flags = group.size, 2 * SLOTS * group.size * LINE
         total = flags + SLOTS * size * self.row_bytes
-        handle = shared_file(waiting, total)
+        handle = shared_file(group, timeout, total)
         whole = torch.frombuffer(mmap.mmap(handle, total), dtype=torch.uint8)
         os.close(handle)
         words = whole[:flags].view(torch.int64).view(2, SLOTS, size, LINE // 8)
-        self._posted = Flags(words[0], waiting)  # numbers of the exchanges last written
-        self._read = Flags(words[1], waiting)  # numbers of the exchanges last read
+        self._posted = Flags(words[0], group, timeout)  # numbers of the exchanges last written
+        self._read = Flags(words[1], group, timeout)  # numbers of the exchanges last read
         self._marks = words[0, :, :, 1].numpy().view("uint64")  # (slot, rank) what was posted there
         # Views made once, (rank, byte) by slot: making one takes longer than reading a flag.
         self._whole = list(whole[flags:].view(SLOTS, size, self.row_bytes).unbind())
@@ -162,7 +149,7 @@ class Arena:
     def wait(self, number: int) -> Tensor:
         """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
 
-        Raises TimeoutError, or ConnectionError once it has exited: naming who is missing.
+        Raises TimeoutError: naming who is missing.
         """
         slot = self._slots[number]
         self._posted.wait(slot, number, "did not send")
@@ -183,8 +170,9 @@ class Arena:
 class Flags:
     """A number for each slot and rank, which only grows, in (slot, rank, words of a cache line) int64."""
 
-    def __init__(self, words: Tensor, waiting: Waiting) -> None:
-        self._size, self._first, self._waiting = words.shape[1], words.data_ptr(), waiting
+    def __init__(self, words: Tensor, group: Group, timeout: float) -> None:
+        self._size, self._first = group.size, words.data_ptr()
+        self._ranks, self._timeout = group.ranks, timeout
         # A numpy view: reading one is 50 ns, a tensor's item() over a microsecond.
         self._numbers = words[:, :, 0].numpy()
 
@@ -197,30 +185,19 @@ class Flags:
         """Wait until all ranks' flags of ``slot`` have reached ``number``; those that have not ``what``."""
         if min(self._numbers[slot].tolist()) >= number:
             return
-        begin, timeout = time.monotonic(), self._waiting.timeout
-        look, pause = begin + _LOOK_SECONDS, 20e-6
+        deadline, pause = time.monotonic() + self._timeout, 20e-6
         for rank in range(self._size):
             while (seen := int(self._numbers[slot, rank])) < number:
-                now = time.monotonic()
-                if now > begin + timeout:
-                    late = ranks_in_words(self._late(slot, number))
-                    raise TimeoutError(f"waited {timeout:g} s: {late} {what}")
-                if now > look:
-                    look = now + _LOOK_SECONDS
-                    if gone := self._waiting.exited(self._late(slot, number)):
-                        raise ConnectionError(f"{ranks_in_words(gone)} {what}, and exited")
+                if (left := deadline - time.monotonic()) < 0:
+                    arrived = zip(self._ranks, self._numbers[slot].tolist(), strict=True)
+                    late = ranks_in_words([one for one, reached in arrived if reached < number])
+                    raise TimeoutError(f"waited {self._timeout:g} s: {late} {what}")
                 if _syscall is not None:  # may return early
-                    limit = min(look, begin + timeout) - now + 1e-3
-                    span = _Span(int(limit), int(limit % 1 * 1e9))
-                    _futex(self._address(slot, rank), _WAIT, seen, span)
+                    nap = min(left, 1.0)
+                    _futex(self._address(slot, rank), _WAIT, seen, _Span(int(nap), int(nap % 1 * 1e9)))
                 else:  # let others run, who may be more than there are cores
                     time.sleep(pause)
                     pause = min(pause * 1.5, 500e-6)
-
-    def _late(self, slot: int, number: int) -> list[int]:
-        """The ranks whose flags have not reached ``number``."""
-        ranks = enumerate(self._waiting.group.ranks)
-        return [rank for index, rank in ranks if int(self._numbers[slot, index]) < number]
 
     def _address(self, slot: int, rank: int) -> int:
         """Where one lies."""

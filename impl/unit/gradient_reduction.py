@@ -257,8 +257,7 @@ class GradientReduction:
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
-        observed = self._wire.observer or self.how.watcher
-        if stream is not None and under_way.mean is None and not observed:
+        if stream is not None and under_way.mean is None and self._wire.observer is None:
             with self._wire.beside(stream) as self._arrival:
                 self._take_mean(under_way.finish())
         self.phase = Progress.REDUCING

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from impl import ops
 from impl.codecs.codec import Codec
-from impl.codecs.planes import turn
 from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
-from impl.plan.shard_layout import Band, Slot, UnitGeometry
+from impl.plan.shard_layout import Slot, UnitGeometry
 from impl.plan.traffic import Placement
 from impl.transport.side_stream import Arrival
 from impl.unit.context import MEMORY, UnitContext
@@ -72,7 +71,7 @@ class MasterShard:
         coded = not geometry.trainable and policy.frozen is not None
         if coded:
             codes = self._host.empty(self._frame, host=placement.shard)
-            ops.encode(self._codec, self.held, codes, noise=self._noise(self._codec))
+            ops.encode(self._codec, self.held, codes, noise=self.noise(self._codec))
             self.held = self.codes = codes
         self._meter.add("frozen" if coded else "masters", self.held.nbytes, host=placement.shard)
         self.masters: list[tuple[int, nn.Parameter]] = []
@@ -112,7 +111,7 @@ class MasterShard:
             master[start:end] = values
         if self.codes is not None and start < end:
             self.arrival.finish()  # of a copy from them to the device
-            ops.encode(self._codec, master, self.codes, noise=self._noise(self._codec))
+            ops.encode(self._codec, master, self.codes, noise=self.noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite weights that are held as codes; raises a ZeroError for a frame of another size."""
@@ -132,7 +131,7 @@ class MasterShard:
         """Write this rank's frame to a message."""
         if not self.placement.shard:
             if self.codes is None:
-                ops.encode(self._codec, self.held, frame, noise=self._noise(self._codec))
+                ops.encode(self._codec, self.held, frame, noise=self.noise(self._codec))
             else:
                 frame.copy_(self.codes)
             return
@@ -148,12 +147,6 @@ class MasterShard:
             self._sent_of = self._encoded_of
         frame.copy_(self._sent)
 
-    def write_planes(self, message: Tensor, bands: Iterable[Band], rows: int) -> None:
-        """Write this rank's frame to a message (2 F,), then that of the shard with ``bands`` turned."""
-        planes = self.master.expand(2, -1).clone()  # (2, S)
-        turn(planes[1], bands, rows)
-        ops.encode(self._codec, planes, message.view(2, -1))
-
     def _kept_frame(self) -> Tensor:
         """(F,) uint8 on the host: the frame of an offloaded master, encoded anew when that or noise is."""
         ages = self._codec.stochastic and self._geometry.trainable
@@ -163,16 +156,11 @@ class MasterShard:
             self._meter.add("host_frames", self._encoded.nbytes)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it
-            ops.encode(self._codec, self.held, self._encoded, noise=self._noise(self._codec))
+            ops.encode(self._codec, self.held, self._encoded, noise=self.noise(self._codec))
             self._encoded_of = now
         return self._encoded
 
-    def write_difference(self, codec: Codec, copy: Tensor, frame: Tensor, *, nothing: bool) -> None:
-        """Write to a message how far the master is from its copy (S,), in ``codec``; or by ``nothing``."""
-        difference = torch.zeros_like(self.master) if nothing else self.master - copy
-        ops.encode(codec, difference, frame, noise=self._noise(codec))
-
-    def _noise(self, codec: Codec) -> Noise | None:
+    def noise(self, codec: Codec) -> Noise | None:
         """The random bits of this rank's shard, where ``codec`` rounds at random."""
         if not codec.stochastic:
             return None

@@ -45,7 +45,6 @@ class SecondaryShard:
     Attributes:
         copies: of shards of S elements that it holds.
         codec: how it is encoded: F below is a frame's bytes, K those of what is kept of it.
-        pending: whether this rank's own shard alone is here, as it was saved: the others' are to be gathered.
         begun: optimizer steps before the weights themselves were gathered last; None if they are to be.
     """
 
@@ -63,7 +62,6 @@ class SecondaryShard:
             self.copies *= axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # of the weights they are of, while CURRENT
-        self.pending = False
         self.begun: int | None = None
         self._settled: int | None = None  # torch's count of the master whose values the copies are of
 
@@ -81,10 +79,10 @@ class SecondaryShard:
 
     def distrust(self) -> None:
         """Have the weights themselves sent next: a gather was interrupted, maybe not on all ranks alike."""
-        self.begun, self.pending = None, False
+        self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep what the spared hops brought of the weights' ``version``: (n, k * F) uint8."""
+        """Keep the frames (..., F) uint8 that the spared hops brought of the weights' ``version``."""
         cast = self._cast(received) if self.codec != self._came else received
         kept = self._room().view(cast.shape)
         if self._offloaded:
@@ -108,17 +106,16 @@ class SecondaryShard:
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """(n, k * K) uint8: the frames (n, k * F), decoded and encoded again as they are kept."""
-        frame, codec = self._came.frame_bytes(self._numel), self.codec
-        rows = torch.unflatten(received, -1, (received.shape[-1] // frame, frame)) if frame else received
+        """(..., K) uint8: the frames (..., F), decoded and encoded again as they are kept."""
+        codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
-        values = torch.empty((*rows.shape[:-1], self._numel), dtype=dtype, device=rows.device)
-        ops.decode(self._came, rows, values)
+        values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
+        ops.decode(self._came, received, values)
         if isinstance(codec, Raw):
-            return values.flatten(1).view(torch.uint8)
-        kept = rows.new_empty((*rows.shape[:-1], codec.frame_bytes(self._numel)))
+            return values.view(torch.uint8)
+        kept = received.new_empty((*ranks, codec.frame_bytes(self._numel)))
         ops.encode(codec, values, kept)
-        return kept.flatten(1)
+        return kept
 
     def write(self, message: Tensor) -> None:
         """Write the frames to a message of as many bytes."""
@@ -158,34 +155,26 @@ class SecondaryShard:
         kept.copy_(sums.add_(kept))
         self._version, self._settled = version, version[1]
 
-    def state(self, version: Version, *, whole: bool = False) -> dict[str, Tensor]:
-        """This rank's own shard of the copy, or all if ``whole``; nothing where no difference is sent.
+    def state(self, version: Version) -> dict[str, Tensor]:
+        """The copies, to be loaded again; nothing where no difference is sent.
 
-        ``begun`` has a second number: whether the copy is of the master's values, whose ``version`` is given.
+        ``begun`` has a second number: whether they are of the master's values, whose ``version`` is given.
         """
         if self._differences is None or self.begun is None:
             return {}
-        copy = self._values() if whole and not self.pending else self.own()
-        return {"copy": copy.clone(), "begun": torch.tensor([self.begun, self.settled(version)])}
+        begun = torch.tensor([self.begun, self.settled(version)])
+        return {"copy": self._values().clone(), "begun": begun}
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse, with a ZeroError, what :meth:`state` does not give of this rank's own shard."""
-        if not state:
-            return
-        held = None if self._differences is None or state.keys() != {"copy", "begun"} else self.own()
-        if held is None or (state["copy"].shape, state["copy"].dtype) != (held.shape, held.dtype):
+        """Refuse, with a ZeroError, what :meth:`state` does not give."""
+        held = None if self._differences is None or state.keys() != {"copy", "begun"} else self._values()
+        if state and (held is None or (state["copy"].shape, state["copy"].dtype) != (held.shape, held.dtype)):
             raise ZeroError(f"unit {self._unit!r}: {', '.join(sorted(state))} is no state of its copy")
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
         """Take over what :meth:`state` gave on the same rank of the weights that are now of ``version``."""
-        self._version, self.begun, self._settled, self.pending = None, None, None, False
+        self._version = self.begun = self._settled = None
         if state:
-            self.pending = state["copy"].dim() == 1  # the other ranks' shards are gathered next
-            (self.own() if self.pending else self._values()).copy_(state["copy"])
+            self._values().copy_(state["copy"])
             self.begun, settled = map(int, state["begun"])
             self._settled = version[1] if settled else None
-
-    def fill(self, received: Tensor) -> None:
-        """Take over the copies (n, k * K) uint8 of which this rank had its own shard's alone."""
-        self._room().view(received.shape).copy_(received)
-        self.pending = False

@@ -27,7 +27,8 @@ scales, has F bytes.  Rank = (node, local).
 
 Hooks call :meth:`Unit.pre_forward`, whose ``all_gather`` starts this and what
 :mod:`impl.plan.prefetch_schedule` wants ahead, awaits it, and shows modules the parameters; what a parameter
-is after each event is a table of docs/design/engine.md.
+is after each event is a table of docs/design/engine.md.  Each way of a gather is a class, whose ``start``
+posts its first hop, and whose ``finish`` does all else.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from __future__ import annotations
 from typing import get_args
 
 import torch
+from torch import Tensor
 
 from impl import ops
-from impl.codecs.codec import Blocked
+from impl.codecs.codec import Blocked, Codec
 from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.comm.all_gather import FrameGather, are_elements
-from impl.plan.shard_layout import Band, UnitGeometry
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase, Purpose, Tag
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
@@ -54,154 +56,183 @@ class WeightGather:
     """The all-gathers of one unit on one rank to ``flat``; the policy of ``context`` is this unit's own.
 
     Attributes:
+        axes, spared: of its hops, and how many of them, the first, a current secondary spares.
+        target: shape and strides of the flat buffer seen as shards by rank digits, the last axis first.
         secondary: hpZ's copy.
-        keeps: whether it keeps anything.
         version: of the weights that are gathered.
     """
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard, flat: FlatBuffer
     ) -> None:
-        policy, wire = context.policy, context.wire
-        shard, topology = geometry.shard, wire.mesh.topology
-        self._geometry, self._wire, self._master_shard, self._flat = geometry, wire, master_shard, flat
-        self._axes, self._spared = policy.gather_axes(topology)  # hops; how many the secondary spares
+        policy, wire, shard = context.policy, context.wire, geometry.shard
+        self.geometry, self.policy, self.wire, self.clock = geometry, policy, wire, context.clock
+        self.master_shard, self.flat = master_shard, flat
+        self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
+        sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
+        self.target = (*sizes, shard), (*strides, 1)
+        between, offloaded = self.axes[: self.spared], master_shard.placement.frames
+        self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
+        self.version: Version = (-1, -1)
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
-        self._codecs = policy.candidates.get("weights", (policy.weights,))
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
-        before, after = self._axes[: self._spared], self._axes[self._spared :]
-        self.keeps = bool(before)
-        offloaded = master_shard.placement.frames
-        self.secondary = SecondaryShard(geometry, context, before, offloaded=offloaded)
-        self._clock, self._sends_copy = context.clock, policy.sends_copy
-        self._differences = policy.differences
-        self._codec, self._kept_codec = policy.weights, self.secondary.codec
-        self._frame = policy.planes * self._codec.frame_bytes(shard)
-        kept, copies = self._kept_codec.frame_bytes(shard), self.secondary.copies
-        self._bands, self._rows = list[tuple[Band, ...]](), 0  # of two planes, by shard; rows of a band
-        if policy.planes > 1 and isinstance(self._codec, Blocked):
-            self._rows = self._codec.block_size(shard)
-            self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
-        ring = self._axes == (topology.world_axis,)
-        self._between = FrameGather(wire, before, self._frame) if before else None
-        self._difference: FrameGather | None = None  # gathers differences
-        if policy.differences is not None and before:
-            self._difference = FrameGather(wire, before, policy.differences.frame_bytes(shard))
-        self._last = FrameGather(wire, after, copies * self._frame, ring=ring)
-        self._again = FrameGather(wire, after, copies * kept, ring=ring) if before else None
-        # Rows of frames as rank digits, the last axis first, and where each shard lies in the flat buffer.
-        sizes = tuple(axis.size for axis in reversed(self._axes))
-        self._sent, self._kept = (*sizes, self._frame), (*sizes, kept)
-        self._placed = (*sizes, shard), (*(axis.stride * shard for axis in reversed(self._axes)), 1)
-        plain = are_elements(self._codec, DTYPES[policy.compute], shard)
-        sending = [axis for axis in self._axes if axis.size > 1]
-        self._alone = plain and not sending and not before
+        plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
+        sending = [axis for axis in self.axes if axis.size > 1]
+        self._alone = plain and not sending
         # Messages arrive in the flat buffer where the wire lets go of their memory: a reference of its own
         # would look like somebody's view ([Note: flat buffer]).
-        self._in_place = plain and len(sending) == 1 and not before and wire.lets_go(sending[0])
-        self._under_way: FrameGather | None = None
+        in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
+        whole = _Frames(self, policy.weights, in_place=in_place)
+        self._copy = _Copy(self, policy.kept) if between else None
+        self._differences = None
+        self._weights: _Frames | _Between = whole
+        if policy.planes > 1 and isinstance(policy.weights, Blocked):
+            self._weights = _Planes(self, policy.weights)
+        if self._copy is not None:
+            self._weights = _Between(self, policy.weights, self._copy if policy.sends_copy else whole)
+            if policy.differences is not None:
+                self._differences = _Differences(self, policy.differences, self._copy)
+        self._way: _Frames | _Between | None = None  # of the gather under way
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
-        self._tag = self._tags["forward"]
-        self.version: Version = (-1, -1)
 
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages; all ranks must call it."""
-        held = max(codec.frame_bytes(self._geometry.shard) for codec in self._codecs)
-        kept = max(held, self._kept[-1])
-        if self._differences is not None:  # or copies of a resumed run
-            held = max(held, kept, self._differences.frame_bytes(self._geometry.shard))
-        for hop, axis in enumerate(self._axes):
-            self._wire.reserve(axis, max(held, kept) if hop >= self._spared else held)
-            held, kept = held * axis.size, kept * axis.size
+        policy, shard = self.policy, self.geometry.shard
+        codecs = [*policy.candidates.get("weights", (policy.weights,)), policy.differences]
+        sent = max(codec.frame_bytes(shard) for codec in codecs if codec is not None) * policy.planes
+        kept = max(sent, policy.kept.frame_bytes(shard))
+        for hop, axis in enumerate(self.axes):
+            self.wire.reserve(axis, kept if hop >= self.spared else sent)
+            sent, kept = sent * axis.size, kept * axis.size
 
     def start(self, phase: Phase) -> None:
         """Encode this rank's frame, or take it from the secondary, and post hop 1: steps 1, 2 and 7."""
-        self._under_way = self._arrival = None  # of one that was interrupted
-        tag, flat = self._tags[phase], self._flat
-        self._tag, self.version = tag, self._master_shard.version
+        self._way = self._arrival = None  # of one that was interrupted
+        self.version = self.master_shard.version
         if self._alone:
-            self._master_shard.write_frame(flat.attach().view(torch.uint8))
+            self.master_shard.write_frame(self.flat.attach().view(torch.uint8))
             return
-        if self._again is not None and self.secondary.holds(self.version):
-            self._under_way = self._again
-            self.secondary.write(self._again.open(tag))
-        elif self._difference is not None and self.secondary.sends_difference(self._clock.step):
-            assert self._differences is not None  # noqa: S101  # the policy sends them
-            if self.secondary.pending:
-                self._gather_copies()
-            self._under_way = self._difference
-            message = self._difference.open(tag)
-            copy, settled = self.secondary.own(), self.secondary.settled(self.version)
-            self._master_shard.write_difference(self._differences, copy, message, nothing=settled)
-        else:
-            self._under_way = self._between or self._last
-            into = flat.attach().view(torch.uint8) if self._in_place else None
-            message = self._under_way.open(tag, into)
-            if self._bands:
-                own = self._wire.mesh.rank % self._geometry.shards
-                self._master_shard.write_planes(message, self._bands[own], self._rows)
-            else:
-                self._master_shard.write_frame(message)
-        self._under_way.post()
-        if (stream := self._wire.gathers) is not None:
-            flat.attach()  # memory of the computation's stream, which uses it last
-            with self._wire.beside(stream) as arrival:
+        way = self._weights
+        if self._copy is not None and self.secondary.holds(self.version):
+            way = self._copy
+        elif self._differences is not None and self.secondary.sends_difference(self.clock.step):
+            way = self._differences
+        self._way = way
+        way.start(self._tags[phase])
+        if (stream := self.wire.gathers) is not None:
+            self.flat.attach()  # memory of the computation's stream, which uses it last
+            with self.wire.beside(stream) as arrival:
                 self.finish()
             self._arrival = arrival
 
     def finish(self) -> None:
-        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5.
-
-        Of two planes that of columns in backward, else that of rows.
-        """
+        """Wait for all hops, keep hpZ's copy, and decode the frames to the flat buffer: steps 3 to 5."""
         if self._arrival is not None:
-            self._wire.join(self._arrival)
+            self.wire.join(self._arrival)
             self._arrival = None
-        if (gather := self._under_way) is None:  # alone, or received beside the computation
-            return
-        if gather is self._between or gather is self._difference:
-            gather = self._forward_copy(gather)
-        rows = gather.finish()
-        if gather is self._again:
-            ops.decode(self._kept_codec, rows.view(self._kept), self._flat.attach().as_strided(*self._placed))
-        elif not self._in_place:
-            frames, flat = rows.view(self._sent), self._flat.attach()
-            columns, plane = self._bands and self._tag.phase == "backward", self._frame // 2
-            if self._bands:
-                frames = frames[..., plane:] if columns else frames[..., :plane]
-            ops.decode(self._codec, frames, flat.as_strided(*self._placed))
-            if columns:
-                for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
-                    turn(shard, bands, self._rows, back=True)
-        gather.close()
-        self._under_way = None
+        if self._way is not None:  # else alone, or received beside the computation
+            self._way.finish()
+            self._way = None
 
-    def _forward_copy(self, between: FrameGather) -> FrameGather:
-        """Keep what the hops between nodes brought, and post it along the hops inside them."""
-        rows = between.finish()  # (node, F), or their differences
-        if between is self._difference:
-            self.secondary.add(rows, self.version)
-        else:
-            self.secondary.keep(rows, self.version, step=self._clock.step)
-        onward = self._last
-        if self._sends_copy:
-            assert self._again is not None  # noqa: S101  # there is a copy
-            onward = self._again
-            self.secondary.write(onward.open(self._tag))
-        else:
-            message = onward.open(self._tag)
-            message.view(rows.shape).copy_(rows)
-        between.close()
-        onward.post()
-        self._under_way = onward
-        return onward
 
-    def _gather_copies(self) -> None:
-        """Gather the copies that differences begin with, of which each rank has loaded its own shard's."""
-        before = self._axes[: self._spared]
-        own = self.secondary.own().contiguous().view(torch.uint8)
-        gather = FrameGather(self._wire, before, self._kept[-1])
-        gather.open(Tag("forward", "state", self._geometry.name)).copy_(own)
-        gather.post()
-        self.secondary.fill(gather.finish())
-        gather.close()
+class _Frames:
+    """Of masters' frames, all the way; or, of those that came from other nodes, inside a node."""
+
+    def __init__(self, of: WeightGather, codec: Codec, *, planes: int = 1, in_place: bool = False) -> None:
+        self._of, self._codec, self._in_place = of, codec, in_place
+        nbytes = planes * codec.frame_bytes(of.geometry.shard)
+        ring = of.axes == (of.wire.mesh.topology.world_axis,)
+        self._hops = FrameGather(of.wire, of.axes[of.spared :], of.secondary.copies * nbytes, ring=ring)
+        self._shape = (*of.target[0][:-1], nbytes)
+
+    def start(self, tag: Tag) -> None:
+        into = self._of.flat.attach().view(torch.uint8) if self._in_place else None
+        self._of.master_shard.write_frame(self._hops.open(tag, into))
+        self._hops.post()
+
+    def pass_on(self, tag: Tag, frames: Tensor) -> None:
+        self._hops.open(tag).view(frames.shape).copy_(frames)
+        self._hops.post()
+
+    def finish(self) -> None:
+        frames = self._hops.finish()
+        if not self._in_place:
+            flat = self._of.flat.attach()
+            ops.decode(self._codec, frames.view(self._shape), flat.as_strided(*self._of.target))
+        self._hops.close()
+
+
+class _Planes(_Frames):
+    """Of two planes: forward computes with blocks of rows, backward with blocks of columns."""
+
+    def __init__(self, of: WeightGather, codec: Blocked) -> None:
+        super().__init__(of, codec, planes=2)
+        self._rows = codec.block_size(of.geometry.shard)  # of a band, by shard
+        self._bands = [of.geometry.bands(index, self._rows) for index in range(of.geometry.shards)]
+
+    def start(self, tag: Tag) -> None:
+        self._columns, rank = tag.phase == "backward", self._of.wire.mesh.rank
+        planes = self._of.master_shard.master.expand(2, -1).clone()  # (2, S)
+        turn(planes[1], self._bands[rank % len(self._bands)], self._rows)
+        ops.encode(self._codec, planes, self._hops.open(tag).view(2, -1))
+        self._hops.post()
+
+    def finish(self) -> None:
+        rows, columns = self._hops.finish().view(self._shape).chunk(2, -1)
+        flat = self._of.flat.attach()
+        ops.decode(self._codec, columns if self._columns else rows, flat.as_strided(*self._of.target))
+        if self._columns:
+            for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
+                turn(shard, bands, self._rows, back=True)
+        self._hops.close()
+
+
+class _Copy(_Frames):
+    """Of hpZ's copies, inside a node."""
+
+    def start(self, tag: Tag) -> None:
+        self._of.secondary.write(self._hops.open(tag))
+        self._hops.post()
+
+    def pass_on(self, tag: Tag, frames: Tensor) -> None:
+        self.start(tag)  # what was kept of them
+
+
+class _Between:
+    """Of masters' frames between nodes, which are kept there and go ``onward`` inside nodes."""
+
+    def __init__(self, of: WeightGather, codec: Codec, onward: _Frames) -> None:
+        self._of, self._codec, self._onward = of, codec, onward
+        nbytes = codec.frame_bytes(of.geometry.shard)
+        self._hops = FrameGather(of.wire, of.axes[: of.spared], nbytes)
+
+    def start(self, tag: Tag) -> None:
+        self._tag = tag
+        self._write(self._hops.open(tag))
+        self._hops.post()
+
+    def finish(self) -> None:
+        frames = self._hops.finish()  # (node, F)
+        self._keep(frames)
+        self._onward.pass_on(self._tag, frames)
+        self._hops.close()
+        self._onward.finish()
+
+    def _write(self, message: Tensor) -> None:
+        self._of.master_shard.write_frame(message)
+
+    def _keep(self, frames: Tensor) -> None:
+        self._of.secondary.keep(frames, self._of.version, step=self._of.clock.step)
+
+
+class _Differences(_Between):
+    """Of how far masters are from their copies, in ``codec``: [Note: differences] in ``secondary_shard``."""
+
+    def _write(self, message: Tensor) -> None:
+        of, master = self._of, self._of.master_shard.master
+        settled = of.secondary.settled(of.version)
+        difference = torch.zeros_like(master) if settled else master - of.secondary.own()
+        ops.encode(self._codec, difference, message, noise=of.master_shard.noise(self._codec))
+
+    def _keep(self, frames: Tensor) -> None:
+        self._of.secondary.add(frames, self._of.version)

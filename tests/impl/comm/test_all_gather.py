@@ -38,7 +38,7 @@ def _gathered(mesh: Mesh, policy: Policy) -> torch.Tensor:
     reference.encode(policy.weights, mine, message, noise=weights_noise(policy, mesh.rank))
     gather.post()
     flat = torch.empty(mesh.topology.world * shard)
-    reference.decode(policy.weights, gather.frames(), placed(flat, axes[::-1], shard))
+    reference.decode(policy.weights, gather.finish(), placed(flat, axes[::-1], shard))
     return flat
 
 

@@ -75,7 +75,7 @@ def _fails(wire: Wire, unit: str) -> str:
 
 def _scattered(mesh: Mesh, transport: str) -> str:
     """Rank 0 waits; rank 1 is in its own code, rank 2 dies, rank 3 closes its wire, rank 4 is stopped."""
-    wire = Wire(mesh, transport=transport, timeout=20 if transport == "shm" else 4)
+    wire = Wire(mesh, transport=transport, timeout=4)
     _exchange(wire, "a")
     if mesh.rank == 1:
         time.sleep(60)
@@ -100,19 +100,17 @@ def _said_of(ranks: str, text: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", *nightly("backend")])
 def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> None:
-    """Ranks that wait, exited or closed their wire are distinguished; others are said not to wait."""
+    """Ranks that wait or closed their wire are distinguished; others are said not to wait."""
     text = _survivors(tmp_path, 5, _scattered, transport)[0]
     first = text.splitlines()[0]
     assert first.startswith(f"rank 0 could not finish exchange 2, {GATHER} (5 ranks) for forward weights b: ")
-    if transport == "shm":
-        assert first.endswith("rank 2 did not send, and exited")  # found long before the timeout
+    assert transport != "shm" or first.endswith("waited 4 s: ranks 1, 2, 3 and 4 did not send")
     waits = _said_of("rank 0", text)
     assert waits.startswith(f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b")
     assert f"finished last: exchange 1, {GATHER} (5 ranks) for forward weights a" in waits
-    assert _said_of("rank 2", text) == "has exited"
     assert _said_of("rank 3", text).startswith("closed its wire after 1 exchanges")
-    silent = "waits for no exchange that failed within 5 s: it computes, or is lost"
-    assert _said_of("ranks 1 and 4", text) == silent
+    silent = "waits for no exchange that failed within 5 s: it computes, has exited, or is lost"
+    assert _said_of("ranks 1, 2 and 4", text) == silent
 
 
 def _late(mesh: Mesh, _: None) -> str:
@@ -132,7 +130,7 @@ def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
     """Gloo closes what timed out; the late rank is told that its peer gave up, and where."""
     texts = _survivors(tmp_path, 2, _late, None)
     assert "Timed out waiting 2000ms" in texts[0].splitlines()[0]
-    assert "it computes, or is lost" in _said_of("rank 1", texts[0])
+    assert "it computes, has exited, or is lost" in _said_of("rank 1", texts[0])
     assert _said_of("ranks 0 and 1", texts[1]).startswith(
         f"gave up waiting for exchange 2, {GATHER} (2 ranks)"
     )
