@@ -6,12 +6,13 @@ Pure: no torch.  ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ are values of :class:`Policy`
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 from impl.codecs.codec import (
     BF16,
@@ -38,48 +39,54 @@ Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
 SecondaryFormat = Literal["frames", "fp32", "bf16", "fp16"]
-ReduceEvery = Literal["stage", "micro_batch", "step"]
-Blocks = Literal["codec", "shape"]
-Planes = Literal[1, 2]
 Budgeted = Literal["weights", "gradients"]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
 MOST_CHUNKS: Final = 8  # each holds a slot of the shared memory between its two hops
 _GROUP: Final = 8000  # elements of DeepSpeed's blocks of weights at most, of which 8 are a vector load
-_WORDS: Final[dict[str, tuple[object, ...]]] = {
-    "stage": get_args(Stage),
-    "gather": get_args(Gather),
-    "reduce": get_args(Reduce),
-    "secondary_format": get_args(SecondaryFormat),
-    "compute": tuple(ITEM_BYTES),
-    "reduce_every": get_args(ReduceEvery),
-    "sums": get_args(Sums),
-    "blocks": get_args(Blocks),
-    "planes": get_args(Planes),
-}
-"""Values of the fields that have few."""
 
 
 class PolicyError(ValueError):
     """A policy, alone or with a topology, cannot be carried out; the message names why."""
 
 
-def _check_words(of: object, words: Mapping[str, Iterable[object]]) -> None:
+@functools.cache
+def _words(kind: type) -> dict[str, tuple[object, ...]]:
+    """Values of the fields that have few."""
+    return {n: get_args(hint) for n, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+
+
+def _check_words(of: object) -> None:
     """Refuse a field whose value is none of those allowed."""
-    for name, allowed in words.items():
+    for name, allowed in _words(type(of)).items():
         if (value := getattr(of, name)) not in allowed:
             raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, allowed))}")
 
 
-def _options(text: str, given: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str]:
-    """What options say, by the name of their form, each of which may stand once."""
-    found: dict[str, str] = {}
+def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
+    """The ``head`` of a text and its options, by the names of their forms; None for ``none``."""
+    head, *given = text.strip().split(":")
+    if head == "none" and not given:
+        return None
+    found = {"head": head}
     for option in given:
         said = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
         if not said or said.keys() & found.keys():
-            raise PolicyError(f"{text}: option {option!r} is unknown or stands twice; {allowed}")
+            raise PolicyError(f"{text!r}: option {option!r} is unknown or stands twice; {allowed}")
         found |= said
+    if head not in heads:
+        raise PolicyError(f"{text!r}: {allowed}")
     return found
+
+
+def _written(head: str, own: object, usual: object, words: Mapping[str, str]) -> str:
+    """``head``, and each field that is not as ``usual``, after its word."""
+    values = [
+        f"{word}{getattr(own, name)}".removesuffix(".0")
+        for name, word in words.items()
+        if getattr(own, name) != getattr(usual, name)
+    ]
+    return ":".join([head, *values])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,30 +117,6 @@ class MemoryLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
-    """By what losses are multiplied, so that small gradients survive in fp16.
-
-    Raises PolicyError: for scales that are not positive, or a negative window.
-    """
-
-    initial: float = 65536.0
-    window: int = 1000  # steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale
-    least: float = 1.0  # below which it does not fall; an overflow at this scale is an error
-
-    def __post_init__(self) -> None:
-        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
-            given = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
-            raise PolicyError(f"{given}: expected 0 < least <= scale <= {LARGEST_SCALE:g}, and steps, or 0")
-
-    def __str__(self) -> str:
-        if not self.window:
-            return f"{self.initial:g}"
-        options = [f"from{self.initial:g}"] if self.initial != DYNAMIC.initial else []
-        options += [f"window{self.window}"] if self.window != DYNAMIC.window else []
-        return ":".join(["dynamic", *options])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
     """What lies in host memory instead of the device's (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
@@ -155,6 +138,28 @@ class Offload:
                 raise PolicyError(f"offload.{field.name} = {getattr(self, field.name)}: expected 0 to 1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """By what losses are multiplied, so that small gradients survive in fp16.
+
+    Raises PolicyError: for scales that are not positive, or a negative window.
+    """
+
+    initial: float = 65536.0
+    window: int = 1000  # steps without an overflow after which a dynamic scale doubles; 0 for a fixed scale
+    least: float = 1.0  # below which it does not fall; an overflow at this scale is an error
+
+    def __post_init__(self) -> None:
+        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
+            given = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
+            raise PolicyError(f"{given}: expected 0 < least <= scale <= {LARGEST_SCALE:g}, and steps, or 0")
+
+    def __str__(self) -> str:
+        if not self.window:
+            return str(self.initial).removesuffix(".0")
+        return _written("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
+
+
 DYNAMIC: Final = LossScale()
 
 
@@ -163,21 +168,15 @@ def parse_loss_scale(text: str) -> LossScale | None:
 
     Raises PolicyError: naming the text and what is allowed.
     """
-    head, *given = text.strip().split(":")
     number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
-    allowed = "expected none, a number, or dynamic, then :from<scale>, :window<steps>, below 10^18"
-    if head == "none" and not given:
-        return None
-    if re.fullmatch(number, head) and not given:
-        return LossScale(initial=float(head), window=0, least=min(1.0, float(head)))
-    if head != "dynamic":
-        raise PolicyError(f"loss scale {text!r}: {allowed}")
+    if re.fullmatch(number, text.strip()):
+        return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
+    allowed = "a loss scale is none, a number, or dynamic, then :from<scale>, :window<steps>, below 10^18"
     forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
-    found = _options(f"loss scale {text!r}", given, forms, allowed)
-    initial = float(found.get("from", DYNAMIC.initial))
-    return LossScale(
-        initial=initial, window=int(found.get("window", DYNAMIC.window)), least=min(1.0, initial)
-    )
+    if (found := _read(text, ["dynamic"], forms, allowed)) is None:
+        return None
+    initial, window = float(found.get("from", DYNAMIC.initial)), int(found.get("window", DYNAMIC.window))
+    return LossScale(initial=initial, window=window, least=min(1.0, initial))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,19 +197,15 @@ class Feedback:
     state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
-        _check_words(self, {"hops": ("last", "all"), "state": tuple(ITEM_BYTES)})
+        _check_words(self)
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
             given = f"decay = {self.decay} and reset = {self.reset}"
             raise PolicyError(f"feedback: {given}; a decay is in [0, 1), a reset in steps, 0 for never")
 
     def __str__(self) -> str:
         head = "loco" if self.decay else "classic"
-        base = FEEDBACKS[head]
-        options = [f"decay{self.decay!r}"] if self.decay != base.decay else []
-        options += [f"reset{self.reset}"] if self.reset != base.reset else []
-        options += [self.hops] if self.hops != base.hops else []
-        options += [self.state] if self.state != base.state else []
-        return ":".join([head, *options])
+        words = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
+        return _written(head, self, FEEDBACKS[head], words)
 
 
 FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
@@ -221,21 +216,17 @@ def parse_feedback(text: str) -> Feedback | None:
 
     Raises PolicyError: naming the text and what is allowed.
     """
-    head, *given = text.strip().split(":")
     allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
-    if head == "none" and not given:
-        return None
-    if head not in FEEDBACKS:
-        raise PolicyError(f"feedback {text!r}: {allowed}")
     forms = {
         "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
         "reset": "reset([0-9]+)",
         "hops": "(last|all)",
         "state": f"({'|'.join(ITEM_BYTES)})",
     }
-    found: dict[str, Any] = _options(f"feedback {text!r}", given, forms, allowed)
-    kinds = {"decay": float, "reset": int}
-    return replace(FEEDBACKS[head], **{name: kinds.get(name, str)(value) for name, value in found.items()})
+    if (found := _read(text, FEEDBACKS, forms, allowed)) is None:
+        return None
+    base, kinds = FEEDBACKS[found.pop("head")], {"decay": float, "reset": int}
+    return replace(base, **{name: kinds.get(name, str)(value) for name, value in found.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +241,7 @@ class BitBudget:
     scales and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
     ``gradients`` are the same of the hop of reductions that crosses nodes.
 
-    Raises PolicyError: for candidates whose bytes nobody knows beforehand, and numbers that are none.
+    Raises PolicyError: for numbers that are none.
     """
 
     codecs: tuple[Codec, ...]  # candidates, beside the policy's own
@@ -262,15 +253,10 @@ class BitBudget:
         bits = [each for each in (self.weights, self.gradients) if each is not None]
         if self.every < 1 or not self.codecs or not bits or not all(0 <= each < math.inf for each in bits):
             raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
-        for codec in self.codecs:
-            _check_sized(codec)
 
     def __str__(self) -> str:
-        shares = [
-            name if bits == 0 else f"{name} {bits:.10g}"
-            for name, bits in (("weights", self.weights), ("gradients", self.gradients))
-            if bits is not None
-        ]
+        given = ((name, getattr(self, name)) for name in get_args(Budgeted))
+        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in given if bits is not None]
         return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
 
 
@@ -285,14 +271,6 @@ _BUDGET_TEXT: Final = re.compile(
 )
 
 
-def _check_sized(codec: Codec) -> None:
-    """Refuse a codec of a budget whose bytes an element are not its own."""
-    if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
-        raise PolicyError(f"budget: {codec} is a codec of your own, whose bytes nobody knows; use others")
-    if isinstance(codec, Blocked) and codec.block == "shard":
-        raise PolicyError(f"budget: {codec} has one scale a shard, of any length; use a block of elements")
-
-
 def parse_budget(text: str) -> BitBudget | None:
     """Read a budget, which prints back: ``gradients 4.5 every 50 of int3:128 int6:128``; None for ``none``.
 
@@ -304,11 +282,8 @@ def parse_budget(text: str) -> BitBudget | None:
     found = _BUDGET_TEXT.fullmatch(given)
     if found is None:
         raise PolicyError(f"budget {text!r}: {_BUDGET}")
-    weights, gradients = (
-        None if bits is None else float(bits or 0) for bits in found.group("weights", "gradients")
-    )
-    codecs = tuple(map(parse, found["codecs"].split()))
-    return BitBudget(codecs=codecs, every=int(found["every"]), weights=weights, gradients=gradients)
+    bits = {name: float(found[name] or 0) for name in get_args(Budgeted) if found[name] is not None}
+    return BitBudget(codecs=tuple(map(parse, found["codecs"].split())), every=int(found["every"]), **bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,9 +352,9 @@ class Policy:
     refresh: int = 0
     feedback: Feedback | None = None  # of the gradient codecs
     sums: Sums = "fp32"
-    blocks: Blocks = "codec"
-    planes: Planes = 1
-    reduce_every: ReduceEvery = "stage"
+    blocks: Literal["codec", "shape"] = "codec"
+    planes: Literal[1, 2] = 1
+    reduce_every: Literal["stage", "micro_batch", "step"] = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
     loss_scale: LossScale | None = None  # of fp16
     frozen: Codec | None = None
@@ -397,104 +372,81 @@ class Policy:
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(f"codec {codec!r} is a {kind}: expected what codec.parse() gives")
-        _check_words(self, _WORDS)
+        _check_words(self)
         for why in itertools.chain(self._contradictions(), self._of_copy(), self._of_budget()):
             raise PolicyError(why)
-        for codec in (codec for codecs in self.candidates.values() for codec in codecs):
-            _check_sized(codec)
 
     def _contradictions(self) -> Iterator[str]:
         """Why parts do not go together."""
-        hpz = f"hpZ (secondary={self.secondary})"
-        if self.sums != "fp32" and self.reduce == "ring":
-            yield f"sums = {self.sums!r} in a ring, whose partial sums are fp32: use one_hop or two_hop"
+        if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
+            given = f"chunks = {self.chunks}, align = {self.align}, order_every = {self.order_every}"
+            yield f"{given}, refresh = {self.refresh}: expected 1 to {MOST_CHUNKS}, 1 or more, and 0 or more"
+        if self.stage < 2 and self.reduce_every == "micro_batch":
+            yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
+        one_hop = self.reduce != "two_hop"
+        if self.group != 0 and (self.stage == 0 or self.gather == "flat" or one_hop):
+            given = f"group={self.group} at stage {self.stage}"
+            yield f"{given}: expected 1 to 3, gather=hierarchical, reduce=two_hop"
+        if one_hop and (self.gradients[0] != self.gradients[1] or self.chunks > 1):
+            given = f"gradients={', '.join(map(str, self.gradients))}, chunks={self.chunks}"
+            yield f"reduce={self.reduce} has one hop; {given} need two_hop"
+        if self.reduce == "ring" and (self.sums != "fp32" or self.feedback is not None):
+            yield f"a ring sums others' values in fp32: use other hops for sums={self.sums}, or feedback"
+        yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
-            if not isinstance(codec, Raw) and not _takes_blocks(codec):
+            free = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
+            if not free and not isinstance(codec, Raw):
                 yield f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"
         codec = self.weights
         if self.planes == 2 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
         ):
             yield f"planes = 2 and weights = {codec}: expected blocks, rounded to nearest and unrotated"
-        for where, hit in (
-            (f"at stage {self.stage}: what stays gathered", self.stage < 3),
-            (f"with {hpz}: its copy", self.secondary != 0),
-            ("with offload: what the host holds", self.offload != Offload()),
-        ):
-            if self.planes == 2 and hit:
-                yield f"planes = 2 {where} has one plane"
-        if self.stage < 2 and self.reduce_every == "micro_batch":
-            yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
-        if self.secondary != 0 and self.stage < 3:
-            yield f"{hpz} spares a backward gather; weights of stage {self.stage} stay gathered"
-        if self.secondary != 0 and self.group != 0:
-            yield f"{hpz} inside a group of {self.group}, whose ranks hold all weights; use one of them"
-        if self.stage == 0 and self.group != 0:
-            yield f"stage 0 shards nothing, but group = {self.group}"
-        if self.gather == "flat" and self.secondary != 0:
-            yield f"{hpz} keeps what a gather's first hop brought; a flat gather has no such hop"
-        if self.reduce != "two_hop" and self.gradients[0] != self.gradients[1]:
-            first, last = self.gradients
-            yield f"reduce={self.reduce!r} has one hop, and gradients two codecs: {first} and {last}"
-        if not 1 <= self.chunks <= MOST_CHUNKS:
-            yield f"chunks = {self.chunks}: expected 1 to {MOST_CHUNKS}"
-        if self.chunks > 1 and self.reduce != "two_hop":
-            yield f"chunks = {self.chunks} overlap two hops, and reduce={self.reduce!r} has one; use two_hop"
-        yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
-        if self.feedback is not None and self.reduce == "ring":
-            yield "feedback is of the same values at every step, and a ring's are others' too: use other hops"
-        if self.group != 0 and (self.reduce != "two_hop" or self.gather != "hierarchical"):
-            yield f"group = {self.group} goes by hops: use gather = hierarchical and reduce = two_hop"
-        if self.align < 1 or self.order_every < 0:
-            yield f"align = {self.align}, order_every = {self.order_every}: expected at least 1, and 0"
+        if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
+            given = f"planes=2 at stage {self.stage}, secondary={self.secondary}"
+            yield f"{given}: expected stage 3, no hpZ, no offload"
 
     def _of_copy(self) -> Iterator[str]:
         """Why hpZ's copy cannot be as is said."""
-        formats, offload, none = self.secondary_format, self.offload, "secondary = 0 keeps no copy of hpZ's"
-        if formats != "frames" and self.secondary == 0:
-            yield f"secondary_format = {formats!r}: {none}"
-        for name, codec in (("inside", self.inside), ("differences", self.differences)):
-            if codec is not None and self.secondary == 0:
-                yield f"{name} = {codec}: {none}"
-        if self.inside is not None:
-            inside = f"inside = {self.inside}"
-            if formats != "frames":
-                yield f"{inside} and secondary_format = {formats!r} both say how hpZ's copy is kept"
-            if self.inside.stochastic:
-                yield f"{inside} rounds at random, on each node otherwise: use one that rounds to nearest"
-            if offload.weights:
-                yield f"{inside} with offload.weights = {offload.weights}: a copy stays where it is encoded"
-        if self.refresh < 0 or (self.refresh and self.differences is None):
-            yield f"refresh = {self.refresh}: expected 0 or more steps, and differences"
-        if self.differences is not None:
-            differences = f"differences = {self.differences}"
-            if not isinstance(self.kept, Raw):
-                yield f"{differences} are added to a copy in bf16, fp16 or fp32, and hpZ's is in {self.kept}"
-            if offload != Offload():
-                yield f"{differences} are of masters and a copy on the device; offload neither"
+        formats, differences = self.secondary_format, f"differences = {self.differences}"
+        if self.secondary == 0 and (formats != "frames" or self.sends_copy):
+            given = f"secondary_format = {formats}, inside = {self.inside}, {differences}"
+            yield f"secondary = 0 keeps no copy for {given}"
+        if self.secondary != 0 and (self.stage < 3 or self.group != 0 or self.gather == "flat"):
+            given = f"stage {self.stage}, group={self.group}, {self.gather} gather"
+            yield f"hpZ (secondary={self.secondary}) at {given}: expected 3, 0, hierarchical"
+        if self.inside is not None and (
+            formats != "frames" or self.inside.stochastic or self.offload.weights
+        ):
+            expected = "rounding to nearest, secondary_format=frames, offload.weights=0"
+            yield f"inside = {self.inside}: expected {expected}"
+        if self.refresh and self.differences is None:
+            yield f"refresh = {self.refresh} is of differences, and there are none"
+        if self.differences is not None and (not isinstance(self.kept, Raw) or self.offload != Offload()):
+            yield f"{differences} are added to copies in 16 or 32 bits, not offloaded; here {self.kept}"
 
     def _of_budget(self) -> Iterator[str]:
         """Why a budget has nothing to choose, or only what has one size for all codecs."""
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
-        if self.stage == 0 or self.group != 0:
-            yield f"{text} with stage {self.stage} and group = {self.group}: means travel between copies, too"
-        if self.blocks == "shape" or self.planes > 1:
-            yield f"{text} chooses whole codecs; use blocks = codec and one plane"
+        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
+            yield f"{text} chooses whole codecs of one copy: expected stages 1 to 3, and no group or shape"
         if budget.gradients is not None and self.reduce != "two_hop":
-            yield f"{text} is of a hop between nodes, and reduce={self.reduce!r} has one hop; use two_hop"
-        if budget.weights is not None and self.differences is not None:
-            yield f"{text} is of weights, and differences = {self.differences} are sent in their place"
-        if budget.weights is not None and self.offload != Offload():
-            yield f"{text} is of weights, whose frames offload keeps in one size"
+            yield f"{text} is of a hop between nodes, and reduce = {self.reduce} has one hop; use two_hop"
+        if budget.weights is not None and (self.differences is not None or self.offload != Offload()):
+            yield f"{text} is of weights: expected neither differences nor offload"
+        for codec in itertools.chain(*self.candidates.values()):
+            if isinstance(codec, OwnCodec) and codec.name not in FORMATS:
+                yield f"budget: {codec} is a codec of your own, whose bytes nobody knows; use others"
+            if isinstance(codec, Blocked) and codec.block == "shard":
+                yield f"budget: {codec} has one scale a shard, of any length; use a block of elements"
 
     def _of_chunks(self, codecs: Iterable[Codec]) -> Iterator[str]:
         """Why gradients in these codecs cannot be cut."""
-        if self.chunks > 1:
-            for codec in codecs:
-                if not isinstance(codec, Raw) and codec.block == "shard":
-                    yield f"chunks = {self.chunks} cut a shard, of which {codec} has one scale; use blocks"
+        for codec in codecs if self.chunks > 1 else ():
+            if not isinstance(codec, Raw) and codec.block == "shard":
+                yield f"chunks = {self.chunks} cut a shard, of which {codec} has one scale; use blocks"
 
     @property
     def grain(self) -> int:
@@ -621,14 +573,12 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
-            why = next(self._of_own_codecs(), None)
+            for why in self._of_own_codecs():
+                raise PolicyError(why)
         except ValueError as error:
             raise PolicyError(str(error)) from None
-        crosses = any(topology.crosses(axis) for axis, _ in self.reduce_axes(topology))
-        if "gradients" in self.candidates and not crosses:
-            why = f"budget '{self.budget}' is of gradients between nodes, and {topology} has one"
-        if why is not None:
-            raise PolicyError(why)
+        if "gradients" in self.candidates and topology.nodes == 1:
+            raise PolicyError(f"budget '{self.budget}' is of gradients between nodes, and {topology} has one")
 
     def _of_own_codecs(self) -> Iterator[str]:
         """What only users' own objects say, which a policy that is merely read does not import."""
@@ -687,11 +637,6 @@ _NO_COPY: Final[dict[str, Any]] = {  # without hpZ
 def weight_block(shard: int) -> int:
     """Elements of a block of weights by DeepSpeed's search: the most that divide ``shard``; 1 of none."""
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
-
-
-def _takes_blocks(codec: Codec) -> bool:
-    """Whether its scales may be of blocks of any size."""
-    return isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
 
 
 def _in_blocks(codec: Codec, block: int) -> Codec:
