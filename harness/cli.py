@@ -464,7 +464,7 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
 
 def _follow_nodes(place: Place) -> int:
     """Be the supervisor of another node than the first; returns the run's exit status."""
-    from harness.runs.rank_tasks import WORKS
+    from harness.runs.rank_trial import WORKS
 
     return node_supervisors.follow(place, WORKS, run_environment.identity())
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from scipy.optimize import nnls
 
 from harness.bench import codecs as bench_codecs
-from harness.cluster.link import Setting, open_link
+from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, run_ranks
 from harness.errors import Refusal
@@ -30,7 +30,7 @@ from harness.runs.further_repeats import Batch
 from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import run_sweep
 from harness.suites.expanded_suite import Suite
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
@@ -94,7 +94,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             soft_wrap=True,
         )
     log = folder / "calibration.log"
-    with open_link(Setting("auto", 2, None), SUITE[:6]) as link:
+    with open_link(Cluster(nodes=2), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
         latencies, codecs = zip(*run_ranks(_probed, _MESSAGES, launch), strict=True)
     return fit(

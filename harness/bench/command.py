@@ -26,7 +26,7 @@ from harness.records import bench_record
 from harness.records.bench_record import Bench, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
 from harness.suites.model_sizes import PRESETS, GPTShape
-from harness.suites.quantities import parse_rate
+from harness.suites.quantities import CANONICAL, parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, and what hides communication.",
@@ -192,13 +192,15 @@ class _Run:
 
         A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
         """
-        from harness.cluster.link import Setting, open_link
+        from harness.cluster.link import open_link
         from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
         from harness.errors import LinkError
+        from harness.suites.trial import Cluster
         from impl.plan import topology as plan
 
         interrupts.take_over()
-        wanted = Setting("none" if mbit is None else "namespaces", topology[0], mbit)
+        kind = "none" if mbit is None else "namespaces"
+        wanted = Cluster.model_validate({"link": kind, "nodes": topology[0], "rate": mbit}, context=CANONICAL)
         log = self._folder / "bench.log"
         status = fitted_table.console(stderr=True).status("set-up")  # on a terminal only
         try:

@@ -28,7 +28,7 @@ from harness.measure import machine
 from harness.records.record import write_whole
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden, path_of
 from harness.runs.rank_trial import Assignment, TrialRun
-from harness.runs.trial_on_cluster import Cluster, setting_of
+from harness.runs.trial_on_cluster import TrialRunner, cluster_of
 from harness.suites.trial import Trial
 from impl import ops
 from impl.comm.ledger import WAITING, Span, Timeline
@@ -68,10 +68,9 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     start_server()
     path = path_of(folder, trial.id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_link(setting_of(trial), secrets.token_hex(3)) as link:
-        launch = replace(
-            Cluster(folder, None).launch(trial, link, ""), log=path.with_suffix(".log"), scratch=None
-        )
+    with open_link(cluster_of(trial), secrets.token_hex(3)) as link:
+        launch = TrialRunner(folder, None).launch(trial, link, "")
+        launch = replace(launch, log=path.with_suffix(".log"), scratch=None)
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
     pool = machine.pool_key(machine.facts(), machine.code())

@@ -18,16 +18,16 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from harness.cluster import netns_shaper
 from harness.cluster.keeper import ANSWER_SECONDS, Keeper
+from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
+from harness.records.record import LinkRecord
+from harness.suites.trial import Cluster
 
-Kind = Literal["auto", "namespaces", "paced", "none", "real", "shaped"]
-
-QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
 REACHED: Final = (0.9, 1.05)  # shares of its rate between which an interface is called shaped
@@ -38,32 +38,6 @@ _ADVICE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Request for a link, whose rate is per node and direction; None is unshaped.
-
-    Its kind is one of the module's docstring; ``auto`` is namespaces where they work, else paced.  A message
-    takes ``latency_ms`` milliseconds one way beyond its bytes at the rate.  It is calibrated with
-    ``transport``: gloo, nccl, or a module that gives a backend.  ``hcas``: the InfiniBand adapters of NCCL,
-    how many or which.  The last node has the share ``slow`` of the rate; ranks of a node send to each other
-    at ``inner_mbit``, all together.
-    """
-
-    kind: Kind
-    nodes: int
-    rate_mbit: float | None
-    latency_ms: float = 0.0
-    transport: str = "gloo"
-    hcas: int | tuple[str, ...] | None = None
-    slow: float = 1.0
-    inner_mbit: float | None = None
-
-    @property
-    def slowest_mbit(self) -> float | None:
-        """The rate of the slowest node."""
-        return None if self.rate_mbit is None else self.rate_mbit * self.slow
-
-
-@dataclass(frozen=True, slots=True)
 class Port:
     """A node's end of the link: network interface, its IPv4 address, and namespace of its ranks."""
 
@@ -71,26 +45,9 @@ class Port:
     address: str
     # pid of a process inside the node's network namespace; None is the host's own namespace
     holder: int | None = None
-    shaped: bool = False  # whether NCCL, too, has to send through the interface
-    # InfiniBand adapters that NCCL may use, separated by commas; empty leaves the choice to it
-    hcas: str = ""
-    # the keeper's Unix-domain socket (`opened`), where it can hold the link to no rate
-    control: str = ""
-
-
-def shape(rate_mbit: float) -> netns_shaper.Shape:
-    """Sizes of the ``tbf`` queue for a rate.
-
-    The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
-    and more run at the rate, not on saved tokens; packets are kept at half a burst, so that
-    ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
-    """
-    rate = max(1, round(rate_mbit * 1e6 / 8))
-    segment = int(min(max(rate * 0.002, 2 * netns_shaper.MTU), 65536))
-    burst = int(max(2 * (segment + HEADER_BYTES), rate * 0.001))
-    return netns_shaper.Shape(
-        rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment
-    )
+    shaped_mbit: float | None = None  # to which its host holds the interface, through which NCCL has to send
+    hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; empty leaves it the choice
+    control: str = ""  # the keeper's Unix-domain socket (`opened`), where it can hold the link to no rate
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
@@ -104,10 +61,10 @@ def nccl_variables(port: Port) -> dict[str, str]:
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}
         return adapters | {"NCCL_NET": "IB", "NCCL_MNNVL_ENABLE": "0"}
-    if port.interface is None or not (port.shaped or port.holder is not None):
+    if port.interface is None or (port.shaped_mbit is None and port.holder is None):
         return {}
     sockets = {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": f"={port.interface}"}
-    if port.shaped:
+    if port.shaped_mbit is not None:
         return sockets | {"NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
     return dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1") | sockets
 
@@ -134,17 +91,19 @@ def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -
     return ",".join(asked)
 
 
-def message_bytes(setting: Setting) -> int:
-    """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies.
+def message_bytes(cluster: Cluster) -> int:
+    """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies; 0 for one node.
 
     On a shaped link 0.5 s of up to 64 MiB: what comes last of 0.2 s is late by up to 0.6 % now and then.
     Unshaped 64 MiB; 8 MiB where nothing joins the nodes but this machine's memory.
     """
-    if setting.rate_mbit is None:
-        return (8 if setting.kind == "none" else 64) * 2**20
-    form = shape(setting.rate_mbit)
-    longer = min(form.rate // 2, 64 * 2**20) if setting.kind == "shaped" else 0
-    return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * setting.latency_ms))
+    if cluster.nodes == 1:
+        return 0
+    if cluster.rate is None:
+        return (8 if cluster.link == "none" else 64) * 2**20
+    form = shape(cluster.rate)
+    longer = min(form.rate // 2, 64 * 2**20) if cluster.link == "shaped" else 0
+    return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * (cluster.latency or 0.0)))
 
 
 def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
@@ -156,7 +115,7 @@ def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
 class Link:
     """An open link between nodes; a context manager that closes it."""
 
-    setting: Setting
+    cluster: Cluster  # that asked for it
     kind: str  # what was opened, for the reason ``why``: namespaces, paced, none, real or shaped
     why: str
     ports: tuple[Port, ...]  # one per node
@@ -164,12 +123,23 @@ class Link:
     close: Callable[[], object] = lambda: None
     calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
 
-    paced_mbit: float | None = field(init=False)  # rate at which our wire paces itself, if it is ``paced``
-    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
+    @property
+    def paced_mbit(self) -> float | None:
+        """The rate at which our wire paces itself, if it is ``paced``."""
+        return self.cluster.rate if self.kind == "paced" else None
 
-    def __post_init__(self) -> None:
-        self.paced_mbit = self.setting.rate_mbit if self.kind == "paced" else None
-        self.message_bytes = message_bytes(self.setting) if self.setting.nodes > 1 else 0
+    def record(self, probed_mbit: list[float]) -> LinkRecord:
+        """What a trial's record says of it; the rate that was asked for is the slowest node's."""
+        one, rate = self.cluster.nodes == 1, self.cluster.rate
+        return LinkRecord(
+            kind=self.kind,
+            why=self.why,
+            requested_mbit=None if one or rate is None else rate * self.cluster.slow,
+            calibrated_mbit=self.calibrated_mbit,
+            probed_mbit=probed_mbit,
+            message_bytes=message_bytes(self.cluster),
+            details=self.details,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +152,7 @@ class Link:
 
         Of probes only those that are faster: that they are slower is on record.
         """
-        asked = self.setting.rate_mbit
+        asked = self.cluster.rate
         if self.kind != "shaped" or asked is None or not found:
             return
         middle = statistics.median(found)
@@ -196,48 +166,52 @@ class Link:
         raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}{when}: {why}")
 
 
-def open_link(setting: Setting, run_id: str) -> Link:
-    """Open a link between nodes, whose interfaces have ``run_id`` (at most 6 characters) in their names; a
+def open_link(cluster: Cluster, run_id: str) -> Link:
+    """Open the link of a cluster, whose interfaces have ``run_id`` (at most 6 characters) in their names; a
     LinkError if it is not possible on this machine, or contradicts itself.
+
+    The hosts of a ``real`` or ``shaped`` one know its ports, and their supervisors shape it.
     """
-    kind, rate, latency, why = setting.kind, setting.rate_mbit, setting.latency_ms, "asked for"
-    loopback = (Port("lo", "127.0.0.1"),) * setting.nodes
-    if setting.nodes == 1 and kind != "real":
-        return Link(setting, "none", "one node has no link", loopback)
-    if kind in ("real", "none", "shaped"):  # what is shaped, a launcher's supervisors shape
+    kind, rate, latency, why = cluster.link, cluster.rate, cluster.latency, "asked for"
+    loopback = (Port("lo", "127.0.0.1"),) * cluster.nodes
+    if cluster.nodes == 1:
+        return Link(cluster, "none", "one node has no link", loopback)
+    if kind == "shaped" and rate is not None:
+        # The hosts' keepers are not asked during a trial.
+        return Link(cluster, kind, why, (), tbf_details(rate) | {"untimed": "shaped"})
+    if kind in ("real", "none"):
         if rate is not None or latency:
             asked = f"{rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
             raise LinkError(f"link {kind!r} cannot have {asked}; use 'auto', 'namespaces' or 'paced'")
-        ports = (Port(None, ""),) * setting.nodes if kind == "real" else loopback
-        return Link(setting, kind, why, ports)
+        return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):
         try:
-            return _open_namespaces(setting, run_id)
+            return _open_namespaces(cluster, run_id)
         except LinkError as error:
             if kind == "namespaces":
                 raise
             why = f"auto: no namespaces ({error})"
     held = {
-        f"a node with {setting.slow:g} of the rate needs": setting.slow < 1,
-        f"{setting.inner_mbit or 0:g} Mbit/s inside nodes need": setting.inner_mbit is not None,
-        f"a latency of {latency:g} ms without a rate needs": rate is None and latency,
+        f"a node with {cluster.slow:g} of the rate needs": cluster.slow < 1,
+        f"{cluster.inner_rate or 0:g} Mbit/s inside nodes need": cluster.inner_rate is not None,
+        f"a latency of {latency or 0:g} ms without a rate needs": rate is None and latency,
     }
     for what, asked_for in held.items():
         if asked_for:
             raise LinkError(f"{what} network namespaces ({why})")
     if rate is None:
-        return Link(setting, "none", why, loopback)
-    details = {"header_bytes": 0, "latency_ms": latency, "untimed": "open"}
-    return Link(setting, "paced", why, loopback, details)
+        return Link(cluster, "none", why, loopback)
+    details = {"header_bytes": 0, "latency_ms": latency or 0.0, "untimed": "open"}
+    return Link(cluster, "paced", why, loopback, details)
 
 
-def _open_namespaces(setting: Setting, run_id: str) -> Link:
-    rate = setting.rate_mbit
-    shapes = [None if rate is None else shape(rate)] * setting.nodes
+def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
+    rate, latency, nodes = cluster.rate, cluster.latency or 0.0, cluster.nodes
+    shapes = [None if rate is None else shape(rate)] * nodes
     if rate is not None:
-        shapes[-1] = shape(rate * setting.slow)
-    inner = None if setting.inner_mbit is None else shape(setting.inner_mbit)
-    request = netns_shaper.Request(f"zp{run_id}", shapes, setting.latency_ms, inner)
+        shapes[-1] = shape(rate * cluster.slow)
+    inner = None if cluster.inner_rate is None else shape(cluster.inner_rate)
+    request = netns_shaper.Request(f"zp{run_id}", shapes, latency, inner)
     try:
         keeper = Keeper(netns_shaper.__name__, json.dumps(asdict(request)))
     except LinkError as error:
@@ -248,22 +222,22 @@ def _open_namespaces(setting: Setting, run_id: str) -> Link:
     )
     details = {
         "mode": keeper.answer["mode"],
-        "joint": "veth" if setting.nodes == 2 else "bridge",
+        "joint": "veth" if nodes == 2 else "bridge",
         "mtu": netns_shaper.MTU,
         "congestion": netns_shaper.CONGESTION,
         "header_bytes": HEADER_BYTES,
-        "latency_ms": setting.latency_ms,
+        "latency_ms": latency,
     }
-    if setting.transport == "nccl":
+    if cluster.transport == "nccl":
         details["nccl"] = nccl_in_words(ports[:1])
     if rate is not None:
         details |= tbf_details(rate) | {"untimed": "open"}
-    if setting.slow < 1:
-        details["slow"] = setting.slow
+    if cluster.slow < 1:
+        details["slow"] = cluster.slow
     if inner is not None:
-        details["inner_mbit"] = setting.inner_mbit
-    why = "asked for" if setting.kind == "namespaces" else "auto: namespaces work here"
-    return Link(setting, "namespaces", why, ports, details, keeper.end)
+        details["inner_mbit"] = cluster.inner_rate
+    why = "asked for" if cluster.link == "namespaces" else "auto: namespaces work here"
+    return Link(cluster, "namespaces", why, ports, details, keeper.end)
 
 
 def tbf_details(rate_mbit: float) -> dict[str, Any]:

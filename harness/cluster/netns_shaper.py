@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from harness.cluster.keeper import answer, keeping
+from harness.records.packet_sizes import HEADER_BYTES
 
 CLONE_NEWNET: Final = 0x40000000
 CLONE_NEWUSER: Final = 0x10000000
@@ -45,6 +46,7 @@ _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
 # which every kernel has.  Set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
+QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
 _DELAYED_PACKETS: Final = 100_000  # that netem holds at once; its own default drops above 1000
 _TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
@@ -64,6 +66,19 @@ class Shape(NamedTuple):
     # largest packet handed to the queue (the interface's ``gso_max_size``).  A packet above the burst would
     # be cut into MTU-sized ones, each with its own headers
     segment: int
+
+
+def shape(rate_mbit: float) -> Shape:
+    """Sizes of the ``tbf`` queue for a rate.
+
+    The burst is worth about 4 ms of the rate (1 ms above 1 Gbit/s), so that messages of 50 ms
+    and more run at the rate, not on saved tokens; packets are kept at half a burst, so that
+    ``tbf`` does not cut them into MTU-sized ones, which costs 5 % in headers.
+    """
+    rate = max(1, round(rate_mbit * 1e6 / 8))
+    segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
+    burst = int(max(2 * (segment + HEADER_BYTES), rate * 0.001))
+    return Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.cluster.keeper import Keeper, answer, keeping
-from harness.cluster.link import shape
+from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 
-STUCK: Final = "may still be shaped"
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
 _ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
 _INGRESS: Final = 0xFFFF  # handle of hooks on what arrives, which hold nothing back
@@ -65,7 +64,7 @@ def shaped_interface(request: Request) -> Iterator[dict[str, Any]]:
         words = keeper.end(_REMOVAL_SECONDS)
         if keeper.process.returncode:
             why, name = words or "its keeper was killed", request.interface
-            raise LinkError(f"{name} {STUCK} ({why}); {removal(name, keeper.answer['segment'])}")
+            raise LinkError(f"{name} may still be shaped ({why}); {removal(name, keeper.answer['segment'])}")
 
 
 @contextlib.contextmanager

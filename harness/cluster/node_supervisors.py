@@ -1,8 +1,8 @@
 """Supervisors of a run's nodes: the first says what is run, every one starts and watches its node's ranks.
 
 A supervisor outlives its ranks: whichever of them fails, on whichever host, the others are ended, and the
-next piece of work begins with fresh ones.  Work is named, and its argument and results travel as JSON: the
-first posts commands, numbered, and each node that is concerned an answer.
+next piece of work begins with fresh ones.  Work is a function that all know by its name, and its argument and
+results travel as JSON: the first posts commands, numbered, and each node that is concerned an answer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from pydantic import TypeAdapter
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
-from harness.cluster.nic_shaper import STUCK, Request, shaped_interface
+from harness.cluster.nic_shaper import Request, shaped_interface
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError, Refusal
@@ -32,16 +32,7 @@ _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
 # What came of work: "results", and what a "shaped" interface was; or a failure's "kind" and "message".
 Answer = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What ranks can be told to do."""
-
-    target: Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
-    # argument, result: types of both, which travel as JSON
-    argument: TypeAdapter[Any]
-    result: TypeAdapter[Any]
+Work = Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +53,8 @@ class Nodes:
     """All nodes of a run, for the supervisor that leads."""
 
     channel: Channel
-    works: Mapping[str, Work]  # what ranks can be told to do, by name
     nodes: list[Node]
     shaped: list[dict[str, Any]] = field(default_factory=list)  # what interfaces were before they were shaped
-    stuck: str | None = None  # why nothing more can run
     status: int = 1  # with which the other supervisors end
     _commands: int = 0
 
@@ -94,19 +83,17 @@ class Nodes:
                     )
 
     def run(
-        self, name: str, argument: Any, launch: Launch, on_progress: Callable[[Progress], None]
+        self, work: Work, argument: Any, launch: Launch, on_progress: Callable[[Progress], None]
     ) -> list[Any]:
-        """Run work ``name`` on the first nodes, as many as ``launch`` has; returns its results by rank.
+        """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.
 
         A LaunchError, or Ctrl-C, is raised after the ranks of all nodes have ended.
         """
-        if self.stuck is not None:
-            raise LinkError(self.stuck)
-        work, others = self.works[name], range(1, launch.topology.nodes)
+        others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._tell(
-            work=name,
+            work=work.__name__,
             nodes=launch.topology.nodes,
-            argument=work.argument.dump_python(argument, mode="json"),
+            argument=argument_type.dump_python(argument, mode="json"),
             launch=_LAUNCH.dump_python(launch, mode="json"),
         )
 
@@ -118,25 +105,20 @@ class Nodes:
         error = None
         try:
             with _shaped(own, 0) as before:
-                found = run_ranks(work.target, argument, own, on_progress, trouble)
+                found = run_ranks(work, argument, own, on_progress, trouble)
             answers = self._answers(number, others, launch.timeout_seconds)
             if all("results" in answers.get(node, {}) for node in others):
                 self.shaped = [before, *(answers[node]["shaped"] for node in others)]
                 results = itertools.chain(*(answers[node]["results"] for node in others))
-                return [*found, *map(work.result.validate_python, results)]
+                return [*found, *map(result_type.validate_python, results)]
         except LaunchError as caught:
             error = caught
             if error.effect or error.kind == "timeout":
                 self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
-        except BaseException as other:
-            self._note_stuck(str(other))
+        except BaseException:
             self._stop(number, others)
             raise
         raise _cause(error, self._stop(number, others), launch.log) from error
-
-    def _note_stuck(self, words: str) -> None:
-        """Refuse further work where an interface may still be shaped: no link would be what it is called."""
-        self.stuck = words if STUCK in words else self.stuck
 
     def end(self) -> None:
         """Let the other supervisors end, and wait until they know."""
@@ -173,16 +155,18 @@ class Nodes:
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
         """End the work on the other nodes; returns what they answer once their ranks have ended."""
         self.channel.post(f"stop/{number}", True)
-        answers = self._answers(number, others, _CLEAR_SECONDS)
-        for one in answers.values():
-            self._note_stuck(one.get("message", ""))
-        return answers
+        return self._answers(number, others, _CLEAR_SECONDS)
+
+
+def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
+    """Those of its argument and of its result."""
+    _, argument, result = get_type_hints(work).values()
+    return TypeAdapter(argument), TypeAdapter(result)
 
 
 @contextlib.contextmanager
 def leading(
     place: Place,
-    works: Mapping[str, Work],
     facts: dict[str, Any],
     start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
 ) -> Iterator[Nodes]:
@@ -194,7 +178,7 @@ def leading(
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
         check = (lambda: None) if start is None else stack.enter_context(start(channel.place))
-        nodes = Nodes(channel, works, [])
+        nodes = Nodes(channel, [])
         try:
             for node in range(1, place.nodes):
                 told = channel.wait(f"node/{node}", of=node, meanwhile=check)
@@ -208,9 +192,8 @@ def leading(
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node until the leading one ends; returns the status that it says.
-
-    A Refusal if that one cannot be reached any more.
+    """Be the supervisor of another node, which does these works by name, until the leading one ends; returns
+    the status that it says.  A Refusal if that one cannot be reached any more.
     """
     try:
         with Channel(place) as channel:
@@ -233,12 +216,13 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
 
 @contextlib.contextmanager
 def _shaped(launch: Launch, node: int) -> Iterator[dict[str, Any]]:
-    """Hold this node's interface in the body to the rate of the launch, if it has one; yields what it was."""
-    if launch.shaped_mbit is None:
+    """Hold this node's interface in the body to its rate, if it has one; yields what it was."""
+    own = launch.ports[node]
+    if own.shaped_mbit is None:
         yield {}
         return
     others = [port.address for number, port in enumerate(launch.ports) if number != node]
-    request = Request(str(launch.ports[node].interface), launch.shaped_mbit, others)
+    request = Request(str(own.interface), own.shaped_mbit, others)
     with shaped_interface(request) as found:
         yield found
 
@@ -246,6 +230,7 @@ def _shaped(launch: Launch, node: int) -> Iterator[dict[str, Any]]:
 def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]) -> Answer:
     """Do one piece of work on this node; returns the answer."""
     work, place = works[command["work"]], channel.place
+    argument_type, result_type = _types(work)
 
     def stopped() -> str | None:
         if channel.read(f"stop/{number}") is not None:
@@ -260,18 +245,17 @@ def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dic
             node=place.node,
             meeting=place.ranks_of(number),
         )
-        argument = work.argument.validate_python(command["argument"], context=CANONICAL)
+        argument = argument_type.validate_python(command["argument"], context=CANONICAL)
         try:
             with _shaped(launch, place.node) as before:
-                found = run_ranks(work.target, argument, launch, stopped=stopped)
+                found = run_ranks(work, argument, launch, stopped=stopped)
         except LinkError as error:
             return {"kind": "link", "message": str(error)}
         except LaunchError as error:
             log = "" if error.log is None else error.log.read_text(encoding="utf-8", errors="replace")
             failed = {"kind": error.kind, "message": str(error), "effect": error.effect}
             return failed | {"log": log[-_LOG_LETTERS:]}
-        results = [work.result.dump_python(one, mode="json") for one in found]
-        return {"results": results, "shaped": before}
+        return {"results": [result_type.dump_python(one, mode="json") for one in found], "shaped": before}
 
 
 def _cause(error: LaunchError | None, answers: Mapping[int, Answer], log: Path) -> LaunchError:

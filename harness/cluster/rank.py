@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster.link import Port, opened
+from harness.cluster.link import REPETITIONS, Port, opened
 from harness.cluster.pacer import Pacer
 from impl.plan.topology import Topology
 
@@ -83,6 +83,13 @@ class Rank:
                 self.pacer.open = False
             dist.barrier()  # all have received what was sent
         dist.barrier()  # and none sends more before the link is held to its rate
+
+
+def measure_link(rank: Rank, message: tuple[int, str]) -> list[float]:
+    """Rates of a calibration (:func:`exchange`), by a message's bytes and the transport."""
+    nbytes, transport = message
+    device = f"cuda:{rank.local}" if transport == "nccl" else "cpu"
+    return exchange(rank, nbytes, REPETITIONS, device, grouped=groups(transport))
 
 
 def exchange(

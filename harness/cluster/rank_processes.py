@@ -99,9 +99,6 @@ class Launch:
     backend: str = "gloo"
     scratch: Path | None = None  # for rendezvous files and logs; None for the system's temporary folder
     paced_latency_ms: float = 0.0  # of the pacer, one way
-    shaped_mbit: float | None = (
-        None  # rate that hosts' interfaces are held to meanwhile, by their supervisors
-    )
     node: int | None = None  # whose ranks are started here; None for those of all nodes
     meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
 

@@ -32,7 +32,7 @@ from harness.runs.predict import (
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
-from harness.suites.trial import RECIPE, Trial
+from harness.suites.trial import RECIPE, Cluster, Trial
 from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
 from impl.adapters.traffic import GroupGeometry
@@ -420,12 +420,13 @@ def _check_optimizer(trial: Trial) -> str | int:
         return str(error)
 
 
-def namespaces(rate_mbit: float | None = 100.0) -> str | None:
+def namespaces(rate: str | None = "100 Mbit/s") -> str | None:
     """Why two nodes in network namespaces cannot be joined at a rate here; None if they can."""
-    from harness.cluster.link import Setting, open_link
+    from harness.cluster.link import open_link
 
+    asked = Cluster.model_validate({"link": "namespaces", "nodes": 2, "rate": rate})
     try:
-        with open_link(Setting("namespaces", 2, rate_mbit), f"{os.getpid():x}"[-6:]):
+        with open_link(asked, f"{os.getpid():x}"[-6:]):
             return None
     except LinkError as error:
         return str(error)

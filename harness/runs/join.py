@@ -11,7 +11,7 @@ from harness.cluster.control import Place
 from harness.cluster.node_supervisors import follow
 from harness.errors import Refusal, one_line
 from harness.measure import run_environment
-from harness.runs.rank_tasks import WORKS
+from harness.runs.rank_trial import WORKS
 
 
 def main(arguments: list[str]) -> int:

@@ -73,11 +73,9 @@ def gathered(
     if here is None:
         yield None
         return
-    from harness.runs.rank_tasks import WORKS
-
     hosts = clusters(trials)[0].hosts
     start = partial(remote.supervisors, hosts) if hosts else None
-    with leading(here, WORKS, run_environment.identity(), start) as nodes:
+    with leading(here, run_environment.identity(), start) as nodes:
         if same_code:
             nodes.check_code()
         yield nodes

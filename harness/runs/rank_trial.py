@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from harness.cluster.link import PROBES
-from harness.cluster.rank import Progress, Rank, counters, exchange, groups
+from harness.cluster.rank import Progress, Rank, counters, exchange, groups, measure_link
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
@@ -105,6 +105,10 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
     """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
+
+
+WORKS: Final = {work.__name__: work for work in (run, measure_link)}
+"""What a supervisor lets its ranks do, by name."""
 
 
 class TrialRun:

@@ -24,14 +24,12 @@ from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
 from harness.records.record import Failed, Record, path_of, read, write
 from harness.records.run_record import SuiteText
-from harness.runs.assemble import assemble
-from harness.runs.correctness_checks import TrialError
 from harness.runs.feasibility import any_host, failure_after, forecast
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import alone, shared_machine
 from harness.runs.predict import foreseen, predict
 from harness.runs.progress import Display
-from harness.runs.trial_on_cluster import LOGS, Cluster, failure_of
+from harness.runs.trial_on_cluster import LOGS, TrialRunner
 from harness.suites.expanded_suite import Suite
 from harness.suites.failure_answers import SKIP, Answer
 from harness.suites.labels import counted
@@ -76,9 +74,8 @@ def run_sweep(
             display.say(
                 "another zeropp run is under way on this machine: each disturbs what the other measures"
             )
-        sweep = _Sweep(
-            suite, results, stack.enter_context(Cluster(results, nodes)), display, retry_failed, on
-        )
+        runner = stack.enter_context(TrialRunner(results, nodes))
+        sweep = _Sweep(suite, results, runner, display, retry_failed, on)
         try:
             for batch in batches:
                 for trial in sweep.missing(batch):
@@ -109,7 +106,7 @@ class _Sweep:
 
     suite: Suite
     results: Path
-    cluster: Cluster
+    runner: TrialRunner
     display: Display
     retry_failed: bool
     on: Machine | None
@@ -135,7 +132,7 @@ class _Sweep:
         if batch.sweep != self._number:
             why = f"sweep {batch.sweep + 1}"
             self._number = batch.sweep
-            self.cluster.close_links()  # they are calibrated anew
+            self.runner.close_links()  # they are calibrated anew
         for trial in batch.trials:  # numbered in the order in which they are asked for
             self._orders.setdefault(trial.id, len(self._orders))
         there = {trial.id: finished(self.results, trial, self._pool) for trial in batch.trials}
@@ -200,7 +197,7 @@ class _Sweep:
     def _prepare(self, missing: Sequence[Trial]) -> None:
         """Decide of trials that have to run what can be decided before any of them does."""
         if self._run is None:
-            nodes, suite = self.cluster.nodes, self.suite
+            nodes, suite = self.runner.nodes, self.suite
             facts = [run_environment.identity()] if nodes is None else [node.facts for node in nodes.nodes]
             told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
             run = run_environment.run_of(told if suite.text else None, facts)
@@ -222,18 +219,14 @@ class _Sweep:
         blank = self._record(trial)
         if blank.failure is not None:
             return blank
-        ran = self.cluster.run(trial, self.display.progress)
-        blank = blank.model_copy(update={"finished": _now(), "link": ran.link, "failure": ran.failure})
-        if ran.failure is not None and ran.failure.kind == "interrupted":
-            chained_journal.append(self.results, blank)
+        record = self.runner.run(trial, blank, self.display.progress)
+        record = record.model_copy(update={"finished": _now()})
+        if record.failure is None:
+            return record.model_copy(update={"failure": failure_after(trial, record)})
+        if record.failure.kind == "interrupted":
+            chained_journal.append(self.results, record)
             raise KeyboardInterrupt
-        if ran.failure is not None:
-            return blank
-        try:
-            result = assemble(ran.outcomes, blank)
-        except TrialError as error:
-            return blank.model_copy(update={"failure": failure_of("wrong", error)})
-        return result.model_copy(update={"failure": failure_after(trial, result)})
+        return record
 
     def _record(self, trial: Trial) -> Record:
         """The record of a trial as far as it is known without running it."""

@@ -300,7 +300,7 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
 
 def _run(job: Job) -> None:
     """Start the ranks, or be one, and print what rank 0 says."""
-    from harness.cluster.link import Setting, open_link
+    from harness.cluster.link import open_link
     from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
     from impl.checkpoint.save_load import CheckpointError
@@ -310,8 +310,7 @@ def _run(job: Job) -> None:
     interrupts.take_over()
     trial, cluster = job.trial, job.trial.cluster
     torchrun = cluster.launcher == "torchrun"
-    setting = Setting(cluster.link, cluster.nodes, None)
-    with open_link(setting, f"{os.getpid():x}"[-6:]) as link:
+    with open_link(cluster, f"{os.getpid():x}"[-6:]) as link:
         launch = Launch(
             topology=trial.topology(),
             ports=link.ports,

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cluster.link import Setting, open_link
+from harness.cluster.link import open_link
+from harness.suites.trial import Cluster
 
 ROOT = Path(__file__).parents[2]
 _ENTER = """
@@ -78,7 +79,7 @@ class Host:
 @contextlib.contextmanager
 def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[Host]]:
     """``count`` hosts, joined by a network without a rate, with copies of ``files`` in their folders."""
-    with open_link(Setting("namespaces", count, None), f"{os.getpid():x}"[-6:]) as link:
+    with open_link(Cluster(link="namespaces", nodes=count), f"{os.getpid():x}"[-6:]) as link:
         found = []
         for number, port in enumerate(link.ports):
             own = folder / f"host{number}"

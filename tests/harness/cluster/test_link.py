@@ -20,7 +20,6 @@ from harness.cluster import keeper, link, netns_shaper
 from harness.cluster.link import (
     Link,
     Port,
-    Setting,
     choose_hcas,
     join,
     message_bytes,
@@ -28,13 +27,15 @@ from harness.cluster.link import (
     nccl_variables,
     open_link,
     opened,
-    shape,
     slowest,
 )
+from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
+from harness.suites.quantities import CANONICAL
+from harness.suites.trial import Cluster
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import until
@@ -43,8 +44,14 @@ from tests.support.params import long
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def asked(link: str, nodes: int, rate: float | None = None, **more: object) -> Cluster:
+    """A cluster with such a link; rates are in Mbit/s."""
+    fields = {"link": link, "nodes": nodes, "rate": rate, **more}
+    return Cluster.model_validate(fields, context=CANONICAL)
+
+
 def launch_of(joined: Link, tmp_path: Path, per_node: int = 1) -> Launch:
-    topology = Topology(joined.setting.nodes, per_node)
+    topology = Topology(joined.cluster.nodes, per_node)
     return Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
 
 
@@ -66,7 +73,7 @@ def test_queues_suit_their_rate(rate: float, latency: float) -> None:
     assert 2 * netns_shaper.MTU <= form.segment <= 65536
     assert form.segment + HEADER_BYTES <= form.burst < form.limit
     assert form.limit - form.burst == pytest.approx(0.4 * form.rate, abs=1)
-    nbytes = message_bytes(Setting("namespaces", 2, rate, latency))
+    nbytes = message_bytes(asked("namespaces", 2, rate, latency=latency))
     assert nbytes >= 20 * form.burst
     assert nbytes >= max(0.19, 0.049 * latency) * form.rate
 
@@ -110,41 +117,40 @@ def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("setting", "kind"),
+    ("cluster", "kind"),
     [
-        (Setting("auto", 1, 50.0), "none"),
-        (Setting("namespaces", 1, None), "none"),
-        (Setting("none", 3, None), "none"),
-        (Setting("paced", 2, 50.0), "paced"),
-        (Setting("paced", 2, None), "none"),
-        (Setting("real", 2, None), "real"),
+        (asked("auto", 1, 50.0), "none"),
+        (asked("namespaces", 1), "none"),
+        (asked("none", 3), "none"),
+        (asked("paced", 2, 50.0), "paced"),
+        (asked("paced", 2), "none"),
+        (asked("real", 2), "real"),
     ],
 )
-def test_links_without_namespaces(setting: Setting, kind: str) -> None:
+def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
     """One node has no link; paced, none and real need nothing from the kernel."""
-    with open_link(setting, "abc123") as joined:
+    with open_link(cluster, "abc123") as joined:
         assert joined.kind == kind
         assert joined.paced_mbit == (50.0 if kind == "paced" else None)
-        assert len(joined.ports) == setting.nodes
+        assert len(joined.ports) == cluster.nodes
         assert all(port.holder is None for port in joined.ports)
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    ("cluster", "words"),
     [
-        (Setting("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
-        (Setting("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
-        (Setting("shaped", 2, 50.0), "link 'shaped' cannot have 50 Mbit/s"),
-        (Setting("real", 2, None, 2.0), "link 'real' cannot have a latency of 2 ms"),
-        (Setting("paced", 2, None, 2.0), "latency of 2 ms without a rate needs network namespaces"),
-        (Setting("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
-        (Setting("paced", 2, 50.0, inner_mbit=40.0), "40 Mbit/s inside nodes need network namespaces"),
+        (asked("none", 2, 50.0), "link 'none' cannot have 50 Mbit/s"),
+        (asked("real", 2, 50.0), "link 'real' cannot have 50 Mbit/s"),
+        (asked("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
+        (asked("paced", 2, None, latency=2.0), "latency of 2 ms without a rate needs network namespaces"),
+        (asked("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
+        (asked("paced", 2, 50.0, inner_rate=40.0), "40 Mbit/s inside nodes need network namespaces"),
     ],
 )
-def test_what_a_link_cannot_have_is_refused(setting: Setting, words: str) -> None:
+def test_what_a_link_cannot_have_is_refused(cluster: Cluster, words: str) -> None:
     """No link takes a rate or a latency in silence: it is held, or refused by its number."""
     with pytest.raises(LinkError, match=words):
-        open_link(setting, "abc123")
+        open_link(cluster, "abc123")
 
 
 def test_the_slowest_node_counts() -> None:
@@ -157,11 +163,11 @@ def test_the_slowest_node_counts() -> None:
     rates=st.lists(st.floats(1, 200), min_size=1, max_size=5),
     kind=st.sampled_from(["shaped", "namespaces", "paced"]),
 )
-def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: link.Kind) -> None:
+def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> None:
     """A shaped link whose median calibration is below 0.9 or above 1.05 of its rate is refused with both;
     probes after a trial, too, if they are faster.
     """
-    joined = Link(Setting(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2)
+    joined = Link(asked(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2)
     middle = statistics.median(rates)
     why = "carries no more" if middle < 100 else "past the queue"
     for after, wrong in ((False, not 90 <= middle <= 105), (True, middle > 105)):
@@ -177,7 +183,7 @@ def test_nccl_sends_through_what_was_asked_for() -> None:
     inside = nccl_variables(Port("zp0", "10.0.0.1", holder=1))
     assert inside["NCCL_SOCKET_IFNAME"] == "=zp0"
     assert inside["NCCL_IB_DISABLE"] == inside["NCCL_P2P_DISABLE"] == inside["NCCL_SHM_DISABLE"] == "1"
-    shaped = nccl_variables(Port("eth0", "10.0.0.1", shaped=True))
+    shaped = nccl_variables(Port("eth0", "10.0.0.1", shaped_mbit=50.0))
     assert shaped == {
         "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0",
     }  # fmt: skip
@@ -185,7 +191,7 @@ def test_nccl_sends_through_what_was_asked_for() -> None:
     assert adapters == {
         "NCCL_IB_HCA": "=mlx5_0,mlx5_2", "NCCL_IB_DISABLE": "0", "NCCL_NET": "IB", "NCCL_MNNVL_ENABLE": "0",
     }  # fmt: skip
-    same, other = (Port(name, "", shaped=True) for name in ("eth0", "ens3"))
+    same, other = (Port(name, "", shaped_mbit=50.0) for name in ("eth0", "ens3"))
     assert nccl_in_words([same, same]).count("NCCL_SOCKET_IFNAME==eth0") == 1
     assert re.search("node 0: .*=eth0.*; node 1: .*=ens3", nccl_in_words([same, other]))
 
@@ -221,7 +227,7 @@ print(time.monotonic() - begun)
 def test_a_latency_of_namespaces_is_added_or_refused() -> None:
     """With netem in the kernel round trips take twice as long; else the refusal says what is missing."""
     try:
-        joined = open_link(Setting("namespaces", 2, 50.0, 20.0), "late02")
+        joined = open_link(asked("namespaces", 2, 50.0, latency=20.0), "late02")
     except LinkError as error:
         assert "no latency of 20 ms: the kernel has no netem" in str(error)  # noqa: PT017
         return
@@ -236,16 +242,16 @@ def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """It did not die: it was not waited for any longer, and the limit is named."""
     monkeypatch.setattr(keeper, "ANSWER_SECONDS", 0.01)
     with pytest.raises(LinkError, match=r"did not answer within 0\.01 s"):
-        open_link(Setting("namespaces", 2, None), "late01")
+        open_link(asked("namespaces", 2), "late01")
 
 
 def test_impossible_namespaces_say_why() -> None:
     """Asked for, they raise the keeper's reason and what to do; under auto the link is paced, saying why."""
     long, why = "a-name-that-is-too-long", "here: .* is longer than an interface's name; run as root"
     with pytest.raises(LinkError, match=why):
-        open_link(Setting("namespaces", 2, 50.0), long)
+        open_link(asked("namespaces", 2, 50.0), long)
     for rate, kind in ((50.0, "paced"), (None, "none")):
-        with open_link(Setting("auto", 2, rate), long) as joined:
+        with open_link(asked("auto", 2, rate), long) as joined:
             assert joined.kind == kind
             assert re.search(why, joined.why)
 
@@ -258,7 +264,7 @@ def test_joining_a_process_that_is_gone_is_refused() -> None:
 
 def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
     """Through the pacer a message runs at the rate, and not faster."""
-    with open_link(Setting("paced", 2, 40.0), "abc123") as joined:
+    with open_link(asked("paced", 2, 40.0), "abc123") as joined:
         found = exchanged(joined, tmp_path, 500_000, 2)
     for rates, _, _ in found:
         assert all(5 < rate <= 40.1 for rate in rates)
@@ -282,9 +288,9 @@ def test_messages_in_one_call_are_measured_too(tmp_path: Path, nodes: int, per_n
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1)])
 def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Each node sends at the rate and no faster; its interface counts the messages plus 66 bytes a packet."""
-    setting = Setting("namespaces", nodes, 50.0)
-    nbytes, repetitions = message_bytes(Setting("namespaces", 2, 50.0)), 3
-    with open_link(setting, "abc123") as joined:
+    cluster = asked("namespaces", nodes, 50.0)
+    nbytes, repetitions = message_bytes(asked("namespaces", 2, 50.0)), 3
+    with open_link(cluster, "abc123") as joined:
         assert joined.kind == "namespaces"
         found = exchanged(joined, tmp_path, nbytes, repetitions, per_node)
     sent = (repetitions + 1) * nbytes
@@ -296,11 +302,11 @@ def test_namespaces_shape_and_count(tmp_path: Path, nodes: int, per_node: int) -
 @pytest.mark.needs("namespaces")
 def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path) -> None:
     """Around a ring of three what reaches or leaves the last node is slow, also after the link was open."""
-    setting = Setting("namespaces", 3, 50.0, slow=0.5)
-    with open_link(setting, "abc123") as joined:
+    cluster = asked("namespaces", 3, 50.0, slow=0.5)
+    with open_link(cluster, "abc123") as joined:
         with opened(joined.ports[0].control):
             pass
-        found = exchanged(joined, tmp_path, message_bytes(setting), 2, 1)
+        found = exchanged(joined, tmp_path, message_bytes(cluster), 2, 1)
     from_the_node_before = [statistics.median(rates) for rates, _, _ in found]
     assert from_the_node_before == pytest.approx([25.0, 50.0, 25.0], rel=0.15)
 
@@ -308,13 +314,13 @@ def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path)
 @pytest.mark.needs("namespaces")
 def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
     """Both directions together run at it, also after the link was open; between nodes the rate is another."""
-    setting = Setting("namespaces", 2, 100.0, inner_mbit=40.0)
-    with open_link(setting, "abc123") as joined:
+    cluster = asked("namespaces", 2, 100.0, inner_rate=40.0)
+    with open_link(cluster, "abc123") as joined:
         assert joined.details["inner_mbit"] == 40
         with opened(joined.ports[0].control):
             pass
         inside = run_ranks(targets.exchanged_inside, 2_000_000, launch_of(joined, tmp_path, 2))
-        between = exchanged(joined, tmp_path, message_bytes(setting), 2, 2)
+        between = exchanged(joined, tmp_path, message_bytes(cluster), 2, 2)
     slower = [min(inside[:2]), min(inside[2:])]  # a rank may have its share of both directions first
     assert slower == pytest.approx([40, 40], rel=0.15)
     assert [statistics.median(rates) for rates, _, _ in between[::2]] == pytest.approx([100, 100], rel=0.15)
@@ -324,12 +330,12 @@ def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), *long((3, 1))])
 def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node: int) -> None:
     """Inside, no queue has the rate; afterwards all have, nothing waits in them, and messages run at it."""
-    setting = Setting("namespaces", nodes, 50.0)
-    with open_link(setting, "abc123") as joined:
+    cluster = asked("namespaces", nodes, 50.0)
+    with open_link(cluster, "abc123") as joined:
         assert joined.details["untimed"] == "open"
         folder = Path(joined.ports[0].control).parent
         assert folder.is_dir()
-        found = run_ranks(targets.opened, message_bytes(setting), launch_of(joined, tmp_path, per_node))
+        found = run_ranks(targets.opened, message_bytes(cluster), launch_of(joined, tmp_path, per_node))
     shaped = shape(50.0).rate
     for number, (queues, rates, waiting) in enumerate(found):
         assert queues == [shaped, netns_shaper._OPEN_RATE, shaped] * 2
@@ -343,11 +349,11 @@ def test_a_link_is_opened_and_shaped_again(tmp_path: Path, nodes: int, per_node:
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
     """After a rank failed while the link was open, the one that opened it or another, it is shaped."""
-    with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
+    with open_link(asked("namespaces", 2, 50.0), "abc123") as joined:
         launch = launch_of(joined, tmp_path)
         with pytest.raises(LaunchError, match="planted error" if how == "raise" else "SIGKILL"):
             run_ranks(targets.fail_while_open, how, launch)
-        for queues, rates, _ in run_ranks(targets.opened, message_bytes(joined.setting), launch):
+        for queues, rates, _ in run_ranks(targets.opened, message_bytes(joined.cluster), launch):
             assert queues[0] == shape(50.0).rate
             assert all(5 < rate < 52 for rate in rates)
 
@@ -378,13 +384,13 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
     and leaves the other. Nothing is made in the namespace of the host.
     """
     before = Path("/proc/self/net/dev").read_text().count("\n")
-    first = open_link(Setting("namespaces", 3, 50.0), "abc123")
+    first = open_link(asked("namespaces", 3, 50.0), "abc123")
     holders = [port.holder for port in first.ports]
     assert all(Path(f"/proc/{holder}").exists() for holder in holders)
-    with open_link(Setting("namespaces", 2, 80.0), "abc123") as second:
+    with open_link(asked("namespaces", 2, 80.0), "abc123") as second:
         assert Path("/proc/self/net/dev").read_text().count("\n") == before
         first.close()
-        found = exchanged(second, tmp_path, message_bytes(second.setting), 1)
+        found = exchanged(second, tmp_path, message_bytes(second.cluster), 1)
         assert all(rates[0] < 83 for rates, _, _ in found)
     gone(holders)
 
@@ -393,8 +399,8 @@ def test_two_links_do_not_disturb_each_other(tmp_path: Path) -> None:
 def test_a_killed_parent_leaves_no_namespace(tmp_path: Path) -> None:
     """After kill -9 of the process that opened a link, its keeper and holders end."""
     code = (
-        "import time; from harness.cluster.link import Setting, open_link\n"
-        "joined = open_link(Setting('namespaces', 2, 50.0), 'abc123')\n"
+        "import time; from tests.harness.cluster.test_link import asked, open_link\n"
+        "joined = open_link(asked('namespaces', 2, 50.0), 'abc123')\n"
         "print(*(port.holder for port in joined.ports), flush=True); time.sleep(600)"
     )
     with subprocess.Popen(
@@ -413,12 +419,12 @@ def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from harness.cluster.link import *
-from tests.harness.cluster.test_link import exchanged
+from tests.harness.cluster.test_link import asked, exchanged
 from tests.support.params import long
 if __name__ == "__main__":
-    with open_link(Setting("namespaces", 2, 50.0), "abc123") as joined:
+    with open_link(asked("namespaces", 2, 50.0), "abc123") as joined:
         print(joined.details["mode"])
-        nbytes = message_bytes(joined.setting)
+        nbytes = message_bytes(joined.cluster)
         for rates, sent, packets in exchanged(joined, Path({str(tmp_path)!r}), nbytes, 2):
             print(min(rates), max(rates))
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.link import HEADER_BYTES, shape
+from harness.cluster.netns_shaper import HEADER_BYTES, shape
 from harness.cluster.nic_shaper import Request
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts

@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.link import Port
-from harness.cluster.node_supervisors import Node, Nodes, Work
+from harness.cluster.node_supervisors import Node, Nodes
+from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError
-from harness.errors import LinkError
 from impl.plan.topology import Topology
 
 PORTS = (Port("eth0", "10.0.0.0"), Port("eth0", "10.0.0.1"))
-WORKS = {"double": Work(lambda _, number: 2 * number, TypeAdapter(int), TypeAdapter(int))}
-STUCK = "eth0 may still be shaped (its keeper was killed); remove it by: tc"
+
+
+def double(rank: Rank, number: int) -> int:
+    return 2 * number
 
 
 class Channel:
@@ -51,15 +52,13 @@ def told(kind: str, message: str, *, effect: bool = False) -> dict[str, Any]:
         (told("crashed", "closed by peer", effect=True), told("killed", "rank 1"), "killed: rank 1"),
         (told("crashed", "rank 0"), told("crashed", "closed by peer", effect=True), "crashed: rank 0"),
         (told("timeout", "rank 0"), told("timeout", "rank 1"), "timeout: rank 0; rank 1"),
-        (None, told("link", STUCK), f"link: {STUCK}"),
+        (None, told("link", "eth0 may still be shaped"), "link: eth0 may still be shaped"),
     ],
 )
 def test_the_cause_is_told(
     own: dict[str, Any] | None, answer: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is only an effect of another node's failure is not; after an interface that may still be shaped
-    nothing more runs between these nodes.
-    """
+    """What is only an effect of another node's failure is not."""
 
     def run_ranks(*_: Any) -> list[int]:
         if own is not None:
@@ -67,21 +66,18 @@ def test_the_cause_is_told(
         return [2]
 
     monkeypatch.setattr(node_supervisors, "run_ranks", run_ranks)
-    nodes = Nodes(Channel(answer), WORKS, [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
+    nodes = Nodes(Channel(answer), [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
     launch = Launch(Topology(2, 1), PORTS, None, 1, 1.0, tmp_path / "log")
     with pytest.raises(LaunchError) as caught:
-        nodes.run("double", 1, launch, lambda _: None)
+        nodes.run(double, 1, launch, lambda _: None)
     assert f"{caught.value.kind}: {caught.value}".startswith(words)
     assert nodes.channel.posted == ["command/1", "stop/1"]  # type: ignore[attr-defined]
-    if STUCK in words:
-        with pytest.raises(LinkError, match="may still be shaped"):
-            nodes.run("double", 1, launch, lambda _: None)
 
 
 def test_results_come_back_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the first node, and then of the others."""
     monkeypatch.setattr(node_supervisors, "run_ranks", lambda *_: [2])
     answer = {"results": [4], "shaped": {}}
-    nodes = Nodes(Channel(answer), WORKS, [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
+    nodes = Nodes(Channel(answer), [Node(port, port.address, {}) for port in PORTS])  # type: ignore[arg-type]
     launch = Launch(Topology(2, 1), PORTS, None, 1, 1.0, tmp_path / "log")
-    assert nodes.run("double", 1, launch, lambda _: None) == [2, 4]
+    assert nodes.run(double, 1, launch, lambda _: None) == [2, 4]

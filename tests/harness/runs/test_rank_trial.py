@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.cluster.link import Setting, open_link
+from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
@@ -35,6 +35,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.errors import chosen_codecs
+from tests.harness.cluster.test_link import asked
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.strategies.test_strategy import INSTALLED
 from tests.support.params import long
@@ -326,7 +327,7 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
 def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strategy: str) -> None:
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
-    with open_link(Setting("namespaces", 2, 1000.0), "abc123") as link:
+    with open_link(asked("namespaces", 2, 1000.0), "abc123") as link:
         launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
         ranks = run_ranks(run, Assignment(one, 1_000_000, count=True), launch)
     found = assembled(ranks)
@@ -356,9 +357,8 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
     throughout; after the timed steps it has its rate, and the interfaces count as much.
     """
     one = trial(text, "zeropp", validate_every=2, warmup=1, measure_quantisation=True)
-    setting = Setting(kind, 2, 50.0)
     found = []
-    with open_link(setting, "abc125") as link:
+    with open_link(asked(kind, 2, 50.0), "abc125") as link:
         for shaped in (False, True):
             launch = Launch(one.topology(), link.ports, link.paced_mbit, 1, 120, tmp_path / "log")
             target = run_shaped if shaped else run
@@ -647,7 +647,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
     ledger is the prediction, and the interfaces betray it.
     """
     one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
-    with open_link(Setting("namespaces", 2, 1000.0), "abc124") as link:
+    with open_link(asked("namespaces", 2, 1000.0), "abc124") as link:
         launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
         found = run_ranks(run, Assignment(one, None, count=True), launch)
     with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):

@@ -18,7 +18,6 @@ import psutil
 import pytest
 from rich.console import Console
 
-from harness.cluster import link
 from harness.cluster.link import Link, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.errors import LinkError, Refusal
@@ -375,25 +374,11 @@ def test_nodes_that_cannot_be_throttled_so_are_refused(
     asked = Trial.model_validate(
         {**TINY, "strategy": "zero3", "cluster": {"launcher": "torchrun", **cluster}}
     )
-    silent = Nodes(None, {}, nodes)  # type: ignore[arg-type]  # nothing is said to them
+    silent = Nodes(None, nodes)  # type: ignore[arg-type]  # nothing is said to them
     sweep([asked], tmp_path, nodes=silent)
     failure = read(tmp_path / f"{asked.id}.json").failure
     assert failure.kind == "link"
     assert words in failure.message
-
-
-def test_a_link_that_cannot_be_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without namespaces the trials that ask for them are refused, and the kernel is asked but once."""
-    asked = []
-
-    def refuse(*words: str) -> None:
-        asked.append(words)
-        raise LinkError("Operation not permitted")
-
-    monkeypatch.setattr(link, "Keeper", refuse)
-    trials = [trial(strategy, kind="namespaces", rate="200 Mbit/s") for strategy in ("zero3", "zeropp")]
-    assert sweep(trials, tmp_path)[0] == SweepOutcome(failed=2)
-    assert len(asked) == 1
 
 
 @pytest.mark.long
