@@ -17,14 +17,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.records.record import Communicated, CommunicationError
 from impl import ops
-from impl.adapters.inside_fsdp2 import InFSDP2
 from impl.comm.wire import Hop, Observer
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import ROOT
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
@@ -154,45 +152,13 @@ def _of_next_rank(unit: Unit, exact: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(gathered), torch.cat(masters)
 
 
-def of_fsdp2_weights(step: int, model: nn.Module, joined: InFSDP2) -> Found:
-    """Errors of what FSDP2 gathers of ``model`` through our wire; all ranks must call it."""
-    mesh = joined.wire.mesh
-    owners: dict[str, Any] = dict(model.named_modules())
-    found: Found = {}
-    for group in joined.units:
-        module = owners["" if group.name == ROOT else group.name]
-        parameters = [model.get_parameter(spec.name) for spec in group.parameters]
-        own: list[Any] = [parameter.data for parameter in parameters]
-        local = torch.cat([tensor.to_local().reshape(-1) for tensor in own])
-        rank = (mesh.rank + 1) % mesh.topology.world
-        bounds = [_rows_of(tuple(spec.shape), rank, group.world) for spec in group.parameters]
-        exact = _next_ranks(local, sum(end - start for start, end in bounds))
-        module.unshard()
-        whole = [model.get_parameter(spec.name).detach().reshape(-1) for spec in group.parameters]
-        gathered = torch.cat([one[start:end] for one, (start, end) in zip(whole, bounds, strict=True)])
-        found[Place(step, "weights", group.name, codec=str(joined.policy.weights))] = compared(
-            gathered, exact
-        )
-        module.reshard()
-    return found
-
-
-def _rows_of(shape: tuple[int, ...], rank: int, world: int) -> tuple[int, int]:
-    """(start, end) elements of a parameter that ``rank`` holds: torch cuts rows into equal parts."""
-    rows, *rest = shape
-    part, width = -(-rows // world), math.prod(rest)
-    return min(rank * part, rows) * width, min((rank + 1) * part, rows) * width
-
-
-def _next_ranks(mine: Tensor, numel: int | None = None) -> Tensor:
-    """(n,) fp32 that the next rank has as ``mine`` (m,); all ranks must call it. ``numel`` is n, if not m."""
+def _next_ranks(mine: Tensor) -> Tensor:
+    """(n,) fp32 that the next rank has as ``mine`` (n,); all ranks must call it."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    if world == 1:
-        return mine.detach().clone()
-    received = mine.new_empty(mine.numel() if numel is None else numel)
+    received = mine.detach().clone()
     messages = [(dist.isend, mine.detach().contiguous(), rank - 1), (dist.irecv, received, rank + 1)]
-    operations = [dist.P2POp(kind, one, peer % world) for kind, one, peer in messages if one.numel()]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
+    operations = [dist.P2POp(kind, one, peer % world) for kind, one, peer in messages]
+    for work in dist.batch_isend_irecv(operations) if world > 1 else []:
         work.wait()
     return received
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.measure.unsharded_loss import packed, padded
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype
 from impl.plan.policy import Policy
@@ -62,30 +63,13 @@ class Layout:
 
     def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """(rows, row) fp32 of whole gradients by name; what has none is zero."""
-        geometry = self.geometry
-        if isinstance(geometry, GroupGeometry):
-            parts = [_cut(gradients[spec.name], geometry.part(spec) * geometry.world)
-                     .view(geometry.world, -1) for spec in geometry.parameters]  # fmt: skip
-            return torch.cat(parts, dim=1)
-        flat = torch.zeros(geometry.padded)
-        for slot in geometry.slots:
-            if (gradient := gradients[slot.spec.name]) is not None:
-                flat[slot.offset : slot.end] = gradient.detach().reshape(-1).float()
-        return flat.view(-1, self.row)
+        return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
         """(1, row) fp32 of FSDP2's local parts of gradients by name."""
         assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # units have no parts
-        specs = self.geometry.parameters
-        return torch.cat([_cut(gradients[spec.name], self.geometry.part(spec)) for spec in specs]).view(1, -1)
-
-
-def _cut(gradient: Tensor | None, numel: int) -> Tensor:
-    """(numel,) fp32: a gradient's elements, then zeros."""
-    flat = torch.zeros(numel)
-    if gradient is not None:
-        flat[: gradient.numel()] = gradient.detach().reshape(-1).float()
-    return flat
+        part, specs = self.geometry.part, self.geometry.parameters
+        return torch.cat([padded(gradients[spec.name], part(spec)) for spec in specs]).view(1, -1)
 
 
 def relative_bound(codec: Codec) -> float:
@@ -98,27 +82,21 @@ def relative_bound(codec: Codec) -> float:
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
 
 
-def of_units(units: Iterable[UnitGeometry], policy: Policy, topology: Topology) -> list[Layout]:
-    """Layouts of the engine's trained units."""
-    return _bounded(_layout(unit, policy.of(unit), topology) for unit in units if unit.trainable)
-
-
-def _bounded(layouts: Iterable[Layout]) -> list[Layout]:
-    """Those whose codecs promise a bound; a user's own may promise none."""
-    return [layout for layout in layouts if layout.factor < math.inf]
-
-
-def of_groups(groups: Iterable[GroupGeometry], policy: Policy | None, topology: Topology) -> list[Layout]:
-    """Layouts of what FSDP2 reduces; without a policy in fp32 by itself."""
+def layouts_of(
+    units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
+) -> list[Layout]:
+    """Layouts of what is trained in the engine's units, or in FSDP2's parameter groups, which reduces in fp32
+    without a policy; not where a user's own codec promises no bound.
+    """
     found = []
-    for group in groups:
-        specs = tuple(itertools.compress(group.parameters, group.trained))
-        if specs:
-            trained = replace(group, parameters=specs, trained=(True,) * len(specs))
-            found.append(
-                Layout(trained, 0.0, _WINDOW) if policy is None else _layout(trained, policy, topology)
-            )
-    return _bounded(found)
+    for unit in units:
+        if isinstance(unit, GroupGeometry):
+            specs = tuple(itertools.compress(unit.parameters, unit.trained))
+            trained = replace(unit, parameters=specs, trained=(True,) * len(specs))
+            found += [_layout(trained, policy, topology)] * bool(specs)
+        elif unit.trainable:
+            found.append(_layout(unit, policy and policy.of(unit), topology))
+    return [layout for layout in found if layout.factor < math.inf]
 
 
 def of_model(model: nn.Module) -> list[Layout]:
@@ -128,7 +106,9 @@ def of_model(model: nn.Module) -> list[Layout]:
     return [Layout(lay_out("model", specs, grain=_WINDOW, world=1, max_padding=math.inf), 0.0, _WINDOW)]
 
 
-def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy, topology: Topology) -> Layout:
+def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topology: Topology) -> Layout:
+    if policy is None:
+        return Layout(geometry, 0.0, _WINDOW)
     codecs = [codec for _, codec in policy.reduce_axes(topology)]
     if policy.reduce == "ring":
         codecs *= topology.world - 1

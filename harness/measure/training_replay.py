@@ -15,7 +15,6 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -41,16 +40,6 @@ _SAME: Final = 0.999  # cosine of the gradients of a step and of its rehearsal; 
 _PROBE: Final = 2048  # elements of a kernel's check
 
 
-@dataclass(slots=True)
-class _Replayed:
-    """A few elements of one master, with the moments that AdamW has of them."""
-
-    parameter: Tensor
-    value: Tensor  # (n,) float64, before the next step
-    first: Tensor  # (n,) float64
-    second: Tensor
-
-
 class TrainingChecks:
     """The checks of one rank, which :class:`harness.strategies.training.TrainingLoop` calls."""
 
@@ -65,16 +54,15 @@ class TrainingChecks:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._steps = 0
         self._rehearsed: dict[int, Tensor] = {}
-        self._masters: list[_Replayed] = []
+        self._masters: list[torch.nn.Parameter] = []  # of which a few elements are replayed
         # Of another optimizer, or one with further settings, nothing is replayed; DeepSpeed has its own.
         adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
         if adamw and family_of(trial.strategy) != "deepspeed":
             plain = [p for p in self._parameters if type(p) is torch.nn.Parameter and p.numel()]
             full = [p for p in plain if p.dtype is torch.float32]
-            for parameter in full[:: max(1, -(-len(full) // _TENSORS))]:
-                value = _sample(parameter)
-                zero = torch.zeros_like(value)
-                self._masters.append(_Replayed(parameter, value, zero, zero))
+            self._masters = full[:: max(1, -(-len(full) // _TENSORS))]
+        self._value = _samples(self._masters)  # (n,) float64, before the next step
+        self._first = self._second = torch.zeros_like(self._value)  # moments, as AdamW has them
         if data.validation and _digest(data.validation) != _digest(self._held_out(trial)):
             self.found.wrong = f"rank {rank} validates on other samples than those held out for it"
 
@@ -101,9 +89,8 @@ class TrainingChecks:
 
     def _gradients(self) -> Tensor | None:
         """(n,) float64: of a few elements of each master; None where one has none."""
-        there = [master.parameter.grad for master in self._masters]
-        found = [_sample(gradient) for gradient in there if gradient is not None]
-        return torch.cat(found) if found and len(found) == len(there) else None
+        found = [gradient for master in self._masters if (gradient := master.grad) is not None]
+        return _samples(found) if found and len(found) == len(self._masters) else None
 
     def read(self, step: int, batches: Iterable[Batch]) -> None:
         """Note what the model read in a step that is due."""
@@ -122,22 +109,19 @@ class TrainingChecks:
         """Replay step ``index`` of the optimizer, whose gradients are there; not ``done``, it was skipped."""
         begin = time.perf_counter()
         self._steps += done
-        self._check_rehearsed(index)
+        gradient, after = self._gradients(), _samples(self._masters)
+        self._check_rehearsed(index, gradient)
         if done and self._clip is not None and index in self._due:
             self._check_clipped(index, self._clip)
-        for number, master in enumerate(self._masters):
-            gradient = master.parameter.grad
-            after = _sample(master.parameter)
-            if gradient is not None:
-                expected = self._adamw(master, _sample(gradient), index) if done else master.value
-                self._compare(index, number, after, expected)
-                self.found.replayed += number == 0
-            master.value = after
+        if gradient is not None:
+            self._compare(index, after, self._adamw(gradient, index) if done else self._value)
+            self.found.replayed += 1
+        self._value = after
         self.found.untimed += time.perf_counter() - begin
 
-    def _check_rehearsed(self, index: int) -> None:
+    def _check_rehearsed(self, index: int, found: Tensor | None) -> None:
         """The optimizer has the gradients of this step, but for a factor: clipping and loss scales."""
-        expected, found = self._rehearsed.pop(index, None), self._gradients()
+        expected = self._rehearsed.pop(index, None)
         if expected is None or found is None or not bool(expected.any()):
             return
         cosine = float(torch.nn.functional.cosine_similarity(expected, found, 0))
@@ -158,35 +142,38 @@ class TrainingChecks:
                 f"to be clipped to {clip:g}"
             )
 
-    def _adamw(self, master: _Replayed, gradient: Tensor, index: int) -> Tensor:
+    def _adamw(self, gradient: Tensor, index: int) -> Tensor:
         """(n,) float64: decoupled weight decay, then Adam (Loshchilov and Hutter, algorithm 2)."""
         settings = self._settings
         beta1, beta2 = settings["betas"]
         rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
-        master.first = beta1 * master.first + (1 - beta1) * gradient
-        master.second = beta2 * master.second + (1 - beta2) * gradient**2
-        mean = master.first / (1 - beta1**self._steps)
-        spread = (master.second / (1 - beta2**self._steps)).sqrt() + settings["eps"]
-        after: Tensor = master.value * (1 - rate * settings["weight_decay"]) - rate * mean / spread
+        self._first = beta1 * self._first + (1 - beta1) * gradient
+        self._second = beta2 * self._second + (1 - beta2) * gradient**2
+        mean = self._first / (1 - beta1**self._steps)
+        spread = (self._second / (1 - beta2**self._steps)).sqrt() + settings["eps"]
+        after: Tensor = self._value * (1 - rate * settings["weight_decay"]) - rate * mean / spread
         return after
 
-    def _compare(self, index: int, number: int, found: Tensor, expected: Tensor) -> None:
+    def _compare(self, index: int, found: Tensor, expected: Tensor) -> None:
         allowed = _ULPS * expected.abs() + _OF_RATE * abs(self._settings["lr"])
         wrong = ~((found - expected).abs() <= allowed)  # NaN is wrong, too
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             self._note(
-                f"after step {index} element {at} of rank {self._rank}'s master {number} is "
+                f"after step {index} element {at} of those watched on rank {self._rank} is "
                 f"{float(found[at]):.9g}, by AdamW of the trial {float(expected[at]):.9g}: they differ by "
                 f"more than {float(allowed[at]):.2g}"
             )
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """(n,) float64 on the CPU: elements from the first to the last, at equal distances."""
-    flat = tensor.detach().reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, min(_ELEMENTS, flat.numel()), dtype=torch.float64)
-    return flat[places.long().to(flat.device)].double().cpu()
+def _samples(tensors: Iterable[Tensor]) -> Tensor:
+    """(n,) float64 on the CPU: elements of each from the first to the last, at equal distances."""
+    found = [torch.zeros(0, dtype=torch.float64)]
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        places = torch.linspace(0, flat.numel() - 1, min(_ELEMENTS, flat.numel()), dtype=torch.float64)
+        found.append(flat[places.long().to(flat.device)].double().cpu())
+    return torch.cat(found)
 
 
 def _digest(batches: Iterable[Batch]) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.workloads.models import under_autocast
+from harness.workloads.rank_batches import Batch
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs import reference
 from impl.codecs.codec import Blocked, Codec
@@ -24,11 +25,9 @@ from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import UnitGeometry
+from impl.plan.shard_layout import Band, UnitGeometry
 from impl.pytree import cast_tensors
 from impl.zero import find_blocks
-
-Batch = tuple[Tensor, Tensor]
 
 
 def mean_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
@@ -52,40 +51,42 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def as_gathered(
-    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry], clock: Clock
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
-    with _restored(model) as parameters:
+    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after.
+
+    ``units`` are our engine's, or FSDP2's parameter groups.
+    """
+    with _restored(model.named_parameters()) as parameters:
         for unit in units:
-            own = policy.of(unit)
-            codecs = (own.weights, own.kept) if own.sends_copy else (own.weights,)
-            for codec in codecs:
-                _pass_unit(codec, unit, parameters, clock, frozen=not unit.trainable)
+            own = _policy_of(unit, policy)
+            for codec in (own.weights, own.kept) if own.sends_copy else (own.weights,):
+                _encode_and_decode(codec, unit, parameters, clock)
         yield
 
 
-def by_columns(model: nn.Module, policy: Policy, units: Sequence[UnitGeometry]) -> dict[str, Tensor]:
+def by_columns(
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
+) -> dict[str, Tensor]:
     """Values by name with which backward computes where two planes are sent; empty where one is."""
     if policy.planes == 1:
         return {}
-    with _restored(model) as parameters:
+    with _restored(model.named_parameters()) as parameters:
         for unit in units:
-            own, rows = policy.of(unit), 0
+            own, rows = _policy_of(unit, policy), 0
             if own.planes > 1 and isinstance(own.weights, Blocked):
                 rows = own.weights.block_size(unit.shard)
-            _pass_unit(own.weights, unit, parameters, Clock(0), frozen=not unit.trainable, rows=rows)
+            _encode_and_decode(own.weights, unit, parameters, Clock(0), rows)
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, parameters have these values without autograd's knowing; they are restored after."""
-    kept = {name: model.get_parameter(name).detach().clone() for name in values}
-    for name, value in values.items():
-        model.get_parameter(name).data.copy_(value)
-    yield
-    for name, value in kept.items():
-        model.get_parameter(name).data.copy_(value)
+    with _restored((name, model.get_parameter(name)) for name in values) as parameters:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(values[name])
+        yield
 
 
 def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
@@ -116,73 +117,75 @@ def as_computed_by(trial: Trial, model: nn.Module, device: torch.device) -> nn.M
     return twin
 
 
-@contextmanager
-def as_gathered_by_fsdp2(model: nn.Module, codec: Codec, groups: Sequence[GroupGeometry]) -> Iterator[None]:
-    """As :func:`as_gathered`, for FSDP2, whose message is a rank's shards of a parameter group."""
-    with _restored(model) as parameters:
-        for group in groups:
-            _pass_group(codec, group, parameters)
-        yield
+def packed(
+    geometry: UnitGeometry | GroupGeometry,
+    values: Mapping[str, Tensor | None],
+    device: torch.device | None = None,
+) -> Tensor:
+    """(ranks, shard) fp32 of values by name, laid out as a unit or a parameter group; all else is zero."""
+    whole = torch.zeros(geometry.padded, device=device).view(-1, geometry.shard)
+    for name, place in _places(geometry, whole):
+        place.copy_(padded(values[name], place.numel()).view_as(place))
+    return whole
+
+
+def padded(value: Tensor | None, numel: int) -> Tensor:
+    """(numel,) fp32: the elements, if any, then zeros."""
+    if value is None:
+        return torch.zeros(numel)
+    return nn.functional.pad(value.detach().reshape(-1).float(), (0, numel - value.numel()))
+
+
+def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name, its elements and, in a group, its padding: a view of ``whole``) of each parameter."""
+    if isinstance(geometry, UnitGeometry):
+        for slot in geometry.slots:
+            yield slot.spec.name, whole.view(-1)[slot.offset : slot.end]
+        return
+    columns = [0, *itertools.accumulate(map(geometry.part, geometry.parameters))]
+    for spec, (start, end) in zip(geometry.parameters, itertools.pairwise(columns), strict=True):
+        yield spec.name, whole[:, start:end]
+
+
+def _policy_of(unit: UnitGeometry | GroupGeometry, policy: Policy) -> Policy:
+    return policy.of(unit) if isinstance(unit, UnitGeometry) else policy
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
+def _restored(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[dict[str, nn.Parameter]]:
     """Yields the parameters by name, to be changed; restores their values afterwards."""
-    parameters = dict(model.named_parameters())
-    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    found = dict(parameters)
+    kept = {name: parameter.detach().clone() for name, parameter in found.items()}
     try:
-        yield parameters
+        yield found
     finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
+        for name, parameter in found.items():
+            parameter.data.copy_(kept[name])
 
 
 @torch.no_grad()
-def _pass_group(codec: Codec, group: GroupGeometry, parameters: dict[str, nn.Parameter]) -> None:
-    """Encode and decode every rank's message of a parameter group, with the reference backend."""
-    whole = torch.zeros(group.world, group.shard)
-    columns = [0, *itertools.accumulate(map(group.part, group.parameters))]
-    places = []  # (parameter, its elements in rank order with padding: a view of ``whole``)
-    for spec, (start, end) in zip(group.parameters, itertools.pairwise(columns), strict=True):
-        rows, part = parameters[spec.name], whole[:, start:end]  # (world, part)
-        padded = torch.zeros(part.numel())
-        padded[: rows.numel()] = rows.reshape(-1)
-        part.copy_(padded.view_as(part))
-        places.append((rows, part))
-    frames = torch.empty((group.world, codec.frame_bytes(group.shard)), dtype=torch.uint8)
-    reference.encode(codec, whole, frames)
-    reference.decode(codec, frames, whole)
-    for rows, part in places:
-        rows.copy_(part.reshape(-1)[: rows.numel()].view(rows.shape))
-
-
-@torch.no_grad()
-def _pass_unit(
+def _encode_and_decode(
     codec: Codec,
-    unit: UnitGeometry,
-    parameters: dict[str, nn.Parameter],
+    geometry: UnitGeometry | GroupGeometry,
+    parameters: Mapping[str, nn.Parameter],
     clock: Clock,
-    *,
-    frozen: bool,
     rows: int = 0,
 ) -> None:
-    """Encode and decode every shard of a unit by the reference; bands of so many ``rows`` are turned
-    meanwhile.
-    """
-    slots = [(slot, parameters[slot.spec.name]) for slot in unit.slots]
-    whole = torch.zeros(unit.padded, device=slots[0][1].device)
-    for slot, parameter in slots:
-        whole[slot.offset : slot.end] = parameter.reshape(-1)
-    shards = whole.view(unit.shards, unit.shard)
-    bands = [unit.bands(index, rows) if rows else () for index in range(unit.shards)]
-    for shard, turned in zip(shards, bands, strict=True):
-        turn(shard, turned, rows)
-    frames = torch.empty((unit.shards, codec.frame_bytes(unit.shard)), dtype=torch.uint8, device=whole.device)
-    noise = clock.weights(unit.name, frozen=frozen).noise(0, (unit.shard,)) if codec.stochastic else None
+    """Pass every rank's message through the reference; bands of so many ``rows`` are turned meanwhile."""
+    device, noise = next(iter(parameters.values())).device, None
+    shards, turned = packed(geometry, parameters, device), list[tuple[Band, ...]]()
+    if isinstance(geometry, UnitGeometry):
+        turned = [geometry.bands(index, rows) for index in range(len(shards)) if rows]
+        if codec.stochastic:
+            key = clock.weights(geometry.name, frozen=not geometry.trainable)
+            noise = key.noise(0, (geometry.shard,))
+    for shard, bands in zip(shards, turned, strict=False):
+        turn(shard, bands, rows)
+    frames = torch.empty((len(shards), codec.frame_bytes(geometry.shard)), dtype=torch.uint8, device=device)
     reference.encode(codec, shards, frames, noise=noise)
     reference.decode(codec, frames, shards)
-    for shard, turned in zip(shards, bands, strict=True):
-        turn(shard, turned, rows, back=True)
-    for slot, parameter in slots:
-        parameter.copy_(whole[slot.offset : slot.end].view(parameter.shape))
+    for shard, bands in zip(shards, turned, strict=False):
+        turn(shard, bands, rows, back=True)
+    for name, place in _places(geometry, shards):
+        parameter = parameters[name]
+        parameter.copy_(place.reshape(-1)[: parameter.numel()].view_as(parameter))

@@ -28,16 +28,14 @@ from harness.measure.gradient_bounds import (
     FirstGradient,
     GradientError,
     Layout,
-    of_groups,
+    layouts_of,
     of_model,
-    of_units,
 )
 from harness.measure.training_replay import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
     as_computed_by,
     as_gathered,
-    as_gathered_by_fsdp2,
     by_columns,
     computing_with,
     evaluating,
@@ -51,9 +49,11 @@ from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.rank_batches import Batches, batches_of
 from impl.adapters.joined import fsdp2_groups
+from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
 from impl.plan.policy import Policy
+from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
 
@@ -134,8 +134,8 @@ class Comparison:
             random = torch.random.fork_rng([device] if device.type == "cuda" else [])
             assert strategy.wire is not None  # noqa: S101  # it is due
             with strategy.wire.observed(observed), strategy.rehearsing(), random:
-                if repeated == 1:
-                    found |= strategy.weight_errors(index)
+                if repeated == 1 and strategy.zero is not None:
+                    found |= communication_error.of_weights(index, strategy.zero)
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
@@ -189,22 +189,21 @@ class Comparison:
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
         computed, backward, family = model, None, trial.host or family_of(trial.strategy)
         with contextlib.ExitStack() as gathered:
+            units: Sequence[UnitGeometry | GroupGeometry] = ()
             if family == "fsdp2":
-                groups = fsdp2_groups(model, find_blocks(model), topology)
-                layouts = of_groups(groups, policy, topology)
-                if policy is not None:
-                    gathered.enter_context(as_gathered_by_fsdp2(model, policy.weights, groups))
+                units = fsdp2_groups(model, find_blocks(model), topology)
             elif policy is not None:
                 units = plan_units(model, topology, policy)
-                layouts = of_units(units, policy, topology)
-                if family != "ddp":  # where whole weights are on every rank: none are gathered
-                    backward = by_columns(model, policy, units)
-                    gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
-                    computed = as_computed(model, policy)
             elif family == "ddp":
                 layouts = of_model(model)
+            if units:
+                layouts = layouts_of(units, policy, topology)
             if policy is None:
                 computed = as_computed_by(trial, model, next(model.parameters()).device)
+            elif family != "ddp":  # where whole weights are on every rank: none are gathered
+                backward = by_columns(model, policy, units)
+                gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                computed = as_computed(model, policy)
             own = policy if trial.host is None else None
             expected, gradient, trained = self._compute(computed, layouts, own, step, backward or {})
         return ComparedLoss(reference, expected, trained, step), gradient

@@ -181,12 +181,12 @@ class TrialRun:
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
         ledger, predicted = self.strategy.ledger(), self._predicted()
-        engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula()
+        engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula(trial)
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
-            engine = together(engine, self.judges.engine.memory())
-            formula = together(formula, self.judges.formula())
+            engine = together(engine, self.judges.zero.memory())
+            formula = together(formula, self.judges.formula(trial))
         memory = Memory(
             engine=engine,
             formula=formula,

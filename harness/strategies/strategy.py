@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from harness.cluster.rank import Rank
-from harness.measure import communication_error
 from harness.measure.gradient_bounds import Layout
 from harness.strategies import deepspeed, torch_peers
 from harness.strategies.controls import spoil
@@ -28,7 +27,7 @@ from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
-from impl.adapters.traffic import GroupGeometry, Host, check_host
+from impl.adapters.traffic import GroupGeometry, Host
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
@@ -50,12 +49,8 @@ class Strategy:
     describe: Callable[[], dict[str, Any]]  # algorithms and transports that were used, for the record
     wire: Wire | None  # of a policy; None for peers, which send past it
     units: Sequence[UnitGeometry | GroupGeometry]  # of a policy; empty for peers
+    zero: Zero | None = None  # our own engine
     _begun: bool = field(default=False, init=False)  # whether a micro-batch was trained
-
-    @property
-    def zero(self) -> Zero | None:
-        """The engine of a policy; None for peers."""
-        return None
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """The trial's optimizer; a Refusal if torch has none of that name, or its arguments do not fit."""
@@ -76,18 +71,15 @@ class Strategy:
         """Run the backward pass of ``loss``, scaled if the strategy scales losses."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def finish_backward(self) -> None:
-        """After a micro-batch's backward pass: wait until its gradients are reduced, if it reduces any."""
-
     @property
-    def reduced(self) -> bool:
-        """Whether :meth:`finish_backward` of this micro-batch reduces gradients; not tracked for peers."""
-        return True
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are reduced in every micro-batch, not in a step's last; not known of peers."""
+        return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
     def loss_scale(self) -> float:
         """By what :meth:`backward` multiplies losses now."""
-        return 1.0
+        return 1.0 if self.zero is None else self.zero.scaler.scale
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
         """The reduced gradient of a layout as far as this rank has it: its first row, and (n, row) fp32."""
@@ -135,11 +127,10 @@ class Strategy:
 
     def forget_gathered(self) -> None:
         """Gather all weights anew from here on, though they have not changed."""
-        self.weights_changed()
-
-    def weight_errors(self, step: int) -> communication_error.Found:
-        """Errors of what is gathered now, just before optimizer step ``step``; none where nothing is."""
-        return {}
+        if self.zero is None:
+            self.weights_changed()
+        else:
+            self.zero.forget_gathered()
 
     @property
     def decisions(self) -> Sequence[Decision]:
@@ -164,13 +155,13 @@ class Strategy:
         held = sum(parameter.nbytes for parameter in parameters)
         return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}
 
-    def formula(self) -> dict[str, int]:
-        """The same parts as ``impl.plan.traffic`` predicts them; empty for peers."""
+    def formula(self, trial: Trial) -> dict[str, int]:
+        """The same parts as ``impl.plan.memory`` predicts them; empty for peers."""
         return {}
 
     def copied(self) -> dict[CopyKey, int]:
         """Bytes this rank has copied between host and device so far, for what is offloaded."""
-        return {}
+        return {} if self.zero is None else self.zero.copied()
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
@@ -186,13 +177,8 @@ class Strategy:
 class Hosted(Strategy):
     """A policy inside FSDP2 or DDP: a peer that communicates through our collectives."""
 
+    _: KW_ONLY
     joined: InFSDP2 | InDDP  # the adapter
-
-    def weight_errors(self, step: int) -> communication_error.Found:
-        """See :meth:`Strategy.weight_errors`; DDP gathers none."""
-        if isinstance(self.joined, InDDP):
-            return {}
-        return communication_error.of_fsdp2_weights(step, self.model, self.joined)
 
     def clip(self, largest: float) -> float:
         """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
@@ -207,6 +193,8 @@ class Hosted(Strategy):
 class ByDeepSpeed(Strategy):
     """A model that DeepSpeed trains; ``model`` is its engine, which clips and accumulates by itself."""
 
+    model: Any
+    _: KW_ONLY
     stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
     _last: bool = True  # micro-batch of its step
     _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
@@ -220,29 +208,24 @@ class ByDeepSpeed(Strategy):
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of ``loss``, which is divided by the accumulation already."""
-        engine: Any = self.model
-        engine.backward(loss, scale_wrt_gas=False)
-
-    def finish_backward(self) -> None:
-        """Tell DeepSpeed that a micro-batch has ended; the step's last one ends in :meth:`step`."""
-        engine: Any = self.model
+        """Run the backward pass of ``loss``, which is divided by the accumulation already, and tell DeepSpeed
+        that the micro-batch has ended; the step's last one ends in :meth:`step`.
+        """
+        self.model.backward(loss, scale_wrt_gas=False)
         if not self._last:
-            engine.step()
+            self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`; the norm is DeepSpeed's, before clipping."""
-        engine: Any = self.model
         if self._secondary is None:
-            copies = [getattr(one, "ds_secondary_tensor", None) for one in engine.parameters()]
+            copies = [getattr(one, "ds_secondary_tensor", None) for one in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
-        engine.step()
-        return Stepped(None if clip is None else float(engine.get_global_grad_norm()), done=True)
+        self.model.step()
+        return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
 
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`; what DeepSpeed keeps because it is small stays."""
-        engine: Any = self.model
-        engine.empty_partition_cache()
+        self.model.empty_partition_cache()
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """See :meth:`Strategy.memory`; shards of weights count among the masters, gradients are as large as
@@ -265,113 +248,77 @@ class Sharded(Strategy):
     """A policy run by our own engine, ``impl.zero``."""
 
     units: Sequence[UnitGeometry]
-    engine: Zero
-    policy: Policy
-    optimizer: Optimizer
-    micro_batches: int
-    _last: bool = True  # micro-batch of its step
-
-    @property
-    def zero(self) -> Zero:
-        """The engine."""
-        return self.engine
+    zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """See :meth:`Strategy.make_optimizer`; over this rank's shards of the master weights."""
-        return built(setting, self.engine.param_groups())
+        return built(setting, self.zero.param_groups())
 
     def begin(self, *, last: bool) -> None:
         """Where the policy accumulates gradients locally, reduce in the last micro-batch only."""
-        if not self.policy.reduces_each_micro_batch:
-            self.engine.accumulate(on=not last)
-        self._last = last
+        if not self.reduces_each_micro_batch:
+            self.zero.accumulate(on=not last)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of the loss times the policy's loss scale."""
-        self.engine.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
-
-    def finish_backward(self) -> None:
-        """Wait for all reductions."""
-        self.engine.finish_backward()
-
-    @property
-    def reduced(self) -> bool:
-        """See :meth:`Strategy.reduced`."""
-        return self._last or self.policy.reduces_each_micro_batch
-
-    @property
-    def loss_scale(self) -> float:
-        """See :meth:`Strategy.loss_scale`."""
-        return self.engine.scaler.scale
+        self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
         """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
-        (unit,) = (unit for unit in self.engine.units if unit.geometry == layout.geometry)
+        (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         shard = unit.master_shard.mean_gradient()
         if shard is None:
             shard = torch.zeros(unit.geometry.shard)
-        return unit.geometry.bounds(self.engine.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
+        return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
         """See :meth:`Strategy.forget_gradients`; errors that codecs carry, and their noise, begin anew."""
-        self.engine.model.zero_grad()
-        for unit in self.engine.units:
+        self.zero.model.zero_grad()
+        for unit in self.zero.units:
             unit.reduction.clear_feedback()
-        self.engine.clock.micro_batch = 0
+        self.zero.clock.micro_batch = 0
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`."""
-        return self.engine.step(optimizer, max_norm=clip)
+        return self.zero.step(optimizer, max_norm=clip)
 
     def weights_changed(self) -> None:
         """See :meth:`Strategy.weights_changed`."""
-        self.engine.weights_changed()
-
-    def forget_gathered(self) -> None:
-        """See :meth:`Strategy.forget_gathered`."""
-        self.engine.forget_gathered()
+        self.zero.weights_changed()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """See :meth:`Strategy.rehearsing`."""
-        with self.engine.rehearsing():
+        with self.zero.rehearsing():
             yield
-
-    def weight_errors(self, step: int) -> communication_error.Found:
-        """See :meth:`Strategy.weight_errors`."""
-        return communication_error.of_weights(step, self.engine)
 
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""
-        mesh, buffers = self.engine.wire.mesh, self.engine.buffers.nbytes
+        mesh, buffers = self.zero.wire.mesh, self.zero.buffers.nbytes
         return predict(
-            self.policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers,
+            self.zero.policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers,
             decisions=self.decisions,
         ).sent  # fmt: skip
 
-    def copied(self) -> dict[CopyKey, int]:
-        """See :meth:`Strategy.copied`."""
-        return self.engine.copied()
-
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """See :meth:`Strategy.predicted_copies`."""
-        return predict(self.policy, self.engine.wire.mesh.topology, self.units, 0, events).copied
+        return predict(self.zero.policy, self.zero.wire.mesh.topology, self.units, 0, events).copied
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
-        found = self.engine.memory() | {"optimizer": 0, "host_optimizer": 0}
-        for one in (unit.master_shard for unit in self.engine.units):
+        found = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
+        for one in (unit.master_shard for unit in self.zero.units):
             where = "host_optimizer" if one.placement.shard else "optimizer"
             found[where] += state_bytes(optimizer, (master for _, master in one.masters))
         return found
 
-    def formula(self) -> dict[str, int]:
+    def formula(self, trial: Trial) -> dict[str, int]:
         """See :meth:`Strategy.formula`; a model that is frozen as a whole is not passed backwards."""
-        topology, units = self.engine.wire.mesh.topology, self.units
+        topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
-        parts = memory(self.policy, topology, units, micro_batches=self.micro_batches, backward=trained)
-        return with_state(parts, state_bytes_per_element(self.optimizer))
+        parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
+        return with_state(parts, state_bytes_per_element(trial.optimizer))
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
@@ -379,16 +326,16 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     Raises Refusal, PolicyError or GeometryError for what is not possible.
     """
     policy = trial.resolved_policy()
-    if policy is None:
-        if PEERS[trial.strategy].family == DEEPSPEED:
-            return _by_deepspeed(trial, model, device)
-        one, compute = PEERS[trial.strategy], trial.peer.compute
-        wrapped = torch_peers.wrapped(one, model, device, compute)
-        return Strategy(wrapped, partial(torch_peers.algorithms, one, compute), None, ())
-    wire = wire_of(trial, rank, device)
-    if trial.host is not None:
-        return _hosted(trial.host, model, wire, policy)
-    return sharded(trial, model, wire, policy)
+    if policy is not None:
+        wire = wire_of(trial, rank, device)
+        if trial.host is not None:
+            return _hosted(trial.host, model, wire, policy)
+        return sharded(trial, model, wire, policy)
+    peer, compute = PEERS[trial.strategy], trial.peer.compute
+    if peer.family == DEEPSPEED:
+        return _by_deepspeed(trial, model, device)
+    wrapped = torch_peers.wrapped(peer, model, device, compute)
+    return Strategy(wrapped, partial(torch_peers.algorithms, peer, compute), None, ())
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
@@ -407,24 +354,23 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     spoil(zero, trial.control)
     units = [unit.geometry for unit in zero.units]
-    how = (trial.optimizer, trial.accumulation)
-    return Sharded(model, partial(describe, zero), wire, units, zero, policy, *how)
+    return Sharded(model, partial(describe, zero), wire, units, zero)
 
 
 def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
     config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
     engine = deepspeed.initialised(model, optimizer, config, device)
     told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
-    return ByDeepSpeed(engine, lambda: told, None, (), optimizer)
+    return ByDeepSpeed(engine, lambda: told, None, (), stepping=optimizer)
 
 
 def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
     """The named peer with our collectives inside."""
-    check_host(host, policy)
+    joined: InFSDP2 | InDDP
     if host == "fsdp2":
         wrapped = torch_peers.wrapped(PEERS[host], model, wire.mesh.device)
-        joined: InFSDP2 | InDDP = InFSDP2(wrapped, wire, policy)
+        joined = InFSDP2(wrapped, wire, policy)
     else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
         joined = InDDP(wrapped, wire, policy)
-    return Hosted(wrapped, joined.describe, wire, joined.units, joined)
+    return Hosted(wrapped, joined.describe, wire, joined.units, joined=joined)

@@ -41,7 +41,8 @@ def run_passes(
     """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
     found, clock = Passes(), clock or unread_clock()
     for number, micro in enumerate(data.step(index)):
-        strategy.begin(last=number == trial.accumulation - 1)
+        last = number == trial.accumulation - 1
+        strategy.begin(last=last)
         for batch in micro:
             with clock.part("forward"):
                 loss = strategy.model(*batch)
@@ -49,9 +50,8 @@ def run_passes(
                 strategy.backward(loss / (trial.accumulation * data.parts))
             found.losses.append(loss.detach())
             found.batches.append(batch)
-        with clock.part("backward"):
-            strategy.finish_backward()
-        found.events += ["forward", "backward" if strategy.reduced else "accumulate"]
+        reduced = last or strategy.reduces_each_micro_batch
+        found.events += ["forward", "backward" if reduced else "accumulate"]
     return found
 
 

@@ -154,7 +154,6 @@ def train(rank: Rank, trial: Trial) -> list[float]:
                 loss = strategy.model(tokens[:, :-1], tokens[:, 1:])
                 strategy.backward(loss / (trial.accumulation * len(mine)))
                 total = total + loss.detach() / (trial.accumulation * len(mine))
-            strategy.finish_backward()
         strategy.step(optimizer, trial.clip)
         optimizer.zero_grad()
         losses.append(float(total))

@@ -576,13 +576,13 @@ def stalling(sequence: int) -> Any:
     """A model in whose processes the engine sleeps for half a second in every step."""
     from harness.strategies.strategy import Sharded
 
-    finish = Sharded.finish_backward
+    backward = Sharded.backward
 
-    def stalled(self: Sharded) -> None:
+    def stalled(self: Sharded, loss: Any) -> None:
         time.sleep(0.5)
-        finish(self)
+        backward(self, loss)
 
-    Sharded.finish_backward = stalled  # type: ignore[method-assign]
+    Sharded.backward = stalled  # type: ignore[method-assign]
     return GPT(GPTShape(2, 64, 2), sequence)
 
 
