@@ -30,8 +30,7 @@ from harness.runs.locks import alone, shared_machine
 from harness.runs.predict import foreseen, predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
-from harness.suites.expanded_suite import Suite
-from harness.suites.failure_answers import SKIP, Answer
+from harness.suites.expanded_suite import SKIP, Answer, Suite
 from harness.suites.labels import counted
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests

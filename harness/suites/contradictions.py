@@ -70,14 +70,10 @@ def _cluster(trial: Trial) -> Iterator[str]:
             f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 "
             "ranks a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
         )
-    on_gpus = cluster.transport in ("nccl", "staged")
-    if on_gpus and cluster.device != "cuda":
-        yield f"{asked}: expected cluster.device = 'cuda' with it"
     if cluster.device == "cuda" and trial.host is not None:
         yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU; expected 'cpu'"
-    if cluster.device == "cuda" and not on_gpus:
-        other = repr(cluster.transport)
-        yield f"cluster.device = 'cuda': expected cluster.transport = 'nccl' or 'staged', not {other}"
+    if (cluster.device == "cuda") != (cluster.transport in ("nccl", "staged")):
+        yield f"cluster.device = {cluster.device!r}, {asked}: 'cuda' goes with 'nccl' and 'staged' alone"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
         yield f"{asked}: strategy {trial.strategy!r} sends past our wire; expected 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
@@ -92,6 +88,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
 def _workload(trial: Trial) -> Iterator[str]:
     """What only another workload can do."""
     generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
+    length = generate.prompt + generate.tokens
+    told = f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}"
     for path in _WITHOUT[trial.workload]:
         field = operator.attrgetter(path)
         if field(trial) != field(usual):
@@ -101,23 +99,18 @@ def _workload(trial: Trial) -> Iterator[str]:
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
         able = ", ".join(name for name, shape in MODELS.items() if isinstance(shape, GPTShape))
         yield f"{workload}: model {trial.model.name!r} cannot; expected one of {able}"
-    length, told = (
-        generate.prompt + generate.tokens,
-        f"generate.prompt = {generate.prompt} and generate.tokens",
-    )
-    if length > trial.sequence:
-        yield f"{told} = {generate.tokens}: together at most sequence = {trial.sequence}"
+    if length > trial.sequence or (trial.workload == "rlhf" and length < trial.sequence):
+        most = "at most " if trial.workload == "generate" else ""
+        yield f"{told}: together {most}sequence = {trial.sequence} with {workload}"
     if trial.workload == "generate":
         return
-    if length < trial.sequence:
-        yield f"{told} = {generate.tokens}: together sequence = {trial.sequence} with {workload}"
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
         yield f"{workload}: strategy {trial.strategy!r} has no engine of ours for frozen models"
     elif policy.offload != Offload():
         yield f"policy.offload_optimizer, policy.offload_weights: expected none with {workload}"
-    if (sequences := trial.tokens_per_rank // trial.sequence) % trial.rlhf.group:
-        group = f"expected a multiple of rlhf.group = {trial.rlhf.group}"
-        yield f"tokens_per_rank = {trial.tokens_per_rank} are {sequences} sequences: {group}"
+    if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
+        asked = f"tokens_per_rank = {trial.tokens_per_rank} are {sequences} sequences"
+        yield f"{asked}: expected a multiple of rlhf.group = {group}"
 
 
 def _control(trial: Trial) -> Iterator[str]:
@@ -142,17 +135,18 @@ def _control(trial: Trial) -> Iterator[str]:
 
 def _configured(trial: Trial) -> Iterator[str]:
     """A configuration of DeepSpeed's that says other than the trial, or is not used."""
+    sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
-        yield from _for_deepspeed(trial)
+        yield from _for_deepspeed(trial, sequences)
     elif trial.strategy == RECIPE:
-        yield from _for_recipe(trial)
+        yield from _for_recipe(trial, sequences)
     elif trial.deepspeed_config is not None:
         expected = f"{RECIPE!r} or {DEEPSPEED!r}"
         yield f"deepspeed_config with strategy = {trial.strategy!r}: expected strategy = {expected}"
 
 
-def _for_recipe(trial: Trial) -> Iterator[str]:
-    found, sequences = trial.recipe(), trial.tokens_per_rank // trial.sequence
+def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
+    found = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", found.clip)
     yield from _unequal("accumulation", trial.accumulation, "accumulation", found.accumulation)
     if found.micro_batch is not None:
@@ -163,24 +157,20 @@ def _for_recipe(trial: Trial) -> Iterator[str]:
     if found.schedule is not None and trial.optimizer.schedule != LearningRates():
         yield "optimizer.schedule beside a scheduler of deepspeed_config: expected one of them"
     if any(finding.key.startswith("optimizer.") for finding in found.findings):
-        yield "deepspeed_config has 'optimizer': optimizer.name and optimizer.arguments say it; leave it out"
+        yield "deepspeed_config has 'optimizer', which the suite's optimizer says; leave it out"
 
 
-def _for_deepspeed(trial: Trial) -> Iterator[str]:
-    table, sequences = trial.peer_configuration(), trial.tokens_per_rank // trial.sequence
+def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
+    table = trial.peer_configuration()
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} trains; expected workload = 'train'"
-    for key, field in (
-        ("optimizer", "optimizer.name and optimizer.arguments"),
-        ("scheduler", "optimizer.schedule"),
-    ):
+    for key in ("optimizer", "scheduler"):
         if key in table:
-            yield f"deepspeed_config has {key!r}: {field} say it; leave it out"
+            yield f"deepspeed_config has {key!r}, which the suite's optimizer says; leave it out"
     for kind in ("fp16", "bf16"):
         asked = table[kind].get("enabled") if isinstance(table.get(kind), dict) else None
         if asked not in ("auto", None, trial.peer.compute == kind):
-            said = f"{kind}.enabled = {json.dumps(asked)} of deepspeed_config"
-            yield f"peer.compute = {trial.peer.compute!r}, but {said}: expected the same"
+            yield from _unequal("peer.compute", trial.peer.compute, f"{kind}.enabled", asked)
     batch = sequences * trial.accumulation * trial.topology().world
     for name, ours, key in (
         ("clip", trial.clip or 0.0, "gradient_clipping"),

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator
 
 from harness.errors import Refusal
-from harness.suites.failure_answers import Answer
 from harness.suites.question import Said
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
 
 _MOST_NAMED: Final = 12  # trials in a message
+_ANSWER: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
+Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused", "timeout", "wrong"]
+
+
+class Answer(BaseModel, extra="forbid", frozen=True):
+    """What a sweep does when a trial has failed: it goes on, tries again, or stops."""
+
+    retries: int = 0  # how often the trial runs again, at once
+    stop: bool = False  # whether the sweep ends if it has failed still
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
+        found = _ANSWER.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
+        return cls(retries=int(found[1] or 0), stop=value == "stop" or found[2] is not None)
+
+
+SKIP: Final = Answer()
+Answers = dict[Kind, Annotated[Answer, BeforeValidator(Answer.of)]]
 
 
 @dataclass(frozen=True, slots=True)

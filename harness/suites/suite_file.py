@@ -1,12 +1,8 @@
-"""Reads a suite file in TOML and expands it into a list of trials, interleaved by repeat.
+"""Reads a suite file in TOML and expands it into a list of trials; docs/guide/suites.md says how.  No torch.
 
-A suite asks one question; docs/guide/suites.md says how.  Axes of ``[matrix]`` and ``[[zip]]`` multiply into
-cells over ``[defaults]``; then come ``[[exclude]]`` and, in order, ``[[override]]``.
-
-A codec, error feedback or hpZ group that [defaults] or [matrix] sets for all strategies applies only to those
-that quantise there or keep a secondary shard: ZeRO-3 stays ZeRO-3.  A [[zip]] or an [[override]] that
-names the strategy overrules this, and so does a suite of a single policy.  Cells that resolve to the
-same run are run once.  No torch.
+Axes of ``[matrix]`` and ``[[zip]]`` multiply into cells over ``[defaults]``; then come ``[[exclude]]`` and,
+in order, ``[[override]]``.  What would turn strategies into others is left out of them, unless a [[zip]] or
+an [[override]] that names the strategy says it, or the suite has a single policy.
 """
 
 from __future__ import annotations
@@ -24,22 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.contradictions import check
-from harness.suites.expanded_suite import Suite
-from harness.suites.failure_answers import Answers
+from harness.suites.expanded_suite import Answers, Suite
 from harness.suites.peers import PEERS
 from harness.suites.question import Said
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
-from harness.suites.trial import PeerSettings, PolicyChanges, Trial, following_model
+from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, CodecError, Raw, parse
-from impl.deepspeed.keys import DeepSpeedError
-from impl.deepspeed.keys import load as load_configuration
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 MOST_BYTES: Final = 1 << 20  # of its file
@@ -53,16 +46,14 @@ class SuiteError(ValueError):
     """A suite file is invalid; one line that names file, key, value and what is allowed."""
 
 
-class _Override(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Override(BaseModel, extra="forbid", frozen=True):
     match: dict[str, Any]
     set: dict[str, Any]
 
 
-class _File(BaseModel):
+class _File(BaseModel, extra="forbid", frozen=True):
     """The top-level keys of a suite file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
     time: str = "not stated"
@@ -94,7 +85,7 @@ def load(path: Path) -> Suite:
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
-        return replace(_expanded(_validated(tables), path.parent), file=path.name, text=text)
+        return replace(_expanded(_validated(tables)), file=path.name, text=text)
     except SuiteError as error:
         raise SuiteError(f"{path}: {error}") from None
 
@@ -141,8 +132,6 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = content.decode("utf-8-sig")
         tables = tomllib.loads(text)
-    except UnicodeDecodeError as error:
-        raise SuiteError(f"not a text file: byte {error.start} is not UTF-8; expected TOML") from None
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise SuiteError(f"not TOML: {error}") from None
     _check_values(tables)
@@ -167,18 +156,15 @@ def _validated(tables: dict[str, Any]) -> _File:
         return _File.model_validate(tables, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        where, known = ".".join(str(part) for part in first["loc"]), _File.model_fields
-        if first["type"] == "missing":
-            raise SuiteError(f"key {where!r} is missing") from None
-        if first["type"] == "extra_forbidden":
-            near = suggestion(where, known)
-            raise SuiteError(f"unknown key {where!r}: expected one of {', '.join(known)}{near}") from None
-        raise SuiteError(f"{where} = {_text(first['input'])}: {_expected([first])}") from None
+        where, known = ".".join(map(str, first["loc"])), _File.model_fields
+        unknown = f"unknown key {where!r}: expected one of {', '.join(known)}{suggestion(where, known)}"
+        told = {"missing": f"key {where!r} is missing", "extra_forbidden": unknown}
+        otherwise = f"{where} = {_text(first['input'])}: {_expected([first])}"
+        raise SuiteError(told.get(first["type"], otherwise)) from None
 
 
-def _expanded(file: _File, home: Path) -> Suite:
+def _expanded(file: _File) -> Suite:
     """Expand, exclude, override, validate, align and order."""
-    configurations = _read_configurations(file, home)
     axes = _axes(file)
     total = math.prod(len(axis) for axis in axes) * file.repeats.most
     if total > MOST_TRIALS:
@@ -198,7 +184,8 @@ def _expanded(file: _File, home: Path) -> Suite:
     told = [", ".join(f"{p} = {_text(cell[p].value)}" for p in paths if p in cell) for cell in cells]
     cells, left_out = _fitting(cells, file)
     trials = [_trial(cell) for cell in cells]
-    _check_together(cells, trials, told)
+    for cell, trial, whose in zip(cells, trials, told, strict=True):
+        _check_together(cell, trial, whose)
     trials = _aligned(trials)
     unique = _different(trials)
     _check_baselines(file.repeats, unique)
@@ -213,35 +200,19 @@ def _expanded(file: _File, home: Path) -> Suite:
         tuple(left_out),
         _roles(file, cells, trials),
         dict(file.on_failure.items()),
-        configurations=configurations,
+        configurations=_configurations(file),
         answer=file.answer,
         margin=file.margin,
     )
 
 
-def _read_configurations(file: _File, home: Path) -> dict[str, str]:
-    """Make DeepSpeed configurations, paths from ``home`` or tables, their text; returns those of files."""
-    found: dict[str, str] = {}
-
-    def text_of(value: Any) -> Any:
-        if isinstance(value, list):
-            return [text_of(one) for one in value]
-        if isinstance(value, dict):
-            return json.dumps(value, default=str)
-        if isinstance(value, str):
-            try:
-                found[value] = json.dumps(load_configuration(home / value))
-            except DeepSpeedError as error:  # which names the file
-                raise SuiteError(f"{_CONFIGURATION}: {error}") from None
-            return found[value]
-        return value
-
+def _configurations(file: _File) -> dict[str, str]:
+    """The DeepSpeed configurations that the suite names as files, JSON by path."""
     overrides = (table for one in file.override for table in (one.match, one.set))
-    asked = (file.baseline, file.contrast)
-    for table in (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, *asked):
-        if _CONFIGURATION in table:
-            table[_CONFIGURATION] = text_of(table.pop(_CONFIGURATION))
-    return found
+    tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
+    said = [table.get(_CONFIGURATION) for table in tables]
+    named = itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in said)
+    return {name: configuration_text(name) for name in named if isinstance(name, str)}
 
 
 def _axes(file: _File) -> list[list[_Cell]]:
@@ -364,24 +335,25 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
     trials = [_trial(cell) for cell in cells]
     several = len({trial.strategy for trial in trials} - set(PEERS)) > 1
     left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
-    fitting = []
-    for cell, trial in zip(cells, trials, strict=True):
-        why: dict[str, str] = {}
-        if trial.strategy in PEERS:  # whose trials lose their policies, and are told of axes alone
-            axes = [path for path, (_, table) in cell.items() if table == "[matrix]"]
-            why = {path: "there is no policy in" for path in axes if path.startswith("policy.")}
-        elif several:
-            foreign = [path for path in _foreign(trial) if path in cell and cell[path].table not in named]
-            for path in foreign:
-                able = trial.host is None or carries(trial.host, path.removeprefix("policy."))
-                why[path] = "it would make another strategy of" if able else "it cannot be carried out in"
-        for path, reason in why.items():
-            left_out[path, cell[path].table, reason].append((_text(cell[path].value), trial.strategy))
-        fitting.append({path: setting for path, setting in cell.items() if path not in why})
+    fitting = [dict(cell) for cell in cells]
+    for cell, trial in zip(fitting, trials, strict=True):
+        foreign = _foreign(trial) if several else []
+        for path, (value, table) in list(cell.items()):
+            if trial.strategy in PEERS:  # whose trials lose their policies, and are told of axes alone
+                why = "there is no policy in" if path.startswith("policy.") and table == "[matrix]" else ""
+            elif path not in foreign or table in named:
+                continue
+            elif trial.host is None or carries(trial.host, path.removeprefix("policy.")):
+                why = "it would make another strategy of"
+            else:
+                why = "it cannot be carried out in"
+            if why:
+                left_out[path, table, why].append((_text(value), trial.strategy))
+                del cell[path]
     lines = []
-    for (path, table, reason), told in left_out.items():
+    for (path, table, why), told in left_out.items():
         values, names = (", ".join(dict.fromkeys(column)) for column in zip(*told, strict=True))
-        lines.append(f"{path} ({values} of {table}) is left out of {names}: {reason} {names}")
+        lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
     return fitting, lines
 
 
@@ -404,24 +376,25 @@ def _foreign(trial: Trial) -> list[str]:
         if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
             found.append(name)
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
-    for name, foreign in (
-        ("secondary", changes.secondary and not base.secondary),
-        ("secondary_format", changes.secondary_format and not base.secondary),
-        ("differences", changes.differences not in (None, "none") and base.differences is None),
-        ("refresh", changes.refresh and base.differences is None),
-        ("stage", changes.stage not in (None, base.stage)),
-        ("group", changes.group and not base.group),
-        ("reduce_every", changes.reduce_every == "micro_batch" and base.stage < 2),
-        ("sums", changes.sums == "fp16" and raw_gradients),
-        ("blocks", changes.blocks == "shape" and raw_weights and raw_gradients),
-        ("planes", changes.planes == 2 and raw_weights),
-        ("feedback", changes.feedback not in (None, "none") and raw_gradients),
-        ("budget", changes.budget not in (None, "none") and raw_weights and raw_gradients),
-        ("gather", base.gather == "flat" and changes.gather not in (None, base.gather)),
-        ("reduce", base.reduce == "ring" and changes.reduce not in (None, base.reduce)),
-        ("chunks", base.reduce == "ring" and (changes.chunks or 1) > 1),
-    ):
-        if foreign:
+    lacks = {
+        "secondary": not base.secondary,
+        "secondary_format": not base.secondary,
+        "differences": base.differences is None,
+        "refresh": base.differences is None,
+        "stage": True,
+        "group": not base.group,
+        "reduce_every": base.stage < 2 and changes.reduce_every == "micro_batch",
+        "sums": raw_gradients,
+        "blocks": raw_weights and raw_gradients,
+        "planes": raw_weights,
+        "feedback": raw_gradients,
+        "budget": raw_weights and raw_gradients,
+        "gather": base.gather == "flat",
+        "reduce": base.reduce == "ring",
+        "chunks": base.reduce == "ring",
+    }  # what a field is about
+    for name, lacking in lacks.items():
+        if lacking and getattr(changes, name) not in (None, "none", getattr(base, name)):
             found.append(name)
     return [f"policy.{name}" for name in found]
 
@@ -430,23 +403,13 @@ def _raw(codecs: Sequence[Codec]) -> bool:
     return all(isinstance(codec, Raw) for codec in codecs)
 
 
-def _check_together(cells: list[_Cell], trials: list[Trial], told: list[str]) -> None:
-    """Refuse fields that contradict each other, naming the first one's table, or the cell if it is alone."""
-    complaints = [_complaint(trial) for trial in trials]
-    for cell, words, whose in zip(cells, complaints, told, strict=True):
-        if words:
-            table = next((f"{s.table} " for path, s in cell.items() if words.startswith(f"{path} = ")), "")
-            alike = set(complaints) == {words} or not whose
-            raise SuiteError(f"{table}{words}" if alike else f"with {whose}: {words}")
-
-
-def _complaint(trial: Trial) -> str:
-    """What is said against a trial; empty for nothing."""
+def _check_together(cell: _Cell, trial: Trial, whose: str) -> None:
+    """Refuse fields that contradict each other, naming the first one's table, and the cell."""
     try:
         check(trial)
     except ValueError as error:
-        return str(error)
-    return ""
+        table = next((f"{s.table} " for path, s in cell.items() if str(error).startswith(f"{path} = ")), "")
+        raise SuiteError(f"with {whose}: {table}{error}" if whose else f"{table}{error}") from None
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:

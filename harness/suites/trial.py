@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from harness.errors import suggestion
+from harness.suites import folder
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import ViTShape
 from harness.suites.peers import PEERS, Compute, configuration
 from harness.suites.quantities import CANONICAL, parse_latency, parse_rate, parse_size, written
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
+from impl.deepspeed.keys import load as load_configuration
 from impl.deepspeed.recipe import Recipe, recipe
 from impl.plan.learning_rate import Schedule
 from impl.plan.policy import (
@@ -236,6 +238,13 @@ class Reinforcement(_Frozen):
     kl: float = Field(0.04, ge=0)  # weight of the divergence from the frozen reference
 
 
+def configuration_text(value: Any) -> Any:
+    """The JSON text of a DeepSpeed configuration, of which a suite says a table or a file."""
+    if isinstance(value, str) and not value.startswith("{"):
+        value = load_configuration(folder.path_of(value))
+    return json.dumps(value) if isinstance(value, Mapping) else value
+
+
 class PeerSettings(_Frozen):
     """What is said to a peer: the type of weights and activations; the optimizer steps fp32 masters."""
 
@@ -251,7 +260,7 @@ class Trial(_Frozen):
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
     peer: PeerSettings = PeerSettings()
-    deepspeed_config: str | None = None
+    deepspeed_config: Annotated[str | None, BeforeValidator(configuration_text)] = None
     cluster: Cluster = Cluster()
     model: Model = Model()
     corpus: str = Field("stdlib", min_length=1)

@@ -30,8 +30,7 @@ from harness.runs import locks
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import LOCK, SCRATCH, alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
-from harness.suites.expanded_suite import Suite
-from harness.suites.failure_answers import Answer
+from harness.suites.expanded_suite import Answer, Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_rank_processes import until

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.expanded_suite import Suite
-from harness.suites.failure_answers import Answer
+from harness.suites.expanded_suite import Answer, Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
@@ -254,10 +253,20 @@ def test_quoted_and_nested_axes(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_suite_says_what_follows_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("skip", Answer()),
+        ("stop", Answer(stop=True)),
+        ("retry 3", Answer(retries=3)),
+        ("retry 10", Answer(retries=10)),
+        ("retry 1, then stop", Answer(retries=1, stop=True)),
+    ],
+)
+def test_a_suite_says_what_follows_a_failure(tmp_path: Path, text: str, answer: Answer) -> None:
     """By kind, and without another trial."""
-    found = suite(tmp_path, '[on_failure]\nkilled = "stop"\n')
-    assert found.on_failure == {"killed": Answer(stop=True)}
+    found = suite(tmp_path, f'[on_failure]\nkilled = "{text}"\n')
+    assert found.on_failure == {"killed": answer}
     assert found.trials == suite(tmp_path, "").trials
 
 
@@ -278,13 +287,13 @@ CASES = {
     "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
     "part of a sequence": (
         '[defaults]\ntokens_per_rank = 100\n[matrix]\nstrategy = ["zero3", "ddp"]\n',
-        ": [defaults] tokens_per_rank = 100",
+        'with strategy = "zero3": [defaults] tokens_per_rank = 100',
         "sequence = 128",
     ),
     "part of one of two sequences": (
         "[defaults]\ntokens_per_rank = 128\n[matrix]\nsequence = [64, 1000]\n",
         "with sequence = 1000: ",
-        "tokens_per_rank = 128: expected a multiple",
+        "[defaults] tokens_per_rank = 128: expected a multiple",
     ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
@@ -359,7 +368,7 @@ def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "q.toml"
     file.write_bytes(b"\x7fELF\xff\x00")
     for path, words in (
-        (file, "not a text file: byte 4"),
+        (file, "not TOML: 'utf-8' codec can't decode byte 0xff in position 4"),
         (tmp_path / "none.toml", "No such file"),
         (tmp_path, "Is a directory"),
         (Path("/dev/zero"), "more than 1 MiB"),
@@ -429,9 +438,7 @@ def test_configurations_that_do_not_fit_are_refused(tmp_path: Path, fields: str,
     """In one line that names the suite's file."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     strategy = "" if "strategy =" in fields else 'strategy = "recipe"\n'
-    line = refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
-    assert words in line
-    assert line.count("none.json") == ("none.json" in fields)
+    assert words in refusal(tmp_path, f"[defaults]\n{strategy}{fields}\n")
 
 
 def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path) -> None:
@@ -456,8 +463,8 @@ def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: 
         ("clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "clip = 0.5, but gradient_clipping = 1.0"),
         ("deepspeed_config.gradient_accumulation_steps = 2", "= 1, but gradient_accumulation_steps = 2"),
         ("deepspeed_config.train_batch_size = 3", "sequences of all ranks = 16, but train_batch_size = 3"),
-        ("deepspeed_config.fp16.enabled = true", "peer.compute = 'fp32', but fp16.enabled = true"),
-        ("peer.compute = 'bf16'\ndeepspeed_config.bf16.enabled = false", "'bf16', but bf16.enabled = false"),
+        ("deepspeed_config.fp16.enabled = true", 'peer.compute = "fp32", but fp16.enabled = true'),
+        ("peer.compute = 'bf16'\ndeepspeed_config.bf16.enabled = false", '"bf16", but bf16.enabled = false'),
         ('deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
         ('deepspeed_config.scheduler.type = "WarmupLR"', "has 'scheduler'"),
         ('workload = "generate"', "strategy 'deepspeed' trains"),
