@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -353,7 +352,7 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
 
     if file is None:
         facts = examine()
-        if not _print_rows([asdict(fact) for fact in facts], as_json=as_json, as_csv=as_csv):
+        if not _print_rows(facts, as_json=as_json, as_csv=as_csv):
             terminal.findings(facts, fitted_table.console())
         return
     suite = load(file)
@@ -366,10 +365,9 @@ def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = Fal
         raise typer.Exit(_follow_nodes(place))
     with launchers.gathered(place, suite.trials, same_code=False) as nodes:
         assert nodes is not None  # noqa: S101  # there is a place
-        compared = compare(nodes.nodes)
-        table = [asdict(one) | {"differs": one.differs} for one in compared]
+        table = compare(nodes.nodes)
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
-            terminal.compared(compared, fitted_table.console())
+            terminal.compared(table, fitted_table.console())
         nodes.status = OK
 
 

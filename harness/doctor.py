@@ -6,7 +6,6 @@ import shutil
 import string
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,18 +19,11 @@ ENOUGH_MEMORY: Final = 4 << 30
 ENOUGH_SHARED_MEMORY: Final = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked for."""
+def examine() -> list[dict[str, Any]]:
+    """Look at everything that a trial may use; a row for each thing, ``there`` if it is and is enough.
 
-    what: str
-    there: bool  # and enough
-    found: str
-    adds: str  # what it is for; if it is missing, what to do
-
-
-def examine() -> list[Finding]:
-    """Look at everything that a trial may use."""
+    ``adds`` is what it is for and, if it is missing, what to do.
+    """
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
     python, facts = sys.version_info[:2] in ((3, 11), (3, 12)), machine.facts()
     packages, driver = facts["packages"], facts["driver"]
@@ -78,36 +70,29 @@ def examine() -> list[Finding]:
             "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
         ),
     ]
-    return [Finding(what, bool(there), str(found or "none"), adds) for what, there, found, adds in looked_for]
+    return [
+        {"what": what, "there": bool(there), "found": str(found or "none"), "adds": adds}
+        for what, there, found, adds in looked_for
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One fact about all nodes of a run."""
-
-    what: str
-    values: tuple[str, ...]  # by node
-
-    @property
-    def differs(self) -> bool:
-        """Whether it is not the same on all of them; an address has to differ."""
-        return len(set(self.values)) > 1 and self.what not in _OWN
-
-
-_OWN: Final = ("address", "host")
+_OWN: Final = ("address", "host")  # which differ where nothing is wrong
 _FACTS: Final = (
     "system", "kernel", "architecture", "cpu", "cores", "memory_gib", "shared_memory_gib", "python", "driver",
 )  # fmt: skip
 
 
-def compare(nodes: Sequence[Node]) -> list[Compared]:
-    """Facts of all nodes side by side; ``host`` has a letter for each distinct one."""
+def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    """Facts of all nodes side by side, a row each; ``host`` has a letter for each distinct one."""
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     tables = [
         {"host": string.ascii_uppercase[hosts.index(node.identity) % 26]} | _facts_of(node) for node in nodes
     ]
-    names = dict.fromkeys(name for table in tables for name in table)
-    return [Compared(name, tuple(str(table.get(name) or "-") for table in tables)) for name in names]
+    rows = []
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [str(table.get(name) or "-") for table in tables]
+        rows.append({"what": name, "values": values, "differs": len({*values}) > 1 and name not in _OWN})
+    return rows
 
 
 def _facts_of(node: Node) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict
         speed_up: over ZeRO-3 in the same setting, the one with the fewest changes of its policy.
         basis: *calibrated* inside what the machine was measured with, else *transferred*.
     """
-    varying = [path for path in varying_paths([one.trial.canonical() for one in found]) if path != "repeat"]
+    varying = varying_paths([one.trial.canonical() for one in found])
     table = [_row(one, varying) for one in found]
     if machine is None:
         return table

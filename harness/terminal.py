@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,14 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness import fitted_table
-from harness.doctor import Compared, Finding
 from harness.errors import one_line
 from harness.expected_time import Expected
-from harness.fitted_table import Column, numbers, sizes, text
+from harness.fitted_table import BYTES, Column
 from harness.plan_rows import of_records, rows
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
-from harness.records.summary import Summary, summarise
 from harness.runs.feasibility import Forecast, gib
 from harness.runs.progress import outcome
 from harness.suites.expanded_suite import Suite
@@ -40,7 +38,7 @@ from harness.suites.suite_file import flatten
 from impl.plan.step_time import Machine
 
 _MOST_CELLS: Final = 6  # that are named one by one
-_PLANNED: Final = (
+_NOTES: Final = (
     "between, inside nodes: what all ranks send in an optimizer step (or one generation); out of a node: "
     "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
     "without activations."
@@ -50,6 +48,31 @@ _MODELLED: Final = (
     "transferred; speed-up: over ZeRO-3 in the same setting."
 )
 _WHOLE: Final = "--json and --csv have all"
+_PLANNED: Final = (
+    Column("modelled_seconds", "step, modelled", ".3g", "s"),
+    Column("modelled_speed_up", "speed-up", ".2f", rank=1),
+    Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
+    Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
+    Column("modelled_basis", "basis", rank=2),
+    Column("millions", "parameters", ",.2f", "M", rank=3, mark="mark"),
+    Column("inter_bytes", "between nodes", BYTES, "/step"),
+    Column("intra_bytes", "inside nodes", BYTES, "/step", rank=4),
+    Column("egress_bytes", "out of a node", BYTES, "/step", rank=5),
+    Column("wire_seconds", "on the wire", ".3f", "s/step", rank=1),
+    Column("memory_bytes", "memory/rank", BYTES, rank=2),
+    Column("frames", "hpZ copy as frames", BYTES, rank=6),
+    Column("wide", "hpZ copy in 16 bits", BYTES, rank=7),
+    Column("host_bytes", "on the host", BYTES, rank=2),
+    Column("copied", "to and from the host", BYTES, "/step", rank=3),
+)
+_MEASURED: Final = (
+    Column("step_seconds", "step", ".4f", "s"),
+    Column("exposed_seconds", "exposed", ".4f", "s", rank=4),
+    Column("inter_bytes", "between nodes", BYTES, "/step", rank=3, mark="mark"),
+    Column("rate_mbit", "rate", ".4g", "Mbit/s", rank=5),
+    Column("loss", "loss", ".4f"),
+    Column("outcome"),
+)
 
 
 def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
@@ -81,8 +104,10 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     for line in (*suite.kept, *said, *dict.fromkeys(other)):
         fitted_table.say(line, out)
     notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
-    fitted_table.show(_planned(shown, varying, notes, machine), out, whole=_WHOLE)
-    fitted_table.say(_PLANNED, out)
+    named = [Column(path, always=True) for path in varying or ["strategy"]]
+    columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
+    fitted_table.show(list(_planned(shown, varying, notes, machine)), columns, out, whole=_WHOLE)
+    fitted_table.say(_NOTES, out)
     if machine is not None:
         fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
     fitted_table.say(padded_in_words(one.padding for one in shown), out)
@@ -110,47 +135,25 @@ def _cells(suite: Suite, rows: int) -> str:
 
 def _planned(
     shown: Sequence[Forecast], varying: Sequence[str], notes: Sequence[str], machine: Machine | None
-) -> list[Column]:
-    """The columns of a plan, the least important of the highest rank."""
-    table, trials = rows(shown, machine), [one.trial.canonical() for one in shown]
-
-    def column(heading: str, key: str, form: str, unit: str = "", rank: int = 0) -> Column:
-        return numbers(heading, [row[key] for row in table], form, unit, rank=rank)
-
-    def bytes_of(heading: str, key: str, per: str = "", rank: int = 0) -> Column:
-        return sizes(heading, [row[key] for row in table], per=per, rank=rank)
-
-    millions = [one.parameters and one.parameters / 1e6 for one in shown]
-    columns = [text(path, [at(one, path) for one in trials], always=True) for path in varying or ["strategy"]]
-    if machine is not None:
-        columns += [
-            column("step, modelled", "modelled_seconds", ".3g", "s"),
-            column("speed-up", "modelled_speed_up", ".2f", rank=1),
-            column("tokens", "modelled_tokens_per_second", ",.0f", "/s", 3),
-            column("speed", "modelled_tflops", ".3g", "TFLOPS/rank", 4),
-            column("basis", "modelled_basis", "", rank=2),
-        ]
-    columns += [
-        numbers("parameters", millions, ",.2f", "M", rank=3, marks=[padded(one.padding) for one in shown]),
-        bytes_of("between nodes", "inter_bytes", "/step"),
-        bytes_of("inside nodes", "intra_bytes", "/step", 4),
-        bytes_of("out of a node", "egress_bytes", "/step", 5),
-        column("on the wire", "wire_seconds", ".3f", "s/step", 1),
-        bytes_of("memory/rank", "memory_bytes", rank=2),
-    ]
-    if any(one.secondary for one in shown):
-        frames, wide = ([one.secondary and one.secondary[way] for one in shown] for way in (0, 1))
-        columns += [sizes("hpZ copy as frames", frames, rank=6), sizes("hpZ copy in 16 bits", wide, rank=7)]
-    if any(row["host_bytes"] for row in table):
-        columns += [
-            bytes_of("on the host", "host_bytes", rank=2),
-            sizes("to and from the host", [one.copied for one in shown], per="/step", rank=3),
-        ]
-    numbered = (", ".join(str(notes.index(why) + 1) for why in one.reasons) for one in shown)
-    runs = [
-        f"{_outcome(one)}: {why}" if why else _outcome(one) for one, why in zip(shown, numbered, strict=True)
-    ]
-    return [*columns, Column("runs here", runs, always=bool(notes))]
+) -> Iterator[dict[str, Any]]:
+    """A plan's rows for programs, with what its table says besides or in words."""
+    for row, one in zip(rows(shown, machine), shown, strict=True):
+        canonical, outcome = one.trial.canonical(), _outcome(one)
+        why = ", ".join(str(notes.index(why) + 1) for why in one.reasons)
+        frames, wide = one.secondary or (None, None)
+        yield (
+            row
+            | {path: at(canonical, path) for path in varying}
+            | {
+                "millions": one.parameters and one.parameters / 1e6,
+                "mark": padded(one.padding),
+                "frames": frames,
+                "wide": wide,
+                "host_bytes": row["host_bytes"] or None,
+                "copied": one.copied or None,
+                "runs here": f"{outcome}: {why}" if why else outcome,
+            }
+        )
 
 
 def _too_short(found: Sequence[Forecast]) -> str:
@@ -165,11 +168,11 @@ def _too_short(found: Sequence[Forecast]) -> str:
     return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
-def _marks(one: Record, found: Summary) -> str:
+def _mark(row: Mapping[str, Any]) -> str:
     """What stands behind a record's bytes between nodes."""
-    if found.sent is None:
+    if row["inter_bytes"] is None:
         return ""
-    return padded(one.padding) + (f" {INTERFACES}" if found.by_interfaces else "")
+    return padded(row["padding"]) + (f" {INTERFACES}" if row["counted_by_interfaces"] else "")
 
 
 def _outcome(one: Forecast) -> str:
@@ -183,30 +186,18 @@ def _outcome(one: Forecast) -> str:
 
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
-    trials = [record.trial for record in found]
-    varying = [path for path in varying_paths(trials) if path != "strategy"]
-    table, measured = of_records(found), [summarise(record) for record in found]
-    marks = [_marks(*both) for both in zip(found, measured, strict=True)]
-
-    def column(heading: str, key: str, form: str, unit: str = "", rank: int = 0) -> Column:
-        return numbers(heading, [row[key] for row in table], form, unit, rank=rank)
-
-    columns = [
-        Column("id", [record.id for record in found], number=False, always=True, whole=True),
-        text("strategy", [in_words(trial.get("strategy")) for trial in trials]),
-        *(text(path, [at(trial, path) for trial in trials]) for path in varying),
-        text("repeat", [in_words(trial.get("repeat")) for trial in trials], rank=1),
-        *([column("sweep", "sweep", "d", rank=2)] if any(record.sweep for record in found) else []),
-        column("step", "step_seconds", ".4f", "s"),
-        column("exposed", "exposed_seconds", ".4f", "s", 4),
-        sizes("between nodes", [row["inter_bytes"] for row in table], per="/step", rank=3, marks=marks),
-        column("rate", "rate_mbit", ".4g", "Mbit/s", 5),
-        column("loss", "loss", ".4f"),
-        text("outcome", [row["outcome"] for row in table]),
+    varying = [path for path in varying_paths([record.trial for record in found]) if path != "strategy"]
+    table = [
+        row | {"mark": _mark(row)} | {path: at(record.trial, path) for path in varying}
+        for row, record in zip(of_records(found), found, strict=True)
     ]
-    fitted_table.show(columns, out, whole=_WHOLE)
+    columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying)]
+    columns += [Column("repeat", rank=1)]
+    columns += [Column("sweep", form="d", rank=2)] if any(record.sweep for record in found) else []
+    fitted_table.show(table, [*columns, *_MEASURED], out, whole=_WHOLE)
     fitted_table.say(padded_in_words(record.padding for record in found), out)
-    fitted_table.say(INTERFACES_IN_WORDS if any(one.by_interfaces for one in measured) else "", out)
+    by_interfaces = any(row["counted_by_interfaces"] for row in table)
+    fitted_table.say(INTERFACES_IN_WORDS if by_interfaces else "", out)
     for record in found:
         if record.failure is not None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
@@ -227,7 +218,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    found = summarise(one)
+    (row,) = of_records([one])
     parts = sorted({part for rank in one.ranks for part in rank.memory.engine})
     held = {part: max(rank.memory.engine.get(part, 0) for rank in one.ranks) for part in parts}
     validations = [v for v in one.validations if v.step >= LEAST_STEPS]
@@ -236,11 +227,11 @@ def record(one: Record, out: Console, folder: Path) -> None:
         **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
         **{f"ran {name}": value for name, value in one.ran.items()},
         "padding of its units": f"{one.padding:.1%} of them" if one.units else NONE,
-        "median step, s": found.seconds,
-        "exposed communication, s": found.exposed,
-        "between nodes, a step": _size(found.sent) + _marks(one, found),
-        "achieved rate, Mbit/s": found.rate,
-        "last loss": found.loss,
+        "median step, s": row["step_seconds"],
+        "exposed communication, s": row["exposed_seconds"],
+        "between nodes, a step": _size(row["inter_bytes"]) + _mark(row),
+        "achieved rate, Mbit/s": row["rate_mbit"],
+        "last loss": row["loss"],
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
         "ledger equals prediction": None if one.predicted is None else one.predicted.equal,
@@ -249,38 +240,42 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines.items():
         table.add_row(name, escape(in_words(value)))
     out.print(table)
-    fitted_table.say(INTERFACES_IN_WORDS if found.by_interfaces else "", out)
+    fitted_table.say(INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
 
-def findings(found: Iterable[Finding], out: Console) -> None:
+def findings(found: Sequence[Mapping[str, Any]], out: Console) -> None:
     """Print what the doctor found."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "what it adds, and what to do"):
         table.add_column(name, overflow="fold")
     for one in found:
-        table.add_row("ok" if one.there else "--", one.what, escape(one.found), escape(one.adds))
+        table.add_row("ok" if one["there"] else "--", one["what"], escape(one["found"]), escape(one["adds"]))
     out.print(table)
 
 
-def compared(found: Sequence[Compared], out: Console) -> None:
+def compared(found: Sequence[Mapping[str, Any]], out: Console) -> None:
     """Print the nodes of a run side by side, what differs first marked."""
-    count = len(found[0].values)
-    columns = [
-        text("", ["differs" if row.differs else "" for row in found], always=True),
-        text("what", [row.what for row in found], always=True),
-        *(text(f"node {n}", [row.values[n] for row in found], rank=n, always=True) for n in range(count)),
+    count = len(found[0]["values"])
+    table = [
+        {"differs": "differs" if row["differs"] else "", "what": row["what"]}
+        | {f"node {number}": value for number, value in enumerate(row["values"])}
+        for row in found
     ]
-    fitted_table.show(columns, out, whole=_WHOLE)
-    differing = [row.what for row in found if row.differs]
+    columns = [Column(f"node {n}", rank=n, always=True) for n in range(count)]
+    columns = [Column("differs", " ", always=True), Column("what", always=True), *columns]
+    fitted_table.show(table, columns, out, whole=_WHOLE)
+    differing = [row["what"] for row in found if row["differs"]]
     out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
-    hosts = len(set(found[0].values))
-    many = f"{count} nodes on {hosts} host{'s' if hosts > 1 else ''}"
+    hosts = len(set(found[0]["values"]))
+    many = f"{count} nodes on {counted(hosts, 'host')}"
     out.print(f"{many}: no network is between those of one host." if hosts < count else f"{many}.")
 
 
 def _size(size: float | None) -> str:
     """Bytes with a decimal unit, four digits."""
-    column = sizes("", [size])
-    return NONE if size is None else f"{column.cells[0]} {column.unit}"
+    if size is None:
+        return NONE
+    scale, unit = fitted_table.bytes_unit(size)
+    return f"{size / scale:.4g} {unit}"

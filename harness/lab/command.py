@@ -9,6 +9,7 @@ import typer
 
 from harness import fitted_table, plan_rows
 from harness.errors import Refusal
+from harness.fitted_table import Column
 from harness.suites.suite_file import load
 
 Several = list[str] | None
@@ -78,13 +79,15 @@ def formats(
         print(plan_rows.as_csv(rows), end="")
         return
     out = fitted_table.console()
-    text = [fitted_table.text(name, [row[name] for row in rows], always=True) for name in ("values", "codec")]
-    forms = {"bits": (".2f", "bits"), "vnmse": (".3g", "vNMSE"), "bias": ("+.2g", "bias"),
-             "cosine": (".5f", "cosine"), "gb_per_second": (".2g", "GB/s, both ways")}  # fmt: skip
-    numbers = [
-        fitted_table.numbers(name, [row[key] for row in rows], form) for key, (form, name) in forms.items()
+    columns = [
+        *(Column(name, always=True) for name in ("values", "codec")),
+        Column("bits", form=".2f"),
+        Column("vnmse", "vNMSE", ".3g"),
+        Column("bias", form="+.2g"),
+        Column("cosine", form=".5f"),
+        Column("gb_per_second", "GB/s, both ways", ".2g"),
     ]
-    fitted_table.show([*text, *numbers], out, whole="--csv has all")
+    fitted_table.show(rows, columns, out, whole="--csv has all")
     kinds = dict.fromkeys(one.kind for one in found)
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in kinds)
     fitted_table.say(f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", out)

@@ -214,7 +214,7 @@ def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, capsys: pytest
     for what in ("q", made.id):
         assert cli.main(["show", what]) == cli.OK
         said = capsys.readouterr().out
-        assert re.search(r"between nodes, MB/step.* 1 \*|between nodes, a step +1 MB \*", said, re.DOTALL)
+        assert re.search(r"between +\n.*MB/step.* 1 \*|between nodes, a step +1 MB \*", said, re.DOTALL)
         assert "*: counted by the interfaces of the nodes" in said
 
 
@@ -243,7 +243,7 @@ def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["show", what]) == cli.OK
         text = capsys.readouterr().out
         assert good.id in text
-        assert re.search(r"between nodes, MB/step.* 2 ", text, re.DOTALL)
+        assert re.search(r"between +\n.*MB/step.* 2 ", text, re.DOTALL)
         assert f"{bad.id} crashed: it [broke]; log: results/q/logs/x.log\n" in text
     assert cli.main(["show", bad.id]) == cli.OK
     assert "\nlog: results/q/logs/x.log\n" in capsys.readouterr().out
@@ -368,7 +368,7 @@ def test_plan_and_show_mark_padding_and_not_its_limit(
     suite(folder, body + "set.policy.max_padding = 0.5\n")
     assert cli.main(["plan", "q.toml"]) == cli.OK
     said = capsys.readouterr().out
-    assert re.search(r"^The same in all rows: parameters [\d.]+ M ¶", said, re.MULTILINE)
+    assert re.search(r"^The same in all rows: parameters [\d.]+ ¶ M", said, re.MULTILINE)
     assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in said
     record(Path("results"), policy={"max_padding": 0.5})
     path = record(Path("results"))
