@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Final
 
 import typer
 
-from harness import fitted_table, plan_rows
+from harness import fitted_table
 from harness.errors import Refusal
 from harness.fitted_table import Column
 from harness.suites.suite_file import load
 
 Several = list[str] | None
+_RANKED: Final = (
+    Column("values", always=True),
+    Column("codec", always=True),
+    Column("bits", form=".2f"),
+    Column("vnmse", "vNMSE", ".3g"),
+    Column("bias", form="+.2g"),
+    Column("cosine", form=".5f"),
+    Column("gb_per_second", "GB/s, both ways", ".2g"),
+)
 
 
 def snapshot(
@@ -56,40 +65,23 @@ def formats(
 
     try:
         texts = list(dict.fromkeys(str(parse(text)) for text in codec or lab.CODECS))
-        units, sizes = lab.units_of(file)
-        found = lab.measure(units, sizes, texts)
+        found = lab.measure(*lab.units_of(file), texts)
     except CodecError as error:
         raise Refusal(str(error)) from None
+    codecs = lab.ranked(found)
     lines = list(lab.budgets(found, bits)) if bits is not None else []
     if losses is not None:
-        told = lab.agreement(found, losses)
+        told = lab.agreement(codecs, losses)
         lines.append(
             f"Errors of gradients rank {told.codecs} codecs as the losses of {losses} do with a rank "
             f"correlation of {told.correlation:.2f} ({told.low:.2f} to {told.high:.2f}, over {told.seeds} "
             "seeds)."
         )
-    rows: list[dict[str, Any]] = [
-        {
-            "values": one.kind, "codec": one.codec, "bits": round(one.bits, 3), "vnmse": one.vnmse,
-            "bias": one.bias, "cosine": one.cosine, "gb_per_second": 4e-9 * one.elements / one.seconds,
-        }
-        for one in found
-    ]  # fmt: skip
+    table = codecs.rename(columns={"kind": "values"})[[one.key for one in _RANKED]].round({"bits": 3})
     if as_csv:
-        print(plan_rows.as_csv(rows), end="")
+        print(table.to_csv(index=False), end="")
         return
     out = fitted_table.console()
-    columns = [
-        *(Column(name, always=True) for name in ("values", "codec")),
-        Column("bits", form=".2f"),
-        Column("vnmse", "vNMSE", ".3g"),
-        Column("bias", form="+.2g"),
-        Column("cosine", form=".5f"),
-        Column("gb_per_second", "GB/s, both ways", ".2g"),
-    ]
-    fitted_table.show(rows, columns, out, whole="--csv has all")
-    kinds = dict.fromkeys(one.kind for one in found)
-    lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in kinds)
-    fitted_table.say(f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", out)
+    fitted_table.show(table.to_dict("records"), _RANKED, out, whole="--csv has all")
     for line in lines:
         fitted_table.say(line, out)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from harness.cli import app
 from harness.errors import Refusal
 from harness.lab import formats
-from harness.lab.formats import Unit, agreement, budgets, measure, units_of, within
+from harness.lab.formats import Unit, agreement, budgets, measure, ranked, units_of, within
 from harness.lab.snapshot import take
 from harness.suites.trial import Cluster, Model, Trial
 
@@ -39,11 +39,11 @@ def test_a_snapshot_is_what_training_has(snapshot: Path) -> None:
     assert len(units) == 3 * 2 * len({unit.name.partition("@")[0] for unit in units})
     for unit in units:
         if unit.kind == "gradients":
-            assert len(unit.values) == 4
-            assert not torch.equal(unit.values[0], unit.values[1])
+            assert len(unit.x) == 4
+            assert not torch.equal(unit.x[0], unit.x[1])
         if unit.kind == "changes" and unit.name.endswith("@0"):
             rate = float(TINY.optimizer.arguments["lr"])
-            assert float(unit.values.abs().max()) == pytest.approx(rate, rel=0.1)
+            assert float(unit.x.abs().max()) == pytest.approx(rate, rel=0.1)
 
 
 def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
@@ -54,54 +54,42 @@ def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
 
 def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
     """More bits err less, for every kind of values; bits are those of frames; unbiased ones have no bias."""
-    units, sizes = units_of(snapshot)
-    found = measure(units, sizes, ["int2:128", "int4:128", "int8:128", "fp32"])
+    found = ranked(measure(*units_of(snapshot), ["int2:128", "int4:128", "int8:128", "fp32"]))
     for kind in ("weights", "changes", "gradients"):
-        mine = [one for one in found if one.kind == kind]
-        assert [one.codec for one in mine] == ["fp32", "int8:128", "int4:128", "int2:128"]
-        assert mine[0].vnmse < 1e-13
-        assert mine[0].cosine == pytest.approx(1)
-        assert mine[1].bits == pytest.approx(8.25, abs=0.2)
+        mine = found[found["kind"] == kind]
+        assert [*mine["codec"]] == ["fp32", "int8:128", "int4:128", "int2:128"]
+        assert mine["vnmse"].iloc[0] < 1e-13
+        assert mine["cosine"].iloc[0] == pytest.approx(1)
+        assert mine["bits"].iloc[1] == pytest.approx(8.25, abs=0.2)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
 def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, sizes: tuple[int, int]) -> None:
     """Equal gradients of all ranks: hop by hop each decodes to the same, so int8 errs as its bound says."""
     row = torch.randn(500, generator=torch.Generator().manual_seed(seed))
-    (found,) = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
+    found = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
     hops = 1 if sizes[0] == 1 else 2
     step = float(row.abs().max()) / 127
-    assert found.squares[3] <= 500 * (hops * 0.51 * step) ** 2
+    assert found["error"].sum() <= 500 * (hops * 0.51 * step) ** 2
 
 
 def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
     """On 20 parts of snapshots: within the bits asked for, and no worse than one codec of as many bytes."""
-    units, sizes = units_of(snapshot)
     texts = ["int2:128", "int3:128", "int4:128", "nf4", "mxfp6e2m3", "int8:128"]
-    found = measure(units, sizes, texts)
+    found = measure(*units_of(snapshot), texts)
     tried = 0
     for bits in (2.5, 3.0, 4.0, 4.6, 5.0, 6.0, 7.0):
         for kind in ("weights", "changes", "gradients"):
-            mine = [one for one in found if one.kind == kind]
-            _, cost = within(mine, bits)
+            mine = found[found["kind"] == kind]
+            codecs, (_, cost) = ranked(mine), within(mine, bits)
             tried += 1
-            assert 8 * cost.bytes <= bits * mine[0].elements
-            uniform = [one.squares[3] for one in mine if one.bits <= bits]
-            assert not uniform or cost.error <= min(uniform) * (1 + 1e-9)
+            assert 8 * cost.bytes <= bits * codecs["elements"].iloc[0]
+            uniform = codecs["error"][codecs["bits"] <= bits]
+            assert uniform.empty or cost.error <= uniform.min() * (1 + 1e-9)
     assert tried >= 20
     assert "bits: vNMSE" in next(iter(budgets(found, 4.0)))
     with pytest.raises(Refusal, match="--bits 1"):
         list(budgets(found, 1.0))
-
-
-@given(st.integers(-100, 100), st.integers(1, 4))
-def test_lossless_bits_are_8_and_the_entropy_of_exponents(exponent: int, kinds: int) -> None:
-    """Values of 2^k equally likely exponents take 8 + k bits, whichever exponents, signs and zeros."""
-    values = torch.cat(
-        [torch.full((6,), (-1.5) ** (e % 2) * 2.0 ** (exponent + 2 * e)) for e in range(2**kinds)]
-    )
-    unit = Unit("weights", "u", torch.cat([values, torch.zeros(9)]))
-    assert formats.lossless_bits([unit], "weights") == pytest.approx(8 + kinds)
 
 
 def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
@@ -110,7 +98,7 @@ def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
     save_file({"layer.w": torch.randn(8, 8), "ids": torch.arange(3), "gradients/x": torch.randn(3, 40)}, path)
     units, sizes = units_of(path)
     assert sizes == (1, 3)
-    assert [(unit.kind, unit.name, tuple(unit.values.shape)) for unit in units] == [
+    assert [(unit.kind, unit.name, tuple(unit.x.shape)) for unit in units] == [
         ("gradients", "x", (3, 40)), ("weights", "layer.w", (64,)),
     ]  # fmt: skip
     (tmp_path / "text").write_text("no tensors")
@@ -120,9 +108,8 @@ def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
 
 def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
     """Losses of the suite formats and errors of a snapshot rank its codecs alike, or the number says not."""
-    units, sizes = units_of(snapshot)
     texts = ["int8:128", "fp8e4m3:128", "mxfp8", "int4:128", "int4:128:clip", "mxfp4", "int4:128:hadamard32"]
-    found = measure(units, sizes, texts)
+    found = ranked(measure(*units_of(snapshot), texts))
     one = agreement(found, Path(__file__).parents[3] / "results" / "reference" / "formats.tar.xz")
     assert -1 <= one.low <= one.correlation <= one.high <= 1
     assert (one.codecs, one.seeds) == (7, 6)
