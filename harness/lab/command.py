@@ -65,7 +65,8 @@ def formats(
 
     try:
         texts = list(dict.fromkeys(str(parse(text)) for text in codec or lab.CODECS))
-        found = lab.measure(*lab.units_of(file), texts)
+        units, sizes = lab.units_of(file)
+        found = lab.measure(units, sizes, texts)
     except CodecError as error:
         raise Refusal(str(error)) from None
     codecs = lab.ranked(found)
@@ -83,5 +84,6 @@ def formats(
         return
     out = fitted_table.console()
     fitted_table.show(table.to_dict("records"), _RANKED, out, whole="--csv has all")
-    for line in lines:
+    lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
+    for line in [f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", *lines]:
         fitted_table.say(line, out)

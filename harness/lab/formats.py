@@ -164,6 +164,18 @@ def _reduced(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent
     return sums.sum(0) / len(gradients), nbytes, seconds
 
 
+def lossless_bits(units: Sequence[Unit], kind: str) -> float:
+    """Bits of an element in bf16 whose exponents are coded without loss: 8, and the entropy of the exponent.
+
+    What an ideal coder would send (as ZipCCL, 2604.27844); zeros that pad units are left out.
+    """
+    values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
+    exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
+    counts = exponents.unique(return_counts=True)[1]
+    share = counts.double() / max(1, len(values))
+    return 8 - float((share * share.log2()).sum())
+
+
 def budgets(found: pd.DataFrame, bits: float) -> Iterator[str]:
     """For each kind what the codecs by unit are whose errors are least in sum within ``bits`` an element,
     beside the best single codec within them, in lines; see :func:`within`.

@@ -92,6 +92,16 @@ def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
         list(budgets(found, 1.0))
 
 
+@given(st.integers(-100, 100), st.integers(1, 4))
+def test_lossless_bits_are_8_and_the_entropy_of_exponents(exponent: int, kinds: int) -> None:
+    """Values of 2^k equally likely exponents take 8 + k bits, whichever exponents, signs and zeros."""
+    values = torch.cat(
+        [torch.full((6,), (-1.5) ** (e % 2) * 2.0 ** (exponent + 2 * e)) for e in range(2**kinds)]
+    )
+    unit = Unit("weights", "u", torch.cat([values, torch.zeros(9)]))
+    assert formats.lossless_bits([unit], "weights") == pytest.approx(8 + kinds)
+
+
 def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
     """Tensors of other names are weights, integers are left out; what is no such file is refused."""
     path = tmp_path / "own.safetensors"
