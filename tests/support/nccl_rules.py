@@ -5,8 +5,8 @@ communicator with one stream: calls only enqueue, a thread carries them out in o
 lies in the caller's tensors once ``wait()`` returned, poison until then.  Before a call's data the ranks of
 it tell each other what they call, so that a difference is named.  :data:`RULES` says which rule stands where.
 
-Stricter than NCCL in two places: sends and receives stand in group calls alone, and tensors that one call
-writes may be in no other call that is under way.
+Stricter than NCCL: sends and receives stand in group calls alone, one of each with a rank, which answers them
+in one; and tensors that one call writes may be in no other call that is under way.
 Not shown: the host runs ahead of a CUDA stream, but not of this one once it waits; speed.
 """
 
@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import queue
-import threading
-import weakref
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
@@ -28,17 +28,112 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from tests.support.nccl_call import TOLD_BYTES, Call, NcclRuleError, Told, as_bytes, carry_out, overlap
-
 NAME: Final = "nccl_rules"
-
-_MOVED: Final = {
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+_GUIDE: Final = "NCCL user guide"
+# Where each rule is written down.
+RULES: Final = {
+    "order": f"{_GUIDE}, Collective Operations: every rank calls with the same count and datatype, in order",
+    "grouping": f"{_GUIDE}, Point-to-point communication and Group Calls: a send or receive blocks until "
+    "matched; those that must progress together stand between ncclGroupStart and ncclGroupEnd",
+    "communicators": f"{_GUIDE}, Using multiple NCCL communicators concurrently: operations of several "
+    "communicators are issued in one order on all ranks",
+    "creation": "torch.distributed.batch_isend_irecv: as a group's first call, all its ranks take part",
+    "datatype": f"{_GUIDE}, Types: ncclDataType_t and ncclRedOp_t",
+    "tags": f"{_GUIDE}, ncclSend: there is no tag, messages of two ranks match in order",
+    "contiguous": f"{_GUIDE}, Data Pointers: a buffer is a pointer and a count",
+    "in place": f"{_GUIDE}, In-place Operations: a rank's own part of the other buffer, or apart from it",
+    "buffer": f"{_GUIDE}, CUDA Stream Semantics: a buffer belongs to the call until the stream has passed it",
+    "backend": "torch.distributed, Backends: what NCCL offers",
+}
+_REDUCED: Final = {
+    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
 }  # fmt: skip
-_TELL, _ANSWER, _DATA = 1, 2, 3  # gloo's tags
-_REDUCED: Final = _MOVED - {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
-_OPERATIONS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+_MOVED: Final = _REDUCED | {torch.bool, torch.float8_e4m3fn, torch.float8_e5m2}
+_OPERATIONS: Final = {
+    "SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum,
+}  # fmt: skip
+_TELL, _DATA = 1, 2  # gloo's tags
+_TOLD_BYTES: Final = 256  # of what ranks tell each other before a call
+_POISON: Final = 0xA5
+
+
+class NcclRuleError(RuntimeError):
+    """A call that NCCL would not carry out as meant; the message begins with the rule of :data:`RULES`."""
+
+    def __init__(self, rule: str, why: str) -> None:
+        super().__init__(f"{rule}: {why} [{RULES[rule]}]")
+        self.rule = rule
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank tells another of a call: both must agree."""
+
+    kind: str  # name of the collective
+    sent: int  # bytes to that rank
+    received: int  # bytes from it
+    detail: str  # element type, root and operation
+    position: int = 0  # of a collective among all that these two ranks take part in, over all communicators
+
+    def packed(self) -> Tensor:
+        text = json.dumps([self.kind, self.sent, self.received, self.detail, self.position]).encode()
+        return torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8)
+
+    def fits(self, other: Told) -> bool:
+        asked, answered = (self.sent, self.received), (other.received, other.sent)
+        return (self.kind, *asked, self.detail) == (other.kind, *answered, other.detail)
+
+    def __str__(self) -> str:
+        sizes = f"{self.sent} bytes out, {self.received} in"
+        return f"{self.kind} ({sizes}, {self.detail}; call {self.position} of these ranks)"
+
+
+@dataclass(slots=True, eq=False)
+class Call(dist.Work):
+    """A call under way, which is also what its caller waits with."""
+
+    kind: str
+    sources: list[Tensor]  # that it reads
+    destinations: list[Tensor]  # that it writes, at :meth:`wait`
+    sent: dict[int, Tensor]  # bytes for each rank of the group that takes part
+    finish: Callable[[dict[int, Tensor]], Sequence[Tensor]]  # of rows by rank: bytes of the destinations
+    told: dict[int, Told]  # to the other ranks
+    ended: Callable[[Call], None]  # is told once it was waited for
+    carried: Future[Sequence[Tensor]] = field(default_factory=Future)
+    _read: list[Tensor] = field(default_factory=list)  # sources as they were posted
+    _delivered: bool = False
+
+    def __post_init__(self) -> None:
+        dist.Work.__init__(self)
+        self._read = [source.clone() for source in self.sources]
+        self.sent = {rank: part.clone() for rank, part in self.sent.items()}
+        for target in self.destinations:
+            if not any(overlap(target, source) for source in self.sources):
+                as_bytes(target).fill_(_POISON)
+
+    def is_completed(self) -> bool:
+        return self.carried.done()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # the group's holds
+        """Wait for the stream to pass it, and give out what it brought, or raise what went wrong."""
+        brought = self.carried.result()
+        if not self._delivered:
+            self._delivered = True
+            for source, then in zip(self.sources, self._read, strict=True):
+                apart = not any(overlap(source, target) for target in self.destinations)
+                if apart and not torch.equal(as_bytes(source), as_bytes(then)):
+                    raise NcclRuleError("buffer", f"what {self.kind} sends was written before its wait()")
+            for target, value in zip(self.destinations, brought, strict=True):
+                as_bytes(target).copy_(as_bytes(value))
+            self.ended(self)
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self.wait()
+        future.set_result(self.destinations)
+        return future
 
 
 _Group: Any = dist.ProcessGroup  # torch's stubs name overloads that a group need not have
@@ -56,19 +151,13 @@ class Communicator(_Group):  # type: ignore[misc]
         self._me, self._size, self._limit = rank, size, timeout
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._first = True
-        self._members: list[int] | None = None
-        self._grouped: list[tuple[str, int, Tensor]] | None = None
-        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._failed: BaseException | None = None
+        self._stream = ThreadPoolExecutor(1)
         world = dist.group.WORLD
         # Of the process: what this rank posted with each other rank, and what is under way.
         first = world if isinstance(world, Communicator) else None
         self._positions: Counter[int] = first._positions if first else Counter()
         self._under_way: list[Call] = first._under_way if first else []
-        stream = threading.Thread(
-            target=carry_out, args=(self._calls, weakref.WeakMethod(self._agree)), daemon=True
-        )
-        stream.start()
-        weakref.finalize(self, self._calls.put, None).atexit = False
 
     # What torch asks of a group.
 
@@ -92,65 +181,41 @@ class Communicator(_Group):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (tensor,) = tensors
-        operation = _operation(opts)
-        _reducible(tensor, operation)
-        work = functools.partial(self._reduced, operation)
-        return self._collective("all_reduce", [tensor], [tensor], work, detail=operation)
+        operation = _operation(opts, tensor)
+        sent = [as_bytes(tensor)] * self._size
+        finish = functools.partial(_reduced, operation, tensor.dtype)
+        return self._collective("all_reduce", tensor, [tensor], sent, finish, detail=operation)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        (tensor,) = tensors
-        root = opts.rootRank
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            value = read[0] if self._me == root else brought[0]
-            self._done(self._gloo.broadcast([value], opts))
-            brought[0].copy_(value)
-
-        return self._collective("broadcast", [tensor], [tensor], carry, detail=f"from {root}")
+        (tensor,), root = tensors, opts.rootRank
+        none = torch.empty(0, dtype=torch.uint8)
+        sent = [as_bytes(tensor) if self._me == root else none] * self._size
+        come = [tensor.nbytes if rank == root else 0 for rank in range(self._size)]
+        detail = f"from {root}"
+        return self._collective(
+            "broadcast", tensor, [tensor], sent, lambda rows: [rows[root]], come=come, detail=detail
+        )
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         """Into one tensor, in rank order; ``given`` may be this rank's own part of it."""
-        if output.numel() != self._size * given.numel():
-            raise NcclRuleError(
-                "order", f"all_gather of {given.numel()} elements by {self._size} ranks into {output.numel()}"
-            )
-        self._in_place("all_gather", whole=output, part=given)
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            rows = [torch.empty_like(as_bytes(read[0])) for _ in range(self._size)]
-            self._done(self._gloo.allgather([rows], [as_bytes(read[0])]))
-            as_bytes(brought[0]).copy_(torch.cat(rows))
-
-        return self._collective("all_gather", [given], [output], carry)
+        self._whole("all_gather", whole=output, part=given)
+        sent = [as_bytes(given)] * self._size
+        return self._collective("all_gather", given, [output], sent, _joined)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (rows,), (given,) = outputs, inputs
-        sizes = {row.numel() for row in rows}
-        if sizes != {given.numel()}:
-            raise NcclRuleError("order", f"all_gather of {given.numel()} elements into {sorted(sizes)}")
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            self._done(self._gloo.allgather([[as_bytes(row) for row in brought]], [as_bytes(read[0])]))
-
-        return self._collective("all_gather", [given], list(rows), carry)
+        if {row.numel() for row in rows} != {given.numel()}:
+            raise NcclRuleError("order", f"all_gather of {given.numel()} elements into rows of other sizes")
+        sent = [as_bytes(given)] * self._size
+        return self._collective("all_gather", given, rows, sent, lambda came: list(came.values()))
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         """Of one tensor, by rank order; ``output`` may be this rank's own part of it."""
-        operation = _operation(opts)
-        _reducible(given, operation)
-        if given.numel() != self._size * output.numel():
-            raise NcclRuleError(
-                "order",
-                f"reduce_scatter of {given.numel()} elements by {self._size} ranks into {output.numel()}",
-            )
-        self._in_place("reduce_scatter", whole=given, part=output)
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            whole = read[0].clone()
-            self._reduced(operation, [whole], [whole])
-            brought[0].view(-1).copy_(whole.view(self._size, -1)[self._me])
-
-        return self._collective("reduce_scatter", [given], [output], carry, detail=operation)
+        operation = _operation(opts, given)
+        self._whole("reduce_scatter", whole=given, part=output)
+        sent = list(as_bytes(given).chunk(self._size))
+        finish = functools.partial(_reduced, operation, given.dtype)
+        return self._collective("reduce_scatter", given, [output], sent, finish, detail=operation)
 
     def all_to_all_single(
         self,
@@ -163,35 +228,48 @@ class Communicator(_Group):  # type: ignore[misc]
         """Each rank's part to each; ``come`` and ``go`` count rows by rank, equal parts if empty."""
         if overlap(output, given):
             raise NcclRuleError("in place", "all_to_all between tensors that overlap")
-        return self._all_to_all(output, given, self._parts(output, come), self._parts(given, go))
+        sizes = [part.nbytes for part in self._parts(output, come)]
+        return self._collective("all_to_all", given, [output], self._parts(given, go), _joined, come=sizes)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """As beside NCCL: of the CPU's backend, so it does not make the communicator."""
         return self._gloo.barrier()  # type: ignore[no-any-return]
 
-    # Point to point.
+    # Point to point: outside of a group call nothing.
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> None:
-        self._message("send", tensors[0], to, tag)
+        raise NcclRuleError("tags" if tag else "grouping", f"send to rank {to}, tag {tag}, in no group call")
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
-        self._message("receive", tensors[0], source, tag)
+        raise NcclRuleError("tags" if tag else "grouping", f"receive from rank {source}, in no group call")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         raise NcclRuleError("backend", "a receive from any rank")
 
-    @contextlib.contextmanager
-    def group(self) -> Iterator[list[dist.Work]]:
-        """Sends and receives inside are one call; gives its work afterwards."""
-        messages: list[tuple[str, int, Tensor]] = []
-        self._grouped = messages
-        works: list[dist.Work] = []
-        try:
-            yield works
-        finally:
-            self._grouped = None
-        if messages:
-            works.append(self._messages(messages))
+    def grouped(self, operations: list[dist.P2POp]) -> dist.Work:
+        """Sends and receives in one call."""
+        sends, receives = (
+            {one.group_peer: one.tensor for one in operations if one.op is kind}
+            for kind in (dist.isend, dist.irecv)
+        )
+        if len(sends) + len(receives) < len(operations) or any(one.tag for one in operations):
+            raise NcclRuleError("tags", "messages with tags, or several of one direction between two ranks")
+        told, none = {}, torch.empty(0, dtype=torch.uint8)
+        for peer in sends | receives:
+            out, into = sends.get(peer, none), receives.get(peer, none)
+            types = sorted({str(one.dtype) for one in (out, into) if one is not none})
+            told[peer] = Told("batch_isend_irecv", out.nbytes, into.nbytes, ", ".join(types))
+        return self._enqueue(
+            Call(
+                "batch_isend_irecv",
+                self._movable("batch_isend_irecv", [*sends.values()]),
+                self._movable("batch_isend_irecv", [*receives.values()]),
+                {peer: as_bytes(sends.get(peer, none)) for peer in told},
+                lambda rows: [rows[peer] for peer in receives],
+                told,
+                self._under_way.remove,
+            )
+        )
 
     # As torch 2.11 calls them.
     _allgather_base = all_gather_single
@@ -200,238 +278,164 @@ class Communicator(_Group):  # type: ignore[misc]
 
     # Its stream.
 
-    def _ended(self, call: Call) -> None:
-        with contextlib.suppress(ValueError):
-            self._under_way.remove(call)
-
+    @functools.cached_property
     def _ranks(self) -> list[int]:
         """Global ranks of the group; asked first by the rank's own thread."""
-        if self._members is None:
-            self._members = dist.get_process_group_ranks(self)
-        return self._members
+        return dist.get_process_group_ranks(self)
 
     def _collective(
         self,
         kind: str,
-        sources: list[Tensor],
-        destinations: list[Tensor],
-        carry: Callable[[list[Tensor], list[Tensor]], None],
+        given: Tensor,
+        outputs: list[Tensor],
+        sent: list[Tensor],
+        finish: Callable[[dict[int, Tensor]], Sequence[Tensor]],
         *,
+        come: Sequence[int] | None = None,  # bytes from each rank, unless as many as are sent to it
         detail: str = "",
-        counts: tuple[Sequence[int], Sequence[int]] | None = None,  # bytes to and from each rank
     ) -> dist.Work:
-        self._movable(kind, [*sources, *destinations])
-        nbytes = sum(source.nbytes for source in sources)
-        go, come = counts or ([nbytes] * self._size, [nbytes] * self._size)
-        detail = f"{sources[0].dtype} {detail}".removeprefix("torch.").rstrip()
-        peers = {
-            index: Told(self._position(rank), kind, go[index], come[index], detail)
-            for index, rank in enumerate(self._ranks())
-            if index != self._me
-        }
-        return self._enqueue(Call(kind, peers, sources, destinations, carry, self._ended))
-
-    def _all_to_all(
-        self, output: Tensor, given: Tensor, into: list[tuple[int, int]], parts: list[tuple[int, int]]
-    ) -> dist.Work:
-        """Parts are (first byte, bytes) by rank."""
-
-        def cut(tensor: Tensor, spans: list[tuple[int, int]]) -> list[Tensor]:
-            return [as_bytes(tensor)[first : first + count] for first, count in spans]
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            come, go = cut(brought[0], into), cut(read[0], parts)
-            come[self._me].copy_(go[self._me])
-            others = [index for index in range(self._size) if index != self._me]
-            works = [self._gloo.recv([come[i]], i, _DATA) for i in others if come[i].numel()]
-            works += [self._gloo.send([go[i]], i, _DATA) for i in others if go[i].numel()]
-            for work in works:
-                self._done(work)
-
-        counts = [count for _, count in parts], [count for _, count in into]
-        return self._collective("all_to_all", [given], [output], carry, counts=counts)
-
-    def _parts(self, tensor: Tensor, rows: list[int] | None) -> list[tuple[int, int]]:
-        """(first byte, bytes) by rank."""
-        if not rows and tensor.shape[0] % self._size:
-            raise NcclRuleError("order", f"all_to_all of {tensor.shape[0]} rows by {self._size} ranks")
-        counts = rows or [tensor.shape[0] // self._size] * self._size
-        if sum(counts) != tensor.shape[0]:
-            raise NcclRuleError("order", f"all_to_all of {tensor.shape[0]} rows in parts {counts}")
-        row = tensor.nbytes // max(tensor.shape[0], 1)
-        ends = itertools.accumulate(counts)
-        return [((end - count) * row, count * row) for end, count in zip(ends, counts, strict=True)]
-
-    def _message(self, kind: str, tensor: Tensor, peer: int, tag: int) -> None:
-        if tag:
-            raise NcclRuleError("tags", f"{kind} with tag {tag}")
-        self._movable(kind, [tensor])
-        if peer == self._me:
-            raise NcclRuleError("backend", f"{kind} of rank {peer} to itself")
-        if self._grouped is None:
-            raise NcclRuleError("grouping", f"{kind} with rank {peer} outside of a group call")
-        self._grouped.append((kind, peer, tensor))
-
-    def _messages(self, messages: Sequence[tuple[str, int, Tensor]]) -> dist.Work:
-        """One call of messages, as (send or receive, rank of the group, tensor)."""
-
-        def carry(read: list[Tensor], brought: list[Tensor]) -> None:
-            sent, got = iter(read), iter(brought)
-            works = [
-                self._gloo.send([as_bytes(next(sent))], peer, _DATA)
-                if kind == "send"
-                else self._gloo.recv([as_bytes(next(got))], peer, _DATA)
-                for kind, peer, _ in messages
-            ]
-            for work in works:
-                self._done(work)
-
-        told = [
-            (peer, Told(0, kind, tensor.nbytes, tensor.nbytes, str(tensor.dtype).removeprefix("torch.")))
-            for kind, peer, tensor in messages
-        ]
-        sources = [tensor for kind, _, tensor in messages if kind == "send"]
-        into = [tensor for kind, _, tensor in messages if kind == "receive"]
-        return self._enqueue(Call("batch_isend_irecv", {}, sources, into, carry, self._ended, told))
+        self._movable(kind, [given, *outputs])
+        come = come or [part.nbytes for part in sent]
+        detail = f"{given.dtype} {detail}".removeprefix("torch.").rstrip()
+        told = {}
+        for index, rank in enumerate(self._ranks):
+            self._positions[rank] += 1
+            if index != self._me:
+                told[index] = Told(kind, sent[index].nbytes, come[index], detail, self._positions[rank])
+        ended = self._under_way.remove
+        return self._enqueue(Call(kind, [given], outputs, dict(enumerate(sent)), finish, told, ended))
 
     def _enqueue(self, call: Call) -> dist.Work:
-        self._ranks()
         for other in self._under_way:
-            clash = [
-                (mine, theirs)
-                for mine, theirs in [
-                    *itertools.product(call.destinations, other.destinations + other.sources),
-                    *itertools.product(call.sources, other.destinations),
-                ]
-                if overlap(mine, theirs)
+            pairs = [
+                *itertools.product(call.destinations, other.destinations + other.sources),
+                *itertools.product(call.sources, other.destinations),
             ]
-            if clash:
+            if any(overlap(mine, theirs) for mine, theirs in pairs):
                 why = f"{call.kind} uses a tensor of {other.kind}, not yet waited for"
                 raise NcclRuleError("buffer", why)
         self._under_way.append(call)
-        self._calls.put(call)
+        _ = self._ranks
+        call.carried = self._stream.submit(self._carry, call)
         return call
 
-    def _position(self, rank: int) -> int:
-        """Of the next call that this rank and another take part in; counts it."""
-        self._positions[rank] += 1
-        return self._positions[rank]
+    def _carry(self, call: Call) -> Sequence[Tensor]:
+        """On the stream, none after one that failed: agree with the other ranks, then move the data."""
+        if self._failed is not None:
+            raise self._failed
+        try:
+            self._agree(call)
+            rows = dict(call.sent)
+            come = {peer: torch.empty(told.received, dtype=torch.uint8) for peer, told in call.told.items()}
+            works = [self._gloo.recv([row], peer, _DATA) for peer, row in come.items() if row.numel()]
+            works += [self._gloo.send([rows[peer]], peer, _DATA) for peer in come if rows[peer].numel()]
+            for work in works:
+                work.wait(self._limit)
+            return call.finish(rows | come)
+        except BaseException as error:
+            self._failed = error
+            raise
 
-    def _movable(self, kind: str, tensors: Iterable[Tensor]) -> None:
+    def _agree(self, call: Call) -> None:
+        """Tell the other ranks of a call what it is; raise where they call something else, or nothing within
+        the time limit.
+        """
+        first, self._first = self._first, False
+        if first and len(call.told) < self._size - 1:  # all take part, since it makes the communicator
+            creation = Told("the group's first call", 0, 0, "")
+            self._tell({rank: creation for rank in range(self._size) if rank != self._me}, "creation")
+        self._tell(call.told, "creation" if first else "order")
+
+    def _tell(self, told: Mapping[int, Told], rule: str) -> None:
+        """Tell each rank what is told to it, all at once, and raise the rule by which two do not fit."""
+        heard = {peer: torch.empty(_TOLD_BYTES, dtype=torch.uint8) for peer in told}
+        works = []
+        for peer, mine in told.items():
+            with self._waiting(rule, mine, peer):
+                send, into = self._gloo.send([mine.packed()], peer, _TELL), [heard[peer]]
+                works.append((peer, mine, [send, self._gloo.recv(into, peer, _TELL)]))
+        for peer, mine, both in works:
+            with self._waiting(rule, mine, peer):
+                for work in both:
+                    work.wait(self._limit)
+        for peer, mine in told.items():
+            theirs = Told(*json.loads(bytes(heard[peer].tolist())))
+            words = f"rank {self._ranks[self._me]} calls {mine}, rank {self._ranks[peer]} calls {theirs}"
+            if not mine.fits(theirs):
+                raise NcclRuleError("order", words)
+            if mine.position != theirs.position:
+                raise NcclRuleError("communicators", words)
+
+    @contextlib.contextmanager
+    def _waiting(self, rule: str, told: Told, peer: int) -> Iterator[None]:
+        """An error of gloo inside is one of the rule."""
+        try:
+            yield
+        except RuntimeError as error:
+            limit = f"which did not call it within {self._limit}, or ended"
+            why = f"{told.kind} waited for rank {self._ranks[peer]}, {limit}"
+            raise NcclRuleError(rule, why) from error
+
+    # What is refused where it is called.
+
+    def _parts(self, tensor: Tensor, rows: list[int] | None) -> list[Tensor]:
+        """Its rows by rank, as bytes."""
+        counts = rows or [tensor.shape[0] // self._size] * self._size
+        if sum(counts) != tensor.shape[0]:
+            raise NcclRuleError("order", f"all_to_all of {tensor.shape[0]} rows in parts {counts}")
+        return list(map(as_bytes, tensor.split(counts)))
+
+    def _movable(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
         for tensor in tensors:
             if tensor.dtype not in _MOVED:
                 raise NcclRuleError("datatype", f"{kind} of {tensor.dtype}")
-            if not tensor.is_contiguous():
-                raise NcclRuleError(
-                    "contiguous", f"{kind} of a tensor {tuple(tensor.shape)} with strides {tensor.stride()}"
-                )
+        return tensors
 
-    def _in_place(self, kind: str, *, whole: Tensor, part: Tensor) -> None:
+    def _whole(self, kind: str, *, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self._size * part.numel():
+            sizes = f"{whole.numel()} elements with parts of {part.numel()}"
+            raise NcclRuleError("order", f"{kind} of {sizes} on {self._size} ranks")
         own = whole.data_ptr() + self._me * part.nbytes
         if overlap(whole, part) and part.data_ptr() != own:
             raise NcclRuleError("in place", f"{kind}: rank {self._me}'s part lies elsewhere in the whole")
 
-    def _reduced(self, operation: str, read: list[Tensor], brought: list[Tensor]) -> None:
-        """All-reduce over gloo, which has no mean."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, "SUM" if operation == "AVG" else operation)
-        value = read[0].clone()
-        self._done(self._gloo.allreduce([value], options))
-        brought[0].copy_(value.div_(self._size) if operation == "AVG" else value)
 
-    def _done(self, work: Any) -> None:
-        work.wait(self._limit)
-
-    def _agree(self, call: Call) -> None:
-        """On the stream: tell the other ranks of a call what it is, and compare; raise where they call
-        something else, or nothing within the time limit.
-        """
-        ranks = self._ranks()
-        if (
-            self._first or not call.messages
-        ):  # all ranks take part in the first call: it makes the communicator
-            told = list(call.peers.items()) or [
-                (index, Told(self._position(rank), "creation", 0, 0, ""))
-                for index, rank in enumerate(ranks)
-                if index != self._me
-            ]
-            kind = "the group's first call" if call.messages else call.kind
-            limit = f"which did not call it within {self._limit}, or ended"
-            rule = "creation" if self._first else "order"
-            self._compare(told, rule, lambda _, peer: f"{kind} waited for rank {ranks[peer]}, {limit}")
-        self._first = False
-        self._compare(
-            call.messages,
-            "order",
-            lambda one, peer: (
-                f"a {one.kind} between rank {ranks[self._me]} and rank {ranks[peer]} was not matched "
-                f"within {self._limit}"
-            ),
-        )
-
-    def _compare(
-        self, told: Iterable[tuple[int, Told]], rule: str, missing: Callable[[Told, int], str]
-    ) -> None:
-        """Tell each rank what is told to it, all at once, and raise the rule by which two do not fit."""
-        under_way = []
-        for peer, mine in told:
-            theirs = torch.empty(TOLD_BYTES, dtype=torch.uint8)
-            out, into = {"send": (_TELL, _ANSWER), "receive": (_ANSWER, _TELL)}.get(mine.kind, (_TELL, _TELL))
-            with _naming(rule, missing(mine, peer)):
-                works = [
-                    self._gloo.recv([theirs], peer, into), self._gloo.send([mine.packed()], peer, out)
-                ]  # fmt: skip
-            under_way.append((peer, mine, theirs, works))
-        for peer, mine, _, works in under_way:
-            with _naming(rule, missing(mine, peer)):
-                for work in works:
-                    self._done(work)
-        for peer, mine, theirs, _ in under_way:
-            other, ranks = Told.unpacked(theirs), self._ranks()
-            both = f"rank {ranks[self._me]} calls {mine}, rank {ranks[peer]} calls {other}"
-            kind = {"send": "receive", "receive": "send"}.get(mine.kind, mine.kind)
-            fits = (kind, mine.sent, mine.received, mine.detail)
-            if fits != (other.kind, other.received, other.sent, other.detail):
-                raise NcclRuleError("order", both)
-            if mine.position != other.position:
-                raise NcclRuleError("communicators", both)
+def as_bytes(tensor: Tensor) -> Tensor:
+    """(bytes,) uint8 view of a tensor, which must be contiguous."""
+    if not tensor.is_contiguous():
+        raise NcclRuleError("contiguous", f"{tuple(tensor.shape)} elements with strides {tensor.stride()}")
+    return tensor.reshape(-1).view(torch.uint8)
 
 
-@contextlib.contextmanager
-def _naming(rule: str, why: str) -> Iterator[None]:
-    """An error of gloo inside is one of the rule."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise NcclRuleError(rule, why) from error
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share memory, strides apart."""
+    first, begin = one.data_ptr(), other.data_ptr()
+    return first < begin + other.nbytes and begin < first + one.nbytes
 
 
-def _operation(opts: Any) -> str:
-    """Name of a reduction, which NCCL must have."""
+def _joined(rows: dict[int, Tensor]) -> list[Tensor]:
+    return [torch.cat(list(rows.values()))]
+
+
+def _operation(opts: Any, tensor: Tensor) -> str:
+    """Name of a reduction, which NCCL must have, and of this tensor."""
     operation = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     name = str(getattr(operation, "op", operation)).rpartition(".")[2]
-    if name not in _OPERATIONS:
-        raise NcclRuleError("datatype", f"reduction {name}")
+    if name not in _OPERATIONS or tensor.dtype not in _REDUCED:
+        raise NcclRuleError("datatype", f"reduction {name} of {tensor.dtype}")
     return name
 
 
-def _reducible(tensor: Tensor, operation: str) -> None:
-    if tensor.dtype not in _REDUCED:
-        raise NcclRuleError("datatype", f"reduction {operation} of {tensor.dtype}")
+def _reduced(operation: str, dtype: torch.dtype, rows: dict[int, Tensor]) -> list[Tensor]:
+    """In rank order."""
+    total = functools.reduce(_OPERATIONS[operation], (rows[rank].view(dtype) for rank in sorted(rows)))
+    return [total / len(rows) if operation == "AVG" else total]
 
 
 def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
     """Torch's, which groups messages for its own class of groups alone."""
-    group: Any = operations[0].group
-    if group is None:
-        group = dist.group.WORLD
-    if not isinstance(group, Communicator):
-        return _torch_batch(operations)
-    with group.group() as works:
-        for one in operations:
-            end = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
-            one.op(one.tensor, group=one.group, tag=one.tag, **end)
-    return works
+    group: Any = operations[0].group or dist.group.WORLD
+    return [group.grouped(operations)] if isinstance(group, Communicator) else _torch_batch(operations)
 
 
 _torch_batch: Final = c10d.batch_isend_irecv

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ import torch.distributed as dist
 from harness.cluster.link import Port
 from harness.cluster.rank import Rank, exchange
 from impl.comm.mesh import Mesh
-from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from tests.golden import record
-from tests.impl.checkpoint.checkpointed import NET, Run, same
-from tests.support.nccl_call import RULES, NcclRuleError
+from tests.support.nccl_rules import RULES, NcclRuleError
 from tests.support.ranks import on_threads
 
 RULE = "nccl_rules"
@@ -162,22 +159,6 @@ def test_every_policy_trains_as_without_the_rules(topology: Topology) -> None:
     """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
     ours = on_threads(topology, _all_policies, backend=RULE)
     assert ours == on_threads(topology, _all_policies)
-
-
-def _resumed(mesh: Mesh, folder: Path) -> None:
-    policy = preset("zeropp", memory=record.policies()["zeropp"].memory)
-    run, again = (Run(mesh, policy, NET) for _ in range(2))
-    run.step(0)
-    run.save(folder, extra={})
-    loss = run.step(1)
-    again.load(folder)
-    assert again.step(1) == loss
-    assert same(run.state(), again.state())
-
-
-def test_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
-    """A run that was loaded goes on as the one that was saved."""
-    on_threads(Topology(2, 2), _resumed, tmp_path, backend=RULE)
 
 
 def _probed(mesh: Mesh) -> list[float]:
