@@ -143,4 +143,6 @@ def contents(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+    )

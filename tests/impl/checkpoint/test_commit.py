@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from impl.checkpoint.commit import begin, checkpoints, commit, latest, thin
-from impl.checkpoint.manifest import read_manifest
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
@@ -42,21 +41,15 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == names
 
 
-def test_thinning_takes_links_and_what_cannot_be_removed_is_said(
+def test_what_cannot_be_removed_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a link the name goes and its target stays; a disk that refuses is a warning, not an error."""
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    commit(begin(run), EMPTY.text()).rename(elsewhere)
-    (run / "checkpoint-000001").symlink_to(elsewhere)
-    commit(begin(run), EMPTY.text())
-    thin(run, 1)
-    assert [path.name for path in run.iterdir()] == ["checkpoint-000002"]
-    assert read_manifest(elsewhere) == EMPTY
-    commit(begin(run), EMPTY.text())
+    """A disk that refuses is a warning, not an error."""
+    for _ in range(2):
+        commit(begin(tmp_path), EMPTY.text())
     monkeypatch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    thin(run, 1)
-    assert "checkpoint-000002: older than the 1 to be kept, and stays: Permission denied" in caplog.text
+    thin(tmp_path, 1)
+    assert "checkpoint-000001: older than the 1 to be kept, and stays: Permission denied" in caplog.text
 
 
 PAIR = Topology(1, 2)

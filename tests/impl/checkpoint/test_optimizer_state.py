@@ -18,6 +18,31 @@ from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT
 
 
+class Mixed(torch.optim.Optimizer):
+    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
+                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
+                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
+                    state["seen"] = torch.tensor(1 << 40)
+                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
+                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
+                state["sum"] += master.grad.double() / 3
+                state["seen"] += 1
+                master.add_(state["mean"].float(), alpha=-group["lr"])
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -26,11 +51,12 @@ from tests.support.strategies import EXACT
         torch.optim.Adagrad,
         torch.optim.NAdam,
         lambda groups, lr: torch.optim.AdamW(groups, lr=torch.tensor(lr), amsgrad=True, betas=(0.8, 0.9)),
+        Mixed,
     ],
-    ids=["sgd", "momentum", "adagrad", "nadam", "tensor_lr"],
+    ids=["sgd", "momentum", "adagrad", "nadam", "tensor_lr", "mixed types"],
 )
 def test_every_elementwise_optimizer_is_saved(tmp_path: Path, optimizer: Any) -> None:
-    """States by element, numbers, tensors among options: another world goes on with the same state."""
+    """States by element of any type, numbers, tensors among options: another world saves the same again."""
     on_threads(Topology(2, 1), _optimizer, tmp_path, optimizer, False)
     on_threads(Topology(1, 3), _optimizer, tmp_path, optimizer, True)
     (tensors, numbers), (again, numbers_again) = [contents(path) for path in checkpoints(tmp_path)]
@@ -74,43 +100,3 @@ def test_a_group_may_lie_on_two_devices(mesh: Mesh, tmp_path: Path, at: int) -> 
     save(tmp_path, again.zero, [_split(again.zero, 2, lr=0.5)])
     with pytest.raises(CheckpointError, match="share options here, but not in it"):
         again.load(tmp_path)
-
-
-class Mixed(torch.optim.Optimizer):
-    """Momentum in 16 bits, a count of 64 and a sum in 64, for each element; a number of 64."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = self.state[master]
-                if not state:
-                    state["mean"] = torch.zeros_like(master, dtype=torch.bfloat16)
-                    state["count"] = torch.zeros_like(master, dtype=torch.int64)
-                    state["sum"] = torch.zeros_like(master, dtype=torch.float64)
-                    state["seen"] = torch.tensor(1 << 40)
-                state["mean"].mul_(0.9).add_(master.grad.bfloat16())
-                state["count"] += (master.grad != 0).long() << 40  # padding has no gradient, and no state
-                state["sum"] += master.grad.double() / 3
-                state["seen"] += 1
-                master.add_(state["mean"].float(), alpha=-group["lr"])
-
-
-@each_rank(1, 3)
-def test_state_keeps_its_types(mesh: Mesh, tmp_path: Path) -> None:
-    """State of an optimizer that is not fp32 is not made so: bits come back, and the run goes on alike."""
-    run, again = (Run(mesh, EXACT, NET, optimizer=Mixed) for _ in range(2))
-    run.step(0)
-    run.save(tmp_path)
-    again.load(tmp_path)
-    losses = [[one.step(1), one.step(2)] for one in (run, again)]  # all ranks step, whatever they find
-    assert losses[0] == losses[1]
-    states = [[*one.optimizers[0].state_dict()["state"].values()] for one in (run, again)]
-    for one, other in zip(*states, strict=True):
-        assert {key: value.dtype for key, value in one.items()} == {k: v.dtype for k, v in other.items()}
-        assert same(one, other)

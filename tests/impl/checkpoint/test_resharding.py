@@ -14,44 +14,15 @@ from torch import nn
 
 from impl.checkpoint.commit import CheckpointError, checkpoints
 from impl.checkpoint.manifest import file_name, read_manifest
-from impl.checkpoint.resharding import Parts, ranges, write_tensors
+from impl.checkpoint.resharding import Parts, write_tensors
 from impl.comm.mesh import Mesh
 from impl.plan.policy import LossScale, Policy
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from tests.impl.checkpoint.checkpointed import EMPTY, NET, ODD, POLICIES, Run, contents, same, written
 from tests.support.models import Hollow
 from tests.support.ranks import on_threads
 from tests.support.strategies import EXACT, policies, topologies
 from tests.support.training import model
-
-
-@st.composite
-def geometries(draw: st.DrawFn) -> UnitGeometry:
-    """Units of a few parameters over worlds of up to 6 ranks, in groups that divide them."""
-    world = draw(st.integers(1, 6))
-    shapes = draw(st.lists(st.lists(st.integers(0, 7), max_size=2), min_size=1, max_size=4))
-    specs = [ParameterSpec(f"p{i}", tuple(shape), i % 2) for i, shape in enumerate(shapes)]
-    group = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
-    return lay_out(
-        "unit", specs, grain=draw(st.integers(1, 9)), world=world, max_padding=float("inf"), group=group
-    )
-
-
-@given(geometries())
-def test_ranks_save_every_element_once(geometry: UnitGeometry) -> None:
-    """Over all ranks and groups the saved ranges make up each parameter, inside what the rank holds."""
-    for slot in geometry.slots:
-        found = []
-        for rank in range(geometry.world):
-            saved = [one for one in ranges(geometry, rank, saved=True) if one.name == slot.spec.name]
-            held = {one.name: one for one in ranges(geometry, rank)}
-            for one in saved:
-                whole = held[one.name]
-                assert whole.start <= one.start < one.end <= whole.end
-                assert one.here.start - whole.here.start == one.start - whole.start
-            found += [e for one in saved for e in range(one.start, one.end)]
-        assert sorted(found) == list(range(slot.spec.numel))
 
 
 @given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 20), st.integers(0, 20))

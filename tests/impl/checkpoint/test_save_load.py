@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from impl.checkpoint import resharding
-from impl.checkpoint.save_load import MESSAGE_BYTES, CheckpointError, Loaded, load, save
+from impl.checkpoint.save_load import CheckpointError, Loaded
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Topology
-from impl.zero import shard
 from tests.impl.checkpoint.checkpointed import NET, NOISY, ODD, POLICIES, Dropping, Run, same
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes
@@ -118,27 +116,6 @@ def test_resuming_at_a_boundary_of_accumulation(mesh: Mesh, tmp_path: Path, name
     _resumed(mesh, tmp_path, POLICIES[name], 3, NET)
 
 
-class _Unready(Dropping):
-    """Its extra state can be saved once it has run."""
-
-    before: object = object()
-
-    def get_extra_state(self) -> Any:
-        return super().get_extra_state() if self.passes else self.before
-
-
-@each_rank(1, 2)
-def test_what_a_fresh_model_has_of_extra_state_need_not_be_saved(mesh: Mesh, tmp_path: Path) -> None:
-    """A load asks for no form of an extra state that it replaces; a save of it is refused by its name."""
-    run, again = (Run(mesh, EXACT, model(_Unready)) for _ in range(2))
-    with pytest.raises(CheckpointError, match="_extra_state"):
-        run.save(tmp_path)
-    run.step(0)
-    run.save(tmp_path)
-    again.load(tmp_path)
-    assert again.net.passes == run.net.passes == 1
-
-
 def _processes(mesh: Mesh, folder: str) -> tuple[bool, int, list[bool]]:
     run, again = (Run(mesh, POLICIES["zeropp"], model(Dropping)) for _ in range(2))
     torch.manual_seed(mesh.rank)
@@ -187,15 +164,3 @@ def test_a_full_disk_of_one_rank_is_an_error_of_all(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(resharding, "sync", full)
     fills()
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["checkpoint-000001", "checkpoint-000002"]
-
-
-@each_rank(1, 3)
-def test_ranks_send_each_other_outcomes_alone(mesh: Mesh, tmp_path: Path) -> None:
-    """A save and a load are four and two small messages of purpose control to each rank: no values."""
-    zero = shard(model(), mesh=mesh, policy=EXACT)
-    zero.buffers.make_equal()
-    zero.wire.ledger.clear()
-    save(tmp_path, zero)
-    load(tmp_path, zero)
-    rows = [(key.purpose, *sent) for key, sent in zero.wire.ledger.rows().items()]
-    assert rows == [("control", 6 * 2 * MESSAGE_BYTES, 6 * 2)]

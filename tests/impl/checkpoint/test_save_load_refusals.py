@@ -93,13 +93,6 @@ def _passed(run: Run) -> None:
     run.net(batch(0, run.rank)).backward()
 
 
-def _half_stepped(run: Run) -> None:
-    masters = run.zero.param_groups()[0]["params"]
-    run.optimizers = [torch.optim.SGD(part, lr=0.1) for part in (masters[:1], masters[1:])]
-    _passed(run)
-    run.optimizers[0].step()
-
-
 def _of_others(run: Run) -> None:
     run.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)]
 
@@ -126,7 +119,6 @@ def _nothing(_: Run) -> None:
          "rank 2 would save another extra, or options of optimizers, than rank 0"),
         (_another_rate, None, "rank 1 would save another extra, or options of optimizers"),
         (_passed, None, "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
-        (_half_stepped, None, "save\\(\\) with gradients that no optimizer has used, of \\d+ masters"),
         (_of_others, None, "optimizer 0 holds what is no master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
         (_nothing, lambda _: {"keep": 0}, "keep = 0: expected 1 or more"),
