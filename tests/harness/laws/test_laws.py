@@ -17,10 +17,12 @@ from torch import Tensor
 from harness.laws import ELEMENTS
 from harness.laws.adversarial_rows import cases, outcome, standing, violation_of
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt
+from harness.laws.rounding_edges import levels
 from harness.laws.subject import of_codec, of_own
 from impl.codecs import reference
-from impl.codecs.codec import FORMATS, Codec, IntCodec, Law, own, parse
+from impl.codecs.codec import FORMATS, Codec, FloatCodec, IntCodec, Law, Raw, own, parse
 from impl.codecs.rounding_noise import Noise
+from tests.impl.codecs.test_reference import through
 from tests.support.params import nightly
 from tests.support.strategies import codecs, stochastic_codecs
 
@@ -165,17 +167,6 @@ class Remembering(Toy):
         out.copy_(self.last)
 
 
-class Stale(Toy):
-    """Keeps the scales of what it encoded last."""
-
-    def encode(self, x: Tensor, frame: Tensor, noise: Noise | None = None) -> None:
-        super().encode(x, frame)
-        self.kept = frame[len(x) :].clone()
-
-    def decode(self, frame: Tensor, out: Tensor) -> None:
-        super().decode(torch.cat([frame[: len(out)], self.kept]), out)
-
-
 def toy(**methods: Any) -> Any:
     return type("Changed", (Toy,), methods)
 
@@ -195,9 +186,6 @@ def bounded(bound: float) -> Any:
     return decoding(lambda _, out: out.zero_(), error_bound=lambda *_: bound)
 
 
-OVERFLOWING = toy(  # computes its bound in fp32, where it overflows near the largest numbers
-    error_bound=lambda self, *of: float(torch.tensor(Toy.error_bound(self, *of)) * 2.0**7) / 2.0**7
-)
 GHOSTLY = decoding(lambda _, out: out.add_(2.0**-140))  # adds a little to everything
 LATE = decoding(lambda _, out: out[6000:].zero_())  # as a kernel whose grid or counter ends there
 
@@ -235,7 +223,7 @@ class Summing(Toy):
 
 @pytest.mark.parametrize(
     ("kind", "sums"),
-    [(Toy, []), (Random, []), (Summing, [Duty.SUM, Duty.FUSED]), *nightly((OVERFLOWING, []))],
+    [(Toy, []), (Random, []), (Summing, [Duty.SUM, Duty.FUSED])],
 )
 def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None:
     """An object that keeps its promises is found to keep them; sums are tried where it offers them."""
@@ -253,7 +241,6 @@ def test_honest_codecs_of_others_pass(kind: type[Toy], sums: list[Duty]) -> None
             Duty.FRAME, 1, "byte 5 of 9 depends on what was there: 00 or ff",
         ),
         (Remembering, Duty.FRAME, 1, "depends on more than its frame"),
-        (Stale, Duty.FRAME, 1, "depends on more than its frame"),
         (  # changes what it is given
             toy(encode=lambda self, x, frame, _=None: (Toy.encode(self, x, frame), x.add_(1.0))),
             Duty.FRAME, 1, "encoding changed element 0",
@@ -290,10 +277,9 @@ def test_who_breaks_a_law_is_found(kind: type[Toy], claim: Claim, most: int, wor
     assert violation.x.numel() <= most
 
 
-@pytest.mark.parametrize("bound", [float("nan"), *nightly(float("inf"))])
-def test_a_bound_that_allows_everything_does_not_hide_a_bias(bound: float) -> None:
+def test_a_bound_that_allows_everything_does_not_hide_a_bias() -> None:
     """UNBIASED refuses such a bound too."""
-    lax = type("Lax", (Random,), {"error_bound": lambda *_: bound})
+    lax = type("Lax", (Random,), {"error_bound": lambda *_: float("nan")})
     assert "error_bound(" in str(violation_of(of_object(lax), Law.UNBIASED, Case(ROW)))
 
 
@@ -399,7 +385,6 @@ class Averaging(Summing):
 @pytest.mark.parametrize(
     ("kind", "claim", "words"),
     [
-        *nightly((LATE, Law.BOUND, "element 600")),  # beside the shortest beginning below
         (Nosy, Duty.LOCAL, "another block, were changed"),
         (Backwards, Duty.SUM, "of the sum of 5 is"),
         (Averaging, Duty.FUSED, "of the frame of the sum of 5 is"),
@@ -428,21 +413,6 @@ def test_cases_are_counted() -> None:
     assert found.violation is None
     assert stand < found.cases <= stand + 30
     assert outcome(of_object(GHOSTLY), Law.ZERO, examples=30, seed=0).cases == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["int4:8", "fp8e4m3:32", *nightly("int3:7:asym", "mxfp4", "int5:16:hadamard8")]
-)
-def test_a_neighbours_scale_is_found_in_our_codecs_frames(text: str) -> None:
-    """Frames whose second scale stands in the first's place are not local."""
-    codec, width = parse(text), 1 if text == "mxfp4" else 4
-
-    def neighbour(x: Tensor, frames: Tensor) -> None:
-        at = codec.scales_at(x.numel())
-        if codec.blocks(x.numel()) > 1:
-            frames[at : at + width] = frames[at + width : at + 2 * width].clone()
-
-    assert search(claiming(text, neighbour), Duty.LOCAL, examples=10, seed=0) is not None
 
 
 def half_away(x: Tensor, frames: Tensor) -> None:
@@ -518,3 +488,23 @@ def test_honest_kernels_pass_at_the_edges_of_levels(text: str) -> None:
     """What equals the reference is not blamed on the rows that are tried first."""
     subject = claiming(text, lambda *_: None)
     assert not any(violation_of(subject, Duty.BITS, case) for case in standing(subject, Duty.BITS))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [*(f"int{bits}:shard{option}" for bits in range(2, 9) for option in ("", ":asym")), "fp8e4m3:shard",
+     "fp8e5m2:shard", "mxfp8", "mxfp8e5m2", "mxfp4"],
+)  # fmt: skip
+def test_levels_are_what_codes_decode_to(text: str) -> None:
+    """At scale 1 numbers of the whole range decode to levels alone, and every level to itself."""
+    codec = parse(text)
+    assert not isinstance(codec, Raw)
+    own = levels(codec).float()
+    if isinstance(codec, FloatCodec) and codec.element != "e2m1":
+        codec = FloatCodec(codec.element, "shard")
+    assert own.tolist() == sorted(set(own.tolist()))
+    low = 0.0 if codec.asymmetric else -codec.largest
+    ends = torch.tensor([low, codec.largest])
+    dense = torch.cat([torch.linspace(low, codec.largest, 3000), own])
+    found = set(torch.cat([through(codec, torch.cat([ends, part])) for part in dense.split(30)]).tolist())
+    assert found == {*own.tolist()}
