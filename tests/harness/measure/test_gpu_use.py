@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from harness.measure.gpu_use import sampling
 from harness.records.record import NodeUse, joules
-from tests.support.fake_nvml import FakeNvml
 
-# Power that rises and falls once a second around 300 W, and its exact integral.
-WAVES = (
-    lambda t: 300 + 200 * math.sin(2 * math.pi * t),
-    lambda t: 300 * t + 200 * (1 - math.cos(2 * math.pi * t)) / (2 * math.pi),
-)
+_LIMITED = (0x4, 0x4, 0x1)  # reasons in turn: of power, and idle, which holds nothing down
 
 
-def sampled(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, seconds: float, *gpus: str) -> NodeUse | None:
+def fake_nvml(lacks: str = "", pids: tuple[int, ...] = ()) -> Any:
+    """NVML's Python module: GPUs whose power rises and falls once a second around 300 W, and its integral."""
+    begun, reasons = time.monotonic(), itertools.cycle(_LIMITED)
+
+    class NVMLError(Exception):
+        """The library's."""
+
+    def refuse(*_: object) -> Any:
+        raise NVMLError("Not Supported")
+
+    def milliwatts(_: str) -> int:
+        return round(1e3 * (300 + 200 * math.sin(2 * math.pi * (time.monotonic() - begun))))
+
+    def millijoules(_: str) -> int:
+        seconds = time.monotonic() - begun
+        return round(1e3 * (300 * seconds + 200 * (1 - math.cos(2 * math.pi * seconds)) / (2 * math.pi)))
+
+    device = {
+        "GetHandleByUUID": lambda uuid: uuid if uuid.startswith("GPU-") else refuse(),
+        "GetIndex": lambda handle: int(handle.removeprefix("GPU-")),
+        "GetName": lambda _: "Fake H100",
+        "GetPowerUsage": milliwatts,
+        "GetTotalEnergyConsumption": millijoules,
+        "GetUtilizationRates": lambda _: SimpleNamespace(gpu=80, memory=20),
+        "GetClockInfo": lambda *_: 1980,
+        "GetCurrentClocksEventReasons": lambda _: next(reasons),
+        "GetCurrentClocksThrottleReasons": lambda _: 0x4,
+        "GetComputeRunningProcesses": lambda _: [SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in pids],
+    }
+    functions = {f"nvmlDevice{name}": refuse if name == lacks else one for name, one in device.items()}
+    return SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, **functions)
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch, nvml: Any, seconds: float, *gpus: str) -> NodeUse | None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with sampling(1, gpus) as found:
         end = time.monotonic() + seconds
@@ -31,7 +62,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, seconds: float, *gp
 
 def test_energy_is_the_integral_of_power(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two GPUs whose power changes all the time, the counter's energy is the samples' within 5 %."""
-    use = sampled(monkeypatch, FakeNvml(*WAVES), 3.0, "GPU-3", "GPU-5")
+    use = sampled(monkeypatch, fake_nvml(), 3.0, "GPU-3", "GPU-5")
     assert use is not None
     assert [gpu.index for gpu in use.gpus] == [3, 5]
     for gpu in use.gpus:
@@ -48,25 +79,22 @@ def test_energy_is_the_integral_of_power(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "lacks",
-    [
-        "nvmlDeviceGetTotalEnergyConsumption",
-        "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage",
-    ],
-)  # fmt: skip
+    ["GetTotalEnergyConsumption", "GetCurrentClocksEventReasons", "GetUtilizationRates", "GetPowerUsage"],
+)
 def test_what_a_gpu_does_not_report_is_left_out(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     """Each of NVML's functions may be missing; the others are recorded."""
-    use = sampled(monkeypatch, FakeNvml(*WAVES, lacks=frozenset({lacks})), 0.25, "GPU-0")
+    use = sampled(monkeypatch, fake_nvml(lacks), 0.25, "GPU-0")
     assert use is not None
     (gpu,) = use.gpus
-    assert (gpu.joules is None) == (lacks == "nvmlDeviceGetTotalEnergyConsumption")
-    assert (gpu.watts == 0) == (lacks == "nvmlDeviceGetPowerUsage")
-    assert (gpu.utilisation == 0) == (lacks == "nvmlDeviceGetUtilizationRates")
+    assert (gpu.joules is None) == (lacks == "GetTotalEnergyConsumption")
+    assert (gpu.watts == 0) == (lacks == "GetPowerUsage")
+    assert (gpu.utilisation == 0) == (lacks == "GetUtilizationRates")
     assert gpu.throttled  # by the older name of the function too
 
 
 def test_processes_of_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is not, nor what the same process started; any other is."""
-    nvml = FakeNvml(*WAVES, pids=(os.getpid(), 1))
+    nvml = fake_nvml(pids=(os.getpid(), 1))
     use = sampled(monkeypatch, nvml, 0.25, "GPU-0")
     assert use is not None
     (gpu,) = use.gpus
@@ -76,4 +104,4 @@ def test_processes_of_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a GPU has no handle, and a CPU is not asked for one."""
     for gpus in ((), ("MIG-0",)):
-        assert sampled(monkeypatch, FakeNvml(*WAVES), 0.05, *gpus) is None
+        assert sampled(monkeypatch, fake_nvml(), 0.05, *gpus) is None
