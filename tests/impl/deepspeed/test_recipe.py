@@ -389,15 +389,6 @@ def test_an_empty_table_is_told_of() -> None:
     assert [str(one) for one in found.findings][-1] == "fp16 = {}: without effect: an empty table"
 
 
-def test_findings_print_on_one_line_whatever_the_value() -> None:
-    """Also what JSON cannot hold, in a table made in code."""
-    inside: dict[Any, Any] = {}
-    inside["self"] = inside
-    for value in ({(1, 2): 3}, inside, {1, 2}, float("nan"), Path("x")):
-        (finding,) = recipe({"tensorboard": value}, topology=FOUR).findings
-        assert "\n" not in str(finding)
-
-
 def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None:
     """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised, prefetched
     or kept; "auto" keeps its own finding, what is off is not told.
@@ -426,8 +417,6 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
     ("table", "words"),
     [
         (zero(stage=2, zero_hpz_partition_size=2), "hpz_partition_size = 2: of stage 3, but .*stage = 2"),
-        (zero(stage=2, mics_shard_size=2), "mics_shard_size = 2: of stage 3, but .*stage = 2"),
-        (zero(stage=2, zero_quantized_gradients=True), "zero_quantized_gradients.*stage = 2"),
         (zero(stage=4), "stage = 4: expected one of 0, 1, 2, 3"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled.*bf16.enabled"),
         (zero(zero_quantized_gradients=True, reduce_scatter=False), "reduce_scatter = false"),
@@ -452,7 +441,6 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
         ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
-        (zero(zeropp_loco_param={}), "zeropp_loco_param.*zero_quantized_gradients"),
     ],
 )
 def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -> None:
