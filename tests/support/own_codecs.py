@@ -49,12 +49,5 @@ class Sixteenths:
         out.copy_(frame.view(torch.int8) / 16)
 
 
-class Shifted(Sixteenths):
-    """Breaks its law: zeros decode to a sixteenth."""
-
-    def encode(self, x: Tensor, frame: Tensor) -> None:
-        super().encode(x + 1 / 16, frame)
-
-
 class OnGpu(Sixteenths):
     device = "cuda"

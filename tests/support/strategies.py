@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,10 @@ from impl.codecs.codec import (
     Codec,
     FloatCodec,
     IntCodec,
-    Raw,
     parse,
 )
 from impl.codecs.rounding_noise import Key
-from impl.plan.policy import Feedback, MemoryLimits, Policy, PolicyError, SecondaryFormat, preset
+from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, PolicyError, preset
 from impl.plan.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
@@ -158,61 +157,50 @@ def limits(draw: st.DrawFn) -> MemoryLimits:
     )
 
 
-_KEPT: Final[tuple[SecondaryFormat, ...]] = ("frames", "frames", "bf16", "fp16", "fp32")
-
-
 @st.composite
 def policies(
-    draw: st.DrawFn, topology: Topology, *, whole_world: bool = False, offloads: bool = False
+    draw: st.DrawFn, topology: Topology, *, whole_world: bool = False, offload: Offload | None = None
 ) -> Policy:
-    """Policies that fit ``topology``, with small blocks: all stages, groups, hops, codecs and limits.
+    """Policies that fit ``topology``, with small blocks: of each field what is drawn, where it goes with
+    those before it.
 
-    ``whole_world``: only those that shard over all ranks; ``offloads``: only those that may be offloaded.
+    ``whole_world``: only those that shard over all ranks; ``offload``: only with this.
     """
-    codec = st.one_of(raw_codecs, engine_codecs)
-    reduce = draw(st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]))
-    first = draw(codec)
-    gather = draw(st.sampled_from(["hierarchical", "hierarchical", "flat"]))
-    gradients = (first, draw(codec) if reduce == "two_hop" else first)
-    whole = any(getattr(each, "block", 0) == "shard" for each in gradients)
-    stage = draw(st.sampled_from([3, 3, 3, 2, 1] if whole_world else [3, 3, 3, 2, 1, 0]))
-    by_hops = gather == "hierarchical" and reduce == "two_hop" and not whole_world
-    group = draw(st.sampled_from(secondaries(topology))) if by_hops and stage and draw(st.booleans()) else 0
-    copy = gather == "hierarchical" and stage == 3 and group == 0
-    secondary = draw(st.sampled_from(secondaries(topology))) if copy else 0
-    kept: SecondaryFormat = draw(st.sampled_from(_KEPT)) if secondary else "frames"
-    own = secondary and not offloads
-    inside = draw(st.one_of(st.none(), codec)) if own and kept == "frames" else None
-    if inside is not None and inside.stochastic:
-        inside = None
-    added = own and (kept != "frames" or isinstance(inside, Raw))
-    differences = draw(st.one_of(st.none(), codec)) if added else None
-    return Policy(
-        stage=stage,
-        group=group,
-        weights=draw(codec),
-        gradients=gradients,
-        gather=gather,
-        reduce=reduce,
-        chunks=draw(st.sampled_from([1, 1, 2, 3])) if reduce == "two_hop" and not whole else 1,
-        secondary=secondary,
-        secondary_format=kept,
-        inside=inside,
-        differences=differences,
-        refresh=0 if differences is None else draw(st.sampled_from([0, 1, 2])),
-        feedback=None if reduce == "ring" else draw(st.one_of(st.none(), feedbacks)),
-        reduce_every=draw(st.sampled_from(["stage", "step", "micro_batch" if stage >= 2 else "stage"])),
-        frozen=draw(st.one_of(st.none(), codec)),
-        memory=draw(limits()),
-        order_every=draw(st.sampled_from([0, 1, 2])),
-    )
+    codec, groups = st.one_of(raw_codecs, engine_codecs), st.sampled_from(secondaries(topology))
+    maybe, few = st.none() | codec, st.sampled_from([0, 1, 2])
+    fields: dict[str, st.SearchStrategy[Any]] = {
+        "stage": st.sampled_from([3, 3, 3, 2, 1] if whole_world else [3, 3, 3, 2, 1, 0]),
+        "gather": st.sampled_from(["hierarchical", "hierarchical", "flat"]),
+        "reduce": st.sampled_from(["two_hop", "two_hop", "one_hop", "ring"]),
+        "group": st.just(0) if whole_world else st.just(0) | groups,
+        "weights": codec,
+        "gradients": st.tuples(codec, codec) | codec.map(lambda one: (one, one)),
+        "chunks": st.sampled_from([1, 1, 2, 3]),
+        "secondary": groups,
+        "secondary_format": st.sampled_from(["frames", "frames", "bf16", "fp16", "fp32"]),
+        "inside": maybe,
+        "differences": maybe,
+        "refresh": few,
+        "feedback": st.none() | feedbacks,
+        "reduce_every": st.sampled_from(["stage", "step", "micro_batch"]),
+        "frozen": maybe,
+        "memory": limits(),
+        "order_every": few,
+    }
+    policy = Policy(memory=ROOMY, offload=offload or Offload())
+    for name, values in fields.items():
+        value = draw(values)
+        with contextlib.suppress(PolicyError):
+            changed = replace(policy, **{name: value})
+            changed.check(topology)
+            policy = changed
+    return policy
 
 
 @st.composite
 def as_published(draw: st.DrawFn, policy: Policy) -> Policy:
     """``policy`` with sums in fp16, blocks by shape and two planes drawn, where it can have them."""
-    for changes in ({"sums": "fp16"}, {"blocks": "shape"}, {"planes": 2}):
-        if draw(st.booleans()):
-            with contextlib.suppress(PolicyError):
-                policy = replace(policy, **changes)  # type: ignore[arg-type]  # checked by Policy itself
+    for name, value in {"sums": "fp16", "blocks": "shape", "planes": 2}.items():
+        with contextlib.suppress(PolicyError):
+            policy = replace(policy, **{name: value}) if draw(st.booleans()) else policy  # type: ignore[arg-type]
     return policy

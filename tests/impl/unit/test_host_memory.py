@@ -71,7 +71,7 @@ def test_offloading_changes_no_bit(data: st.DataObject) -> None:
     topology = data.draw(topologies(4))
     shares = st.sampled_from([0.0, 0.3, 0.7, 1.0])
     offload = Offload(optimizer=data.draw(shares), weights=data.draw(shares))
-    policy = replace(data.draw(policies(topology, offloads=True)), offload=offload)
+    policy = data.draw(policies(topology, offload=offload))
     net, width = data.draw(st.sampled_from([(model(), 16), (frozen_parts(model()), 16), (model(Odd), 7)]))
     kinds = st.sampled_from(["train", "accumulate", "evaluate", "clipped"])
     equal(topology, net, policy, data.draw(st.lists(kinds, min_size=2, max_size=4)), width)
