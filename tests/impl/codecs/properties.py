@@ -115,6 +115,40 @@ def check(
     assert same(again, decoded), f"{codec} of {tuple(x.shape)} to {out}: {backend.run.ran[-1:]}"
 
 
+def check_sum(
+    backend: Backend, codec: Codec, frames: Tensor, shape: Sequence[int], sums: Sums = "fp32"
+) -> None:
+    """Sum ``frames`` over their first dimension on both, and compare every bit."""
+    wanted, got = torch.empty(shape), torch.empty(shape, device=backend.device)
+    reference.decode_sum(codec, frames, wanted, sums=sums)
+    backend.kernels.decode_sum(codec, backend.put(frames), got, sums=sums)
+    assert same(got, wanted), f"sum of {codec}, {tuple(shape)}: {backend.run.ran[-1:]}"
+
+
+def check_sum_encode(
+    backend: Backend,
+    hops: tuple[Codec, Codec],
+    frames: Tensor,
+    shape: Sequence[int],
+    *,
+    skew: int = 0,
+    carried: Carried | None = None,
+) -> None:
+    """Encode the sum of frames of one codec in another on both, and compare frames and carried errors."""
+    (first, second), shape = hops, torch.Size(shape)
+    noise, there = noise_of(second, shape[:-1]), carried
+    if carried is not None:
+        there = replace(carried, error=backend.put(carried.error).clone())
+    wanted, got = garbage(second, shape, frames.device), garbage(second, shape, backend.device, skew)
+    reference.decode_sum_encode(first, second, frames, wanted, shape[-1], noise=noise, carried=carried)
+    backend.kernels.decode_sum_encode(
+        first, second, backend.put(frames), got, shape[-1], noise=noise, carried=there
+    )
+    assert torch.equal(got.cpu(), wanted), f"{first} to {second}, {tuple(shape)}: {backend.run.ran[-2:]}"
+    if carried is not None and there is not None:
+        assert same(there.error, carried.error), f"errors of {second}: {backend.run.ran[-2:]}"
+
+
 def without_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take away what the reference does with blocks: nothing is left to it unnoticed."""
     for name in ("_encode_blocks", "_decode_blocks"):
@@ -401,11 +435,7 @@ def test_sums_are_those_of_the_reference(
     """The sum over sources is bit-equal: ascending, saturating term by term; in fp16 it overflows."""
     backend.run.order = order
     values = x * torch.randn(sources, 2, 1, generator=torch.Generator().manual_seed(seed))
-    frames, wanted = encoded(codec, values), torch.empty(2, x.numel())
-    got = torch.empty(2, x.numel(), device=backend.device)
-    reference.decode_sum(codec, frames, wanted, sums=sums)
-    backend.kernels.decode_sum(codec, backend.put(frames), got, sums=sums)
-    assert same(got, wanted)
+    check_sum(backend, codec, encoded(codec, values), (2, x.numel()), sums)
 
 
 def summed(first: str, second: str, x: Tensor, **others: Any) -> Any:
@@ -441,23 +471,13 @@ def test_sums_encoded_again_are_those_of_the_reference(
 ) -> None:
     """Frames of sums are bit-equal for any two codecs, also into strided frames, with carried error too."""
     backend.run.order = order
-    (first, second), (sources, rows), random = hops, sizes, torch.Generator().manual_seed(seed)
+    (sources, rows), random = sizes, torch.Generator().manual_seed(seed)
     values = x.clamp(-6e4, 6e4) * torch.randn(sources, rows, 1, generator=random)
-    frames, shape = encoded(first, values), values.shape[1:]
-    wanted = garbage(second, shape, frames.device)
-    got = garbage(second, shape, backend.device, skew=16)
-    noise, here, there = noise_of(second, shape[:-1]), None, None
+    carried = None
     if state is not None:
-        error = torch.randn(shape, generator=random).mul(float(values.abs().mean())).clamp(-6e4, 6e4)
-        here = Carried(error.to(state), 0.8 if seed % 2 else 0.0)
-        there = replace(here, error=backend.put(here.error).clone())
-    reference.decode_sum_encode(first, second, frames, wanted, x.numel(), noise=noise, carried=here)
-    backend.kernels.decode_sum_encode(
-        first, second, backend.put(frames), got, x.numel(), noise=noise, carried=there
-    )
-    assert torch.equal(got.cpu(), wanted), backend.run.ran[-2:]
-    if here is not None and there is not None:
-        assert same(there.error, here.error), backend.run.ran[-2:]
+        error = torch.randn(values.shape[1:], generator=random).mul(float(values.abs().mean()))
+        carried = Carried(error.clamp(-6e4, 6e4).to(state), 0.8 if seed % 2 else 0.0)
+    check_sum_encode(backend, hops, encoded(hops[0], values), values.shape[1:], skew=16, carried=carried)
 
 
 @pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
@@ -465,12 +485,7 @@ def test_sums_encoded_again_are_those_of_the_reference(
 def test_large_sums_encoded_again(backend: Backend, block: int | str, option: str) -> None:
     """Blocks below and above what the fused kernel holds give the reference's frames."""
     first, second, numel = parse("int4:256"), parse(f"int8:{block}{option}"), 16_411
-    values = torch.randn(9, numel)
-    frames, noise = encoded(first, values), noise_of(second, torch.Size([]))
-    wanted, got = (garbage(second, values.shape[1:], place) for place in (frames.device, backend.device))
-    reference.decode_sum_encode(first, second, frames, wanted, numel, noise=noise)
-    backend.kernels.decode_sum_encode(first, second, backend.put(frames), got, numel, noise=noise)
-    assert torch.equal(got.cpu(), wanted)
+    check_sum_encode(backend, (first, second), encoded(first, torch.randn(9, numel)), [numel])
 
 
 @pytest.mark.parametrize(
@@ -486,12 +501,5 @@ def test_an_operation_is_done_again_where_other_tensors_lie(backend: Backend, te
         x = x.transpose(0, 1).contiguous().transpose(0, 1) if step % 2 else x
         check(backend, codec, x, x.dtype)
         frames = encoded(codec, x)
-        total, got = torch.empty(2, numel), torch.empty(2, numel, device=backend.device)
-        reference.decode_sum(codec, frames, total)
-        backend.kernels.decode_sum(codec, backend.put(frames), got)
-        assert same(got, total)
-        again, noise = garbage(codec, total.shape, x.device), noise_of(codec, total.shape[:-1])
-        found = garbage(codec, total.shape, backend.device)
-        reference.decode_sum_encode(codec, codec, frames, again, numel, noise=noise)
-        backend.kernels.decode_sum_encode(codec, codec, backend.put(frames), found, numel, noise=noise)
-        assert torch.equal(found.cpu(), again)
+        check_sum(backend, codec, frames, (2, numel))
+        check_sum_encode(backend, (codec, codec), frames, (2, numel))

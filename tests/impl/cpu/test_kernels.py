@@ -21,6 +21,8 @@ from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every b
 from tests.impl.codecs.properties import (
     Backend,
     check,
+    check_sum,
+    check_sum_encode,
     encoded,
     garbage,
     noise_of,
@@ -77,10 +79,7 @@ def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: in
         back = torch.empty(sources, numel + 1, dtype=x.dtype)[:, 1:]
         backend.kernels.decode(codec, got, back)
         assert same(back, x)
-        total, expected = torch.empty(numel), torch.empty(numel)
-        reference.decode_sum(codec, wanted, expected)
-        backend.kernels.decode_sum(codec, got, total)
-        assert same(total, expected)
+        check_sum(backend, codec, wanted, [numel])
 
 
 @pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
@@ -89,10 +88,7 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
     """Blocks around what is kept between their two looks give the reference's frames."""
     first, second = parse("int5:24"), IntCodec(3, block, asymmetric)  # type: ignore[arg-type]
     frames = encoded(first, torch.randn(3, 2, 70_003))
-    wanted, got = (garbage(second, torch.Size([2, 70_003]), frames.device) for _ in range(2))
-    reference.decode_sum_encode(first, second, frames, wanted, 70_003)
-    backend.kernels.decode_sum_encode(first, second, frames, got, 70_003)
-    assert torch.equal(got, wanted)
+    check_sum_encode(backend, (first, second), frames, (2, 70_003))
 
 
 @pytest.mark.parametrize("undefined", [False, pytest.param(True, marks=pytest.mark.long)])
