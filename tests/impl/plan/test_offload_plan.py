@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from impl.plan.policy import Offload, Policy
 from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
-from impl.plan.traffic import ON_DEVICE, placements_of, realised
+from impl.plan.traffic import placements_of, realised
 
 shares = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1))
 
@@ -30,8 +30,11 @@ def units(draw: st.DrawFn) -> list[UnitGeometry]:
 def test_shares_are_reached_by_the_first_units_and_no_more(
     cut: list[UnitGeometry], optimizer: float, weights: float
 ) -> None:
-    """At least each share is offloaded, and without the last chosen unit less than it would be."""
+    """At least each share is offloaded, and without the last chosen unit less than it would be; a frozen
+    unit, which has no optimizer state, has its shard where its frames are.
+    """
     placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
+    assert all(u.trainable or there.shard == there.frames for u, there in zip(cut, placements, strict=True))
     trained = [(u.padded, t.shard) for u, t in zip(cut, placements, strict=True) if u.trainable]
     every = [(u.padded, t.frames) for u, t in zip(cut, placements, strict=True)]
     for share, sizes in ((optimizer, trained), (weights, every)):
@@ -55,14 +58,3 @@ def test_a_share_is_of_what_is_there_to_offload(
     assert realised(Policy(), placements, cut).weights == moved / sum(u.padded for u in cut)
     if optimizer == 0 and all(u.trainable for u in cut):
         assert realised(Policy(), placements, cut) == Offload()
-
-
-@given(units(), shares)
-def test_shares_of_none_and_of_all(cut: list[UnitGeometry], share: float) -> None:
-    """Shares of 0 leave every unit on the device, shares of 1 none, in nothing; a frozen unit, which has no
-    optimizer state, has its shard where its frames are.
-    """
-    assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
-    assert all(one.shard and one.frames for one in placements_of(Offload(optimizer=1, weights=1), cut))
-    for of, placement in zip(cut, placements_of(Offload(optimizer=1, weights=share), cut), strict=True):
-        assert placement.shard == (of.trainable or placement.frames)
