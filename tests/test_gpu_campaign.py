@@ -93,23 +93,6 @@ def test_benches_of_a_gpu_lack_nothing_but_the_gpu(
         assert "torch finds no CUDA device" in said or "CuPy is not installed" in said
 
 
-@NO_GPU
-@pytest.mark.long
-def test_tests_of_a_gpu_are_found(tmp_path: Path) -> None:
-    """Each of its paths holds tests that are marked for a GPU."""
-    testing = [stage.command for stage in stages("cuda", tmp_path) if "pytest" in stage.command[:2]]
-    paths = [word for words in testing for word in words if word.startswith("tests/")]
-    options = testing[0][: testing[0].index(paths[0])]
-    assert all(words[: len(options)] == options for words in testing)
-    told = subprocess.run(
-        [sys.executable, *options, *paths, "--collect-only"],
-        cwd=gpu_campaign._REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert told.returncode == 0, told.stdout + told.stderr
-    for path in paths:
-        assert re.search(rf"^{path}", told.stdout, re.MULTILINE), (path, told.stdout)
-
-
 def test_a_stage_that_fails_hangs_or_lacks_something_is_a_line(tmp_path: Path) -> None:
     """What a stage started ends with it."""
     fork = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); "
@@ -142,15 +125,6 @@ def test_killed_at_any_time_it_leaves_what_it_had(tmp_path: Path, monkeypatch: p
     seen = (tmp_path / "1-b-looks.log").read_text()
     assert {"gpu-campaign/0-a-first.log", "gpu-campaign/campaign-ab.txt"} <= {*seen.split()}
     assert re.search(r"^a first +ok .*\n^b looks +not ended", seen, re.MULTILINE)
-
-
-def test_what_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the names of distributions, one a line; a module that is here is not."""
-    monkeypatch.setattr(gpu_campaign, "NEEDED", {"no_such_module": "no-such-package", "json": "json"})
-    assert main(["--missing"]) == 0
-    assert capsys.readouterr().out == "no-such-package\n"
 
 
 def test_it_imports_the_standard_library_alone() -> None:
