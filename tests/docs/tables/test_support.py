@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from docs.tables import support
 from impl.codecs.codec import IntCodec
-from impl.plan.policy import LossScale, Policy
+from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from tests.support.models import Net
 from tests.support.ranks import on_threads
@@ -79,32 +78,11 @@ def test_pairs_train(names: tuple[str, ...]) -> None:
     follows(Topology(2, 2), policy)
 
 
-CHOICES: Mapping[str, list[Any]] = {
-    "stage": [0, 1, 2, 3],
-    "group": [0, "node", 1],
-    "weights": [EXACT.weights, INT8],
-    "gradients": [EXACT.gradients, (INT8, INT8)],
-    "secondary": [0, "node"],
-    "gather": ["hierarchical", "flat"],
-    "reduce": ["two_hop", "one_hop", "ring"],
-    "precision": [("fp32", None), ("bf16", None), ("fp16", LossScale(initial=256.0))],
-    "reduce_every": ["stage", "step"],
-    "max_reuse": [0, 2000],
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("topology", FIVE, ids=str)
-def test_everything_trains_everywhere(topology: Topology) -> None:
-    """The product of stages, groups, techniques, hops, types, accumulation and limits, on every topology."""
-    trained = 0
-    for values in itertools.product(*CHOICES.values()):
-        given = dict(zip(CHOICES, values, strict=True))
-        compute, scale = given.pop("precision")
-        memory = replace(ROOMY, max_reuse=given.pop("max_reuse"))
-        policy = support.combined(EXACT, given, {"compute": compute, "loss_scale": scale, "memory": memory})
-        if isinstance(policy, Policy):
-            follows(topology, policy)
-            trained += 1
-    assert trained > 500
+@given(st.lists(st.sampled_from(list(PARTS)), min_size=3, unique=True), st.sampled_from(FIVE))
+def test_drawn_combinations_train_everywhere(names: list[str], topology: Topology) -> None:
+    """On any topology, so many parts as go together follow a single process."""
+    policy = EXACT
+    for name in names:
+        wider = support.combined(policy, PARTS[name])
+        policy = wider if isinstance(wider, Policy) else policy
+    follows(topology, policy)
