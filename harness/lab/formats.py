@@ -171,8 +171,8 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
     """
     values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
     exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
-    counts = exponents.unique(return_counts=True)[1]
-    share = counts.double() / max(1, len(values))
+    counts = torch.bincount(exponents)
+    share = counts[counts > 0].double() / max(1, len(values))
     return 8 - float((share * share.log2()).sum())
 
 
