@@ -159,19 +159,24 @@ class Cubin:
         counted = [Counter(names[i] for i in range(a, b + 1) if i not in slow) for a, b in loops]
         return counted[0] - sum(counted[1:], Counter()), sum(counted[1:], Counter())
 
-    def occupancy(self, threads: int) -> float:
-        """The share of warps of sm_90 that thread blocks of ``threads`` hold, as the CUDA toolkit's
-        ``cuda_occupancy.h`` has it for whole warps.
+    def limits(self, threads: int) -> dict[str, int]:
+        """Thread blocks of ``threads`` that a multiprocessor of sm_90 holds, by what limits them, as the CUDA
+        toolkit's ``cuda_occupancy.h`` has it for whole warps.
         """
         warps = threads // WARP
-        registers = _up(self.registers * WARP, 256)  # of a warp; a quarter of them has its own
-        blocks = min(
-            REGISTERS // 4 // registers * 4 // _up(warps, 4),
-            SHARED // _up(self.shared + 1024, 128),  # a thread block has 1 KiB beside its own
-            WARPS // warps,
-            THREAD_BLOCKS,
-        )
-        return blocks * warps / WARPS
+        quarter = (
+            REGISTERS // 4 // _up(self.registers * WARP, 256)
+        )  # warps of it, which has its own registers
+        return {
+            "registers": quarter * 4 // _up(warps, 4),
+            "shared memory": SHARED
+            // _up(self.shared + 1024, 128),  # a thread block has 1 KiB beside its own
+            "warps": WARPS // warps,
+            "blocks": THREAD_BLOCKS,
+        }
+
+    def occupancy(self, threads: int) -> float:
+        return min(self.limits(threads).values()) * threads / WARP / WARPS
 
 
 def compiled(
@@ -309,6 +314,11 @@ class Prediction:
     @property
     def occupancy(self) -> float:
         return min(map(self.cubin.occupancy, self.threads))
+
+    @property
+    def limit(self) -> str:
+        limits = self.cubin.limits(self.threads[-1])
+        return min(limits, key=limits.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)

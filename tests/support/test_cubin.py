@@ -15,6 +15,7 @@ from impl.cuda.kernels import Kernels
 from impl.cuda.launch import SOURCES, Launch, compile_kernels, cubin
 from tests.impl.codecs.properties import garbage, noise_of
 from tests.support.cubin import (
+    DEVICES,
     FORMAT,
     PLAIN,
     VARIANTS,
@@ -23,6 +24,7 @@ from tests.support.cubin import (
     compiled,
     predictions,
     threads_of,
+    works,
 )
 
 pytestmark = pytest.mark.xdist_group("cubins")  # which the page's test compiles too: by one process, once
@@ -30,6 +32,46 @@ LEAST = 0.5  # occupancy
 # Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,
 # and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.
 MISSES = {"encode_general<Scheme<0>, 2>": 0.25, "encode_general<Floats<0>, 2>": 0.25}
+# Shares of a copy that an H100 is predicted to reach at least, by the first that a kernel begins with.  What
+# rounds with random bits is held by Philox, fp16 by widening in integers, the sum of int4 that is encoded in
+# int4 again by issue: 553 instructions for eight elements of eight sources.  Of formats
+# NF4 is held by comparing each quotient with 15 limits, spikes by searching a block six times.
+SHARES = {
+    "encode_held<Bf16, 4, true": 0.70,
+    "encode_held<Bf16, 8, true": 0.83,
+    "encode_held<Fp16, 4, true": 0.55,
+    "encode_held<Fp16, 8, true": 0.66,
+    "encode_held": 0.85,
+    "decode_sum_encode<4, 4, 4, false": 0.57,
+    "decode_sum_encode<4, 4, 8, false": 0.63,
+    "decode_sum_encode<4": 0.47,
+    "decode_sum_encode<8": 0.84,
+    "encode_format<NVFP4": 0.44,
+    "encode_format<MXFP6": 0.56,
+    "encode_format<NF4": 0.23,
+    "encode_format<Spike": 0.16,
+    "encode_format": 0.65,
+    "decode_format<NVFP4": 0.60,
+    "decode_format<Spike": 0.33,
+    "decode_format<Sign1": 0.46,
+    "decode_format": 0.74,
+    "decode": 0.85,
+}
+
+
+@pytest.mark.needs("CUDA compiler")
+@pytest.mark.parametrize("architecture", DEVICES)
+def test_no_kernel_is_slower_than_is_stated(architecture: int) -> None:
+    """Instructions of the main path allow the stated share; the page states those of other architectures."""
+    slow = {}
+    for kernel, work in works(architecture).items():
+        share, limit = work.share(DEVICES[architecture])
+        pipes = ", ".join(f"{count:.0f} {pipe}" for pipe, count in work.instructions.items())
+        print(f"sm_{architecture} {kernel}: {pipes}: {share:.0%} of a copy, {limit}")
+        least = next(least for start, least in SHARES.items() if kernel.startswith(start))
+        if architecture == 90 and share < least:
+            slow[kernel] = share, limit
+    assert not slow
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -44,8 +86,9 @@ def test_no_kernel_has_local_memory(predicted: tuple[Prediction, ...]) -> None:
 
 def test_half_of_all_warps_are_held(predicted: tuple[Prediction, ...]) -> None:
     """Half of a multiprocessor's warps are held at a time, but by kernels that are listed."""
-    low = {each.kernel: each.occupancy for each in predicted if each.occupancy < LEAST}
-    assert low == {each.kernel: MISSES[each.kernel] for each in predicted if each.kernel in MISSES}
+    low = {each.kernel: (each.occupancy, each.limit) for each in predicted if each.occupancy < LEAST}
+    listed = {each.kernel: (MISSES[each.kernel], "registers") for each in predicted if each.kernel in MISSES}
+    assert low == listed
 
 
 def test_elements_are_loaded_and_stored_16_bytes_at_a_time(predicted: tuple[Prediction, ...]) -> None:
