@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -18,13 +18,12 @@ from harness.cluster import interrupts
 from harness.errors import CorpusError, Refusal
 from harness.measure import machine
 from harness.runs.feasibility import check_writable, this_host
-from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
 from harness.workloads.trial_dataset import check as check_data
 from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.deepspeed.keys import ZERO, DeepSpeedError, load
-from impl.deepspeed.recipe import Recipe, laid_out, recipe
+from impl.deepspeed.recipe import laid_out, recipe
 from impl.plan.topology import Topology
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 MOST_LAYERS: Final = 10_000  # each takes time to be laid out
 MOST: Final = 1_000_000_000  # steps, sequences of a rank, tokens of a sequence
 LR: Final = 3e-4  # where neither flags nor the configuration say one, or that says "auto"
-MOST_PARAMETERS: Final = 1e15
+MOST_WIDTH: Final = 1_000_000
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}
 
 
@@ -43,9 +42,11 @@ class Settings:
 
     preset: Annotated[Literal["1.5b", "10b", "18b"] | None, Option(help="Shape of a tutorial.")] = None
     num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None
-    hidden_size: Annotated[int | None, Option(min=1, help="Width.")] = None
+    hidden_size: Annotated[int | None, Option(min=1, max=MOST_WIDTH, help="Width.")] = None
     num_attention_heads: Annotated[int | None, Option(min=1, help="Heads; they divide the width.")] = None
-    vocab_size: Annotated[int | None, Option(min=256, help="Rows of the embedding; data are bytes.")] = None
+    vocab_size: Annotated[
+        int | None, Option(min=256, max=MOST, help="Rows of the embedding; data are bytes.")
+    ] = None
     seq_length: Annotated[int | None, Option(min=1, max=MOST, help="Tokens of a sequence.")] = None
     batch_size: Annotated[
         int | None, Option(min=1, max=MOST, help="Sequences of a rank in a micro-batch.")
@@ -112,21 +113,16 @@ def train(**flags: Any) -> None:
 
     settings = Settings(**flags)
     topology, torchrun = _topology(settings.nodes, settings.ranks_per_node)
-    shape = _shape(settings)
     settings.check()
     try:
         config = {} if settings.deepspeed_config is None else load(settings.deepspeed_config)
     except DeepSpeedError as error:  # names the file
         raise Refusal(str(error)) from None
     try:
-        trial, found = _trial(settings, config, shape, topology, torchrun=torchrun)
+        trial = _trial(settings, config, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
         raise Refusal(f"{settings.deepspeed_config or 'flags'}: {error}") from None
-    job = Job(
-        trial, shape, load=settings.resume, save=settings.save, every=settings.save_every, keep=settings.keep
-    )
-    speaks = not torchrun or os.environ.get("RANK", "0") == "0"
-    problem = _refused(job, found, speaks=speaks)
+    problem = _refused(trial, speaks=not torchrun or os.environ.get("RANK", "0") == "0")
     if settings.plan:
         return
     if problem:
@@ -135,29 +131,33 @@ def train(**flags: Any) -> None:
         check_data(trial)
     except CorpusError as error:
         raise Refusal(str(error)) from None
-    _run(job)
+    _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
 
 
 train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # for typer
 
 
-def _trial(
-    settings: Settings, config: Mapping[str, Any], shape: GPTShape, topology: Topology, *, torchrun: bool
-) -> tuple[Trial, Recipe]:
-    """The trial that flags and configuration ask for, and what the configuration becomes."""
-    changes, table = PolicyChanges(max_padding=settings.max_padding), _configured(settings, config)
+def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
+    """The trial that flags and configuration ask for."""
+    table = _configured(settings, config)
     found = recipe(table, topology=topology, steps=settings.steps)
-    found = replace(found, policy=changes.applied(found.policy))
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
     if found.optimizer is not None:
         adam = asdict(found.optimizer) | {"betas": list(found.optimizer.betas)}
     elif found.peak is not None:
         adam["lr"] = found.peak
     sequence = settings.seq_length or _LENGTHS.get(settings.preset or "", 128)
-    trial = Trial(
+    sizes = {
+        "layers": settings.num_layers,
+        "width": settings.hidden_size,
+        "heads": settings.num_attention_heads,
+        "vocab": settings.vocab_size,
+    }
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    return Trial(
         strategy="recipe",
         deepspeed_config=json.dumps(table),
-        policy=changes,
+        policy=PolicyChanges(max_padding=settings.max_padding),
         cluster=Cluster(
             nodes=topology.nodes,
             ranks_per_node=topology.ranks_per_node,
@@ -166,7 +166,7 @@ def _trial(
             transport="nccl" if settings.device == "cuda" else "shm",
             launcher="torchrun" if torchrun else "local",
         ),
-        model=Model(name="gpt-small", arguments=asdict(shape)),
+        model=Model(name=f"gpt-{settings.preset or 'small'}", arguments=given),
         corpus=settings.corpus,
         sequence=sequence,
         tokens_per_rank=(found.micro_batch or 1) * sequence,
@@ -179,7 +179,6 @@ def _trial(
         seed=settings.seed,
         threads=max(1, machine.cores() // topology.world),
     )
-    return trial, found
 
 
 def told_steps(manifest: Manifest) -> str:
@@ -226,41 +225,15 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
     """Where ranks stand, and whether torchrun has started them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # as torch.distributed.is_torchelastic_launched()
         return Topology(nodes or 1, ranks_per_node or 2), False
-    world = _torchrun("WORLD_SIZE")
-    each = ranks_per_node or (max(1, world // nodes) if nodes else _torchrun("LOCAL_WORLD_SIZE"))
+    world = int(os.environ["WORLD_SIZE"])
+    each = ranks_per_node or (max(1, world // nodes) if nodes else int(os.environ["LOCAL_WORLD_SIZE"]))
     topology = Topology(nodes or max(1, world // each), each)
     if topology.world != world:
         raise Refusal(f"torchrun started {world} ranks, --nodes x --ranks-per-node are {topology}")
     return topology, True
 
 
-def _torchrun(name: str) -> int:
-    """A count that torchrun leaves in the environment."""
-    said = os.environ.get(name, "")
-    if not said.isdecimal() or not int(said):
-        raise Refusal(f"{name} = {said!r}: under torchrun (TORCHELASTIC_RUN_ID is set) expected a count")
-    return int(said)
-
-
-def _shape(settings: Settings) -> GPTShape:
-    """The preset's shape, or a small one, with what the flags change."""
-    base = PRESETS[f"gpt-{settings.preset or 'small'}"]
-    assert isinstance(base, GPTShape)  # noqa: S101  # all of these names are
-    given: dict[str, Any] = {
-        "layers": settings.num_layers,
-        "width": settings.hidden_size,
-        "heads": settings.num_attention_heads,
-        "vocab": settings.vocab_size,
-    }
-    shape = replace(base, **{name: size for name, size in given.items() if size is not None})
-    if shape.width % shape.heads:
-        raise Refusal(f"--hidden-size {shape.width}: {shape.heads} heads do not divide it")
-    if (numel := 12 * shape.layers * shape.width**2 + shape.vocab * shape.width) > MOST_PARAMETERS:
-        raise Refusal(f"{shape}: some {numel:.1e} parameters, expected at most {MOST_PARAMETERS:.0e}")
-    return shape
-
-
-def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
+def _refused(trial: Trial, *, speaks: bool) -> str | None:
     """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
     from harness.train.memory_table import activation_bytes, in_words, needs, table, too_large
     from harness.workloads import models
@@ -268,34 +241,30 @@ def _refused(job: Job, recipe: Recipe, *, speaks: bool) -> str | None:
     from impl.errors import ZeroError
     from impl.plan.shard_layout import PaddingError
 
-    trial, policy = job.trial, recipe.policy
+    found, policy = trial.recipe(), trial.resolved_policy()
+    assert policy is not None  # noqa: S101  # a recipe is one
     topology, cuda = trial.topology(), trial.cluster.device == "cuda"
     with models.unfilled():
-        model = models.GPT(job.shape, trial.sequence)
-    held = activation_bytes(
-        job.shape, policy, sequences=trial.tokens_per_rank // trial.sequence, length=trial.sequence,
-        recompute=job.trial.activation_checkpointing,
-    )  # fmt: skip
+        model = models.build(trial.model, trial.sequence)
     try:
-        recipe = laid_out(recipe, plan_units(model, topology, policy))
-        found = needs(model, policy, trial, activations=held)
+        found = laid_out(found, plan_units(model, topology, policy))
+        needed = needs(model, policy, trial, activations=activation_bytes(trial, policy))
     except (ValueError, ZeroError) as error:
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise Refusal(f"{error}{option}") from None
     finally:
-        for finding in recipe.findings if speaks else ():
+        for finding in found.findings if speaks else ():
             print(finding)
     if speaks:
         numel = sum(parameter.numel() for parameter in model.parameters())
         size = f"{numel / 1e9:.4g} B" if numel >= 1e9 else f"{numel / 1e6:.4g} M"
-        whole, share = found[0].adam, found[1].adam
         print(
-            f"{size} parameters on {topology.world} ranks ({topology}): Adam's states are {in_words(whole)}, "
-            f"and {in_words(share)} on each rank from stage 1 on"
+            f"{size} parameters on {topology.world} ranks ({topology}): Adam's states are "
+            f"{in_words(needed[0].adam)}, and {in_words(needed[1].adam)} on each rank from stage 1 on"
         )
-        print(table(found, policy.stage, cuda=cuda), flush=True)
-    here = topology.world if trial.cluster.launcher == "local" else _torchrun("LOCAL_WORLD_SIZE")
-    return too_large(found[policy.stage], topology, this_host(), cuda=cuda, here=here)
+        print(table(needed, policy.stage, cuda=cuda), flush=True)
+    here = topology.world if trial.cluster.launcher == "local" else int(os.environ["LOCAL_WORLD_SIZE"])
+    return too_large(needed[policy.stage], topology, this_host(), cuda=cuda, here=here)
 
 
 def _run(job: Job) -> None:

@@ -16,7 +16,7 @@ from harness.records.record import Step
 from harness.runs.rank_trial import device_of
 from harness.strategies.strategy import sharded, wire_of
 from harness.strategies.training import TrainingLoop
-from harness.suites.model_sizes import GPTShape, tflops_per_rank
+from harness.suites.model_sizes import tflops_per_rank
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.rank_batches import RankBatches
@@ -32,7 +32,6 @@ class Job:
     """Argument of every rank of a training run."""
 
     trial: Trial  # model, data, optimizer and policy
-    shape: GPTShape
     load: Path | None  # a checkpoint to go on from, or a folder of them, whose newest is taken
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
@@ -60,7 +59,7 @@ class _Training:
             Init(mesh=wire.mesh, policy=policy, blocks=models.Block, wire=wire, seed=trial.seed),
             self.device,
         ):
-            model = models.GPT(job.shape, trial.sequence)
+            model = models.build(trial.model, trial.sequence)
         if trial.activation_checkpointing:
             models.checkpoint_activations(model)
         self.strategy = sharded(trial, model, wire, policy)
@@ -77,7 +76,7 @@ class _Training:
             mean = float(self.zero.wire.all_gather_small(own).mean())  # over all ranks, 8 bytes each
             scale = None if self.zero.policy.loss_scale is None else self.zero.scaler.scale
             peak = peak_device(self.device) or peak_rss()
-            text = line(self.job, step, mean, scale, peak)
+            text = line(self.trial, step, mean, scale, peak)
             if not stepped.done:
                 text += " | overflow: nothing was updated"
             self.rank.report(Progress("steps", index + 1, self.trial.steps, text))
@@ -136,15 +135,18 @@ class _Training:
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
 
 
-def line(job: Job, step: Step, loss: float, scale: float | None, peak: int) -> str:
+def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) -> str:
     """Log line of one step, in the form of the ZeRO++ tutorial's; ``loss`` is over all ranks."""
-    trial = job.trial
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
     rate = tflops_per_rank(
-        job.shape, sequences=sequences, length=trial.sequence, recompute=trial.activation_checkpointing,
-        seconds=step.total, ranks=ranks,
-    )  # fmt: skip
+        models.shape_of(trial.model),
+        sequences=sequences,
+        length=trial.sequence,
+        recompute=trial.activation_checkpointing,
+        seconds=step.total,
+        ranks=ranks,
+    )
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")
     )

@@ -14,6 +14,7 @@ from harness.runs.feasibility import PROCESS_BYTES, Host
 from harness.runs.predict import per_node_bytes
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Trial
+from harness.workloads.models import shape_of
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
 from impl.plan.memory import memory
@@ -76,15 +77,17 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
     return {**found, "other": sum(parts.values()) - sum(found.values())}
 
 
-def activation_bytes(shape: GPTShape, policy: Policy, *, sequences: int, length: int, recompute: bool) -> int:
+def activation_bytes(trial: Trial, policy: Policy) -> int:
     """Estimate the activation bytes that a micro-batch keeps, at most: of blocks, and of the logits and their
     gradient in the compute type and in fp32.
     """
-    item = ITEM_BYTES[policy.compute]
-    place = sequences * length * shape.width
+    shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
+    assert isinstance(shape, GPTShape)  # noqa: S101  # there is no flag for others
+    place = trial.tokens_per_rank * shape.width
     block = _BLOCK_BYTES * place * item // 2
-    blocks = shape.layers * item * place + block if recompute else shape.layers * block
-    return blocks + sequences * length * shape.vocab * (item + 2 * 4)
+    recomputed = shape.layers * item * place + block
+    blocks = recomputed if trial.activation_checkpointing else shape.layers * block
+    return blocks + trial.tokens_per_rank * shape.vocab * (item + 2 * 4)
 
 
 def table(found: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
