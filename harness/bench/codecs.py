@@ -1,7 +1,7 @@
 """``zeropp bench codecs``: times every operation, codec and backend, each beside a copy of the same elements.
 
-Rounds of all operations interleave, each ``calls`` copies, then ``calls`` operations on existing buffers.
-The reference backend is timed on an eighth of the elements, at least 2 M; a GPU by events, its cache flushed.
+A round is ``calls`` copies, then ``calls`` operations on existing buffers.  The reference backend is timed on
+an eighth of the elements, at least 2 M; a GPU by events, its cache flushed.
 """
 
 from __future__ import annotations
@@ -48,20 +48,11 @@ _MOST_QUEUED: Final = 10  # calls of a round on a GPU, each timed by itself
 _QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the host queues a call
 
 
-class Buffers(NamedTuple):
-    """Elements of one type on one device, and what operations on them write, which all share."""
-
-    x: Tensor  # (S,) the elements; what the reference copies
-    target: Tensor  # (S,) to which it copies them
-    out: Tensor  # (S,) to which frames are decoded
-    error: Tensor  # (S,) fp32, what encoding carries over
-
-
 class Work(NamedTuple):
     """One operation to time."""
 
     names: dict[str, str | None]  # operation, codec, backend; what a peer computes in place of our arithmetic
-    on: Buffers
+    x: Tensor  # (S,) the elements, which the reference copies
     moved_bytes: int  # read and written in one call
     run: Callable[[], object]  # one call
 
@@ -101,24 +92,14 @@ def measure(
     if on_gpu:
         flush = torch.zeros(_FLUSH_BYTES // 4, device="cuda")
         clocks["cuda"] = partial(_device_seconds, flush)
-    works: list[Work] = []
+    samples = []
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))
-        x = x.to(device, DTYPES[kind])
-        error = torch.zeros_like(x, dtype=torch.float32)
-        works += _works(Buffers(x, torch.empty_like(x), torch.empty_like(x), error), codecs, backends)
-    timed = []
-    for index, work in enumerate(works):
-        rank.report(Progress("warm-up", index, len(works)))
-        timed.append(Timed(work, clocks[work.on.x.device.type], seconds))
-    most = max(each.rounds for each in timed)
-    for index in range(most):
-        rank.report(Progress("round", index, most))
-        for each in timed:
-            if each.takes_part(index, most):
-                each.round()
-    return [each.sample(rank.threads) for each in timed]
+        for work in _works(x.to(device, DTYPES[kind]), codecs, backends):
+            rank.report(Progress(f"{len(samples)} operations timed"))
+            samples.append(_timed(work, clocks[device], seconds, rank.threads))
+    return samples
 
 
 _Clock = Callable[[Callable[[], object], int], float]
@@ -148,85 +129,64 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
     return float(sum(begin.elapsed_time(end) for begin, end in pairs)) / 1e3 / calls
 
 
-class Timed:
-    """One operation with the times of its rounds; warms up when constructed."""
-
-    def __init__(self, work: Work, clock: _Clock, seconds: float) -> None:
-        self.work, self.copy_seconds, self.seconds = work, list[float](), list[float]()
-        copy: Callable[[], object] = partial(work.on.target.copy_, work.on.x)
-        clock(copy, 1)  # pages of the target
-        copied, took = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
-        if took < seconds:
-            took = clock(work.run, 1)
-        most = _MOST_QUEUED if work.on.x.is_cuda else math.inf
-        self.calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, took)))))
-        self.rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (self.calls * (copied + took)))))
-        self._timed = [(copy, self.copy_seconds), (work.run, self.seconds)]
-        self._clock = clock
-
-    def takes_part(self, index: int, most: int) -> bool:
-        """Whether it runs in round ``index`` of ``most``: its rounds are spread evenly."""
-        return index * self.rounds // most != (index + 1) * self.rounds // most
-
-    def round(self) -> None:
-        """Time the copies, then the operations."""
-        for run, took in self._timed:
-            took.append(self._clock(run, self.calls))
-
-    def sample(self, threads: int) -> Sample:
-        """The measurements as a sample; seconds are of one call."""
-        names, (x, *_), moved, _ = self.work
-        ran = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
-        return Sample(
-            kind="codec",
-            names={**names, **ran},
-            sizes={"element_bytes": x.nbytes, "moved_bytes": moved, "calls": self.calls},
-            seconds=self.seconds,
-            reference_seconds=self.copy_seconds,
-        )
+def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
+    """Warm an operation up, and time its rounds; seconds are of one call."""
+    x, took = work.x, list[tuple[float, float]]()
+    copy = partial(torch.empty_like(x).copy_, x)
+    clock(copy, 1)  # pages of the target
+    copied, once = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
+    if once < seconds:
+        once = clock(work.run, 1)
+    most = _MOST_QUEUED if x.is_cuda else math.inf
+    calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, once)))))
+    rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (calls * (copied + once)))))
+    for _ in range(rounds):
+        took.append((clock(copy, calls), clock(work.run, calls)))
+    ran = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
+    return Sample(
+        kind="codec",
+        names={**work.names, **ran},
+        sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": calls},
+        seconds=[own for _, own in took],
+        reference_seconds=[of_copy for of_copy, _ in took],
+    )
 
 
-def _works(on: Buffers, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
+def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
     """All operations to time on elements, on their device."""
-    x = on.x
     here = [name for name in backends if name in (x.device.type, "reference")]
-    here += [name for name in backends if name in ablation.ABLATED and x.device.type == "cuda"]
+    here += [name for name in backends if name in ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             numel = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL) if name == "reference" else x.numel()
-            yield from _of_codec(codec, Buffers(*(each[:numel] for each in on)), name)
+            yield from _of_codec(codec, x[:numel], name)
     for name in (name for name in backends if name in other_libraries.QUANTISERS):
         for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
                 names = {"operation": operation, "codec": own, "backend": name}
-                yield Work({**names, "other": arithmetic}, on, x.nbytes + nbytes, run)
+                yield Work({**names, "other": arithmetic}, x, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: Codec, on: Buffers, backend: str) -> Iterator[Work]:
+def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
-    x, out = on.x, on.out
     ours = ablation.operations(backend) if backend in ablation.ABLATED else ops.operations_of(backend)
-    sums = x.dtype == torch.float32
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
-    frames = torch.zeros((SOURCES if sums else 1, frame_bytes), dtype=torch.uint8, device=x.device)
-    written = torch.zeros_like(frames[0])
+    out, written = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()
     encode = partial(ours.encode, codec, x, written, noise=noise)
     encode()
-    frames.copy_(written.expand_as(frames))
-    moved: dict[str, tuple[Callable[[], object], int]] = {
-        "encode": (encode, x.nbytes + frame_bytes),
-        "decode": (partial(ours.decode, codec, frames[0], out), x.nbytes + frame_bytes),
-    }
-    if sums:
-        both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
-        moved["decode_sum"] = partial(ours.decode_sum, codec, frames, out), frames.nbytes + x.nbytes
-        moved["decode_sum_encode"] = both, frames.nbytes + frame_bytes
-    if not isinstance(codec, Raw | OwnCodec):
-        moved["encode_carried"] = (
-            partial(encode, carried=Carried(on.error)),
-            x.nbytes + 2 * 4 * numel + frame_bytes,
-        )
-    for operation, (run, nbytes) in moved.items():
+    frames = written.repeat(SOURCES, 1)
+
+    def work(operation: str, moved_bytes: int, run: Callable[[], object]) -> Work:
         names = {"operation": operation, "codec": str(codec), "backend": backend, "other": None}
-        yield Work(names, on, nbytes, run)
+        return Work(names, x, moved_bytes, run)
+
+    yield work("encode", x.nbytes + frame_bytes, encode)
+    yield work("decode", x.nbytes + frame_bytes, partial(ours.decode, codec, frames[0], out))
+    if x.dtype == torch.float32:
+        both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
+        yield work("decode_sum", frames.nbytes + x.nbytes, partial(ours.decode_sum, codec, frames, out))
+        yield work("decode_sum_encode", frames.nbytes + frame_bytes, both)
+    if not isinstance(codec, Raw | OwnCodec):
+        carried = partial(encode, carried=Carried(torch.zeros_like(x, dtype=torch.float32)))
+        yield work("encode_carried", x.nbytes + 2 * 4 * numel + frame_bytes, carried)

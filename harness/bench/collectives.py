@@ -57,7 +57,7 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     contenders = list(_contenders(mesh, wires, whole, mine, out))
     sent = [_sent(wire, run) for _, wire, run in contenders]
     turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
-    took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, lambda _: None, seconds=seconds)
+    took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
     reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
     # an all-reduce.

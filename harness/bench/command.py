@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args
 
@@ -25,7 +24,6 @@ from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
-from harness.suites.model_sizes import PRESETS, GPTShape
 from harness.suites.quantities import CANONICAL, parse_rate
 
 app = typer.Typer(
@@ -37,21 +35,16 @@ Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
 Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
-MODELS: Final = tuple(name for name, shape in PRESETS.items() if isinstance(shape, GPTShape))
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
-Nodes = Annotated[int | None, typer.Option(help="Nodes. Default: 1x4 ranks and 2x2.", min=1)]
-Ranks = Annotated[int | None, typer.Option(help="Ranks of each node.", min=1)]
-Rate = Annotated[str | None, typer.Option(help="Between nodes, with --nodes, e.g. '1 Gbit/s'; unshaped.")]
 _BACKENDS: Final = (
     "cpu, cuda, reference, bitsandbytes, torchao, torch.compile or deepspeed; with something taken away "
     "cuda-general, cuda-shared-memory, cuda-two-reads, cuda-unfused, cuda-narrow or cuda-few-warps."
 )
 Mebibytes = partial(typer.Option, metavar="MIB", min=1, max=MOST_MEBIBYTES)
-Model = Annotated[str, typer.Option(help="A GPT preset of suites.")]
 
 
 @app.command()
@@ -105,51 +98,55 @@ def codecs(
 @app.command()
 def collectives(
     *,
-    nodes: Nodes = None,
-    ranks: Ranks = None,
-    megabytes: Annotated[str, typer.Option(help="MiB of the whole tensor, by commas.")] = "1,16,64",
-    rate: Rate = None,
+    nodes: Annotated[int, typer.Option(help="Nodes.", min=1)] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks of each node.", min=1)] = 2,
+    megabytes: Annotated[list[int] | None, Mebibytes(help="Of the tensor. Default: 1, 16 and 64.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Between nodes, e.g. '1 Gbit/s'; unshaped.")] = None,
     seconds: Annotated[float, typer.Option(help="For each size, about.", min=0.0)] = 20.0,
     results: Results = Path("results"),
 ) -> Path:
     """Seconds and bytes of every algorithm and transport beside gloo's own."""
     run = _Run("collectives", results)
-    sizes, places = _sizes(megabytes), _places(nodes, ranks, rate, [((1, 4), None), ((2, 2), None)])
+    try:
+        mbit: Any = parse_rate(rate)
+    except ValueError as error:
+        raise Refusal(f"--rate {rate!r}: {error}") from None
+    if not 2 <= nodes * ranks <= MOST_RANKS:
+        raise Refusal(f"{nodes} nodes x {ranks} ranks: expected 2 to {MOST_RANKS} ranks in all")
+    if nodes == 1 and mbit is not None:
+        raise Refusal(f"--rate {rate!r}: one node has no link between nodes")
 
     from harness.bench import collectives as bench_collectives
 
-    samples = []
-    for place, size in product(places, sizes):
+    place, sizes, samples = ((nodes, ranks), mbit), megabytes or [1, 16, 64], []
+    for size in sizes:
         samples += run.at(place, partial(bench_collectives.measure, mebibytes=size, seconds=seconds))
-    return run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "places": places})
+    return run.finish(samples, {"mebibytes": sizes, "seconds": seconds, "place": place})
 
 
 @app.command()
 def overlap(
     *,
-    model: Model = "gpt-small",
-    layers: Annotated[int, typer.Option(help="Of the model.", min=1)] = 16,
+    layers: Annotated[int, typer.Option(help="Of the model, gpt-small.", min=1)] = 16,
     sequences: Annotated[int, typer.Option(help="Of each rank in a step.", min=1)] = 96,
     megabytes: Annotated[int, Mebibytes(help="Of the fp32 gradient.")] = 128,
-    chunks: Annotated[int, typer.Option(help="Of a reduction.", min=2)] = 4,
     seconds: Annotated[float, typer.Option(help="For each policy and for the hops, about.", min=0.0)] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
     """Steps on a slow link beside compute alone, and reductions in chunks beside those in one."""
     run = _Run("overlap", results)
-    _chosen([model], MODELS, "model")
 
     from harness.bench import overlap as bench_overlap
 
     two, four = bench_overlap.TOPOLOGY_OF_STEP, bench_overlap.TOPOLOGY_OF_HOPS
-    trained: dict[str, Any] = {"model": model, "layers": layers, "sequences": sequences}
+    trained = {"layers": layers, "sequences": sequences}
     alone = run.on_ranks(partial(bench_overlap.compute_alone, **trained), two)
     samples = []
     for policy, mbit in bench_overlap.rates_for_steps(alone).items():
         step = partial(bench_overlap.step, policy=policy, seconds=seconds, **trained)
         samples += run.at((two, mbit), step)
     first = run.on_ranks(partial(bench_overlap.first_hop, mebibytes=megabytes), four)
-    hops = partial(bench_overlap.hops, mebibytes=megabytes, chunks=chunks, seconds=seconds)
+    hops = partial(bench_overlap.hops, mebibytes=megabytes, seconds=seconds)
     samples += run.at((four, bench_overlap.rate_for_hops(first, megabytes)), hops)
     return run.finish(samples, {**trained, **hops.keywords})
 
@@ -208,9 +205,7 @@ class _Run:
                 launch = Launch(
                     plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS, log
                 )
-                return run_ranks(
-                    _called, target, launch, lambda far: status.update(f"{far.stage} {far.step}/{far.steps}")
-                )
+                return run_ranks(_called, target, launch, lambda far: status.update(far.stage))
         except LinkError as error:
             raise Refusal(str(error)) from None
         except LaunchError as error:
@@ -240,37 +235,11 @@ def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
     return target(rank)
 
 
-def _places(nodes: int | None, ranks: int | None, rate: str | None, usual: list[Place]) -> list[Place]:
-    """Where to run: as asked, or where nothing is asked ``usual``."""
-    try:
-        mbit: Any = parse_rate(rate)
-    except ValueError as error:
-        raise Refusal(f"--rate {rate!r}: {error}") from None
-    if not nodes and not ranks:
-        if rate is not None:
-            raise Refusal(f"--rate {rate!r}: say --nodes and --ranks with it")
-        return usual
-    topology = nodes or 1, ranks or 4
-    if not 2 <= topology[0] * topology[1] <= MOST_RANKS:
-        raise Refusal(f"{topology[0]} nodes x {topology[1]} ranks: expected 2 to {MOST_RANKS} ranks in all")
-    if topology[0] == 1 and mbit is not None:
-        raise Refusal(f"--rate {rate!r}: one node has no link between nodes")
-    return [(topology, mbit)]
-
-
 def _chosen(given: Iterable[Any], allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:
     for name in given:
         if name not in allowed:
             raise Refusal(f"unknown {what} {name!r}: expected one of {', '.join(allowed)}")
     return tuple(dict.fromkeys(given))
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    """MiB from ``1,16,64``."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and part.isascii() and 0 < int(part) <= MOST_MEBIBYTES for part in parts):
-        raise Refusal(f"--megabytes {text!r}: expected whole MiB from 1 to {MOST_MEBIBYTES}, by commas")
-    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _now() -> str:

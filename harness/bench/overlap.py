@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
@@ -32,9 +32,11 @@ from impl.zero import Zero, shard
 
 TOPOLOGY_OF_STEP: Final = (2, 1)
 TOPOLOGY_OF_HOPS: Final = (2, 2)
+MODEL: Final = "gpt-small"
 SEQUENCE: Final = 128
 POLICIES: Final = ("zero3", "zeropp")
 CODEC: Final = "int4:256"  # of both hops
+CHUNKS: Final = 4
 ROUNDS: Final = (5, 200)
 PROBES: Final = (3, 3)  # from whose median a link's rate follows
 ROOM: Final = 1.2
@@ -43,18 +45,18 @@ HOPS_APART: Final = 3.0
 """Seconds of the second hop over those of the first: what sets the link's rate."""
 _TAG: Final = Tag("backward", "gradients")
 
-Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, T)
 Took = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
 Alone = tuple[list[Took], dict[str, list[int]]]
 """Compute alone by round; by policy, bytes that this rank sends to other nodes in forward and in backward."""
 
 
-def compute_alone(rank: Rank, *, model: str, layers: int, sequences: int) -> Alone:
+def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
     """Time the unsharded model without communication; the target of every rank."""
-    mesh, batch = Mesh.create(rank.topology), batches_of(rank, sequences)
-    sent = {name: _sent(_sharded(model_of(model, layers=layers), name, mesh)) for name in POLICIES}
-    (took,) = interleaved(rank, [_trained(model_of(model, layers=layers))], "compute alone", PROBES, batch)
+    mesh = Mesh.create(rank.topology)
+    sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
+    contenders = [_trained(rank, sequences, _model(layers))]
+    (took,) = interleaved(rank, contenders, "compute alone", PROBES)
     return took, sent
 
 
@@ -73,19 +75,18 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
     return float(f"{max(rates):.3g}")
 
 
-def step(rank: Rank, *, policy: str, model: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
+def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
     """Time a policy's step and compute alone in turns for about ``seconds``; the target of every rank."""
-    made = model_of(model, layers=layers)
+    made = _model(layers)
     parameters = sum(parameter.numel() for parameter in made.parameters())
     zero = _sharded(made, policy, Mesh.create(rank.topology))
-    contenders = [_trained(model_of(model, layers=layers)), _trained(made, zero)]
-    batch = batches_of(rank, sequences)
-    alone, took = interleaved(rank, contenders, policy, ROUNDS, batch, seconds=seconds)
+    contenders = [_trained(rank, sequences, _model(layers)), _trained(rank, sequences, made, zero)]
+    alone, took = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
     forward, backward = _sent(zero)
     sample = Sample(
         kind="step",
         names={
-            "policy": policy, "model": model, "layers": layers, "sequence": SEQUENCE, "sequences": sequences,
+            "policy": policy, "model": MODEL, "layers": layers, "sequence": SEQUENCE, "sequences": sequences,
         },
         sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
         seconds=[whole for _, _, whole in took],
@@ -98,7 +99,7 @@ def step(rank: Rank, *, policy: str, model: str, layers: int, sequences: int, se
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
     """Time the first hop alone, without a link; the target of every rank."""
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
-    (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES, lambda _: None)
+    (took,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
     return took
 
 
@@ -113,27 +114,31 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
     return float(f"{8e-6 * sent / (HOPS_APART * slowest):.3g}")
 
 
-def hops(rank: Rank, *, mebibytes: int, chunks: int, seconds: float) -> list[Sample]:
+def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     """Time both hops alone, and reductions in one chunk and several, in turns; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
-    gradient = torch.randn(
-        mebibytes << 18, generator=torch.Generator().manual_seed(mesh.rank)
-    )  # (world * S,)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    gradient = torch.randn(mebibytes << 18, generator=generator)  # (world * S,)
     whole = partial(quantized_reduce_scatter, gradient, CODEC, mesh, wire=wire)
-    contenders = [*map(timed, _hops(wire, mebibytes)), timed(whole), timed(partial(whole, chunks=chunks))]
-    took = interleaved(rank, contenders, "hops", ROUNDS, lambda _: None, seconds=seconds)
-    first, second, in_one, cut = took
+    contenders = [*map(timed, _hops(wire, mebibytes)), timed(whole), timed(partial(whole, chunks=CHUNKS))]
+    first, second, in_one, cut = interleaved(rank, contenders, "hops", ROUNDS, seconds=seconds)
     first_sent, second_sent = _rows(mesh.topology, mebibytes)
     sample = Sample(
         kind="hops",
-        names={"chunks": chunks, "codec": CODEC, "numel": gradient.numel()},
+        names={"chunks": CHUNKS, "codec": CODEC, "numel": gradient.numel()},
         sizes={"first_sent": first_sent, "second_sent": second_sent},
         seconds=cut,
         reference_seconds=in_one,
         parts={"first": first, "second": second},
     )
     return [sample]
+
+
+def _model(layers: int) -> nn.Module:
+    """Equal on every rank."""
+    torch.manual_seed(0)
+    return build(Model(name=MODEL, arguments={"layers": layers}), SEQUENCE)
 
 
 def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
@@ -148,14 +153,17 @@ def _sent(zero: Zero) -> list[int]:
     return [sum(nbytes for phase, nbytes in sent if phase == name) for name in ("forward", "backward")]
 
 
-def _trained(model: nn.Module, zero: Zero | None = None) -> Callable[[Batch], Took]:
-    """A step of a plain torch training loop, sharded by ``zero`` or alone."""
+def _trained(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Took]:
+    """A step of a plain torch training loop on this rank's random bytes, sharded by ``zero`` or alone."""
+    generator = torch.Generator().manual_seed(rank.rank)
+    text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
+    tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     parameters: Any = model.parameters() if zero is None else zero.param_groups()
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
-    def one(batch: Batch) -> Took:
+    def one() -> Took:
         begin = time.perf_counter()
-        loss = model(*batch)
+        loss = model(tokens, targets)
         forward = time.perf_counter()
         loss.backward()
         if zero is not None:
@@ -186,20 +194,3 @@ def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], 
 
     first, second = _rows(topology, mebibytes)
     return partial(hop, topology.local_axis, first), partial(hop, topology.node_axis, second)
-
-
-def batches_of(rank: Rank, sequences: int) -> Callable[[int], Batch]:
-    """Random bytes by step, for this rank, and the one that follows each."""
-
-    def batch(step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step * rank.topology.world + rank.rank)
-        text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-    return batch
-
-
-def model_of(name: str, **arguments: int) -> nn.Module:
-    """Build a preset's model, equal on every rank."""
-    torch.manual_seed(0)
-    return build(Model(name=name, arguments=arguments), SEQUENCE)

@@ -87,11 +87,11 @@ def traced_step(rank: Rank, assignment: Assignment) -> Traced:
     for index in range(warmup):
         run.step(index)
     dist.barrier()
-    before = timed(partial(run.step, warmup))(None)
+    before = timed(partial(run.step, warmup))()
     dist.barrier()
     clock = run.loop.clock
     with wire.traced(timeline), _operations_noted(timeline), clock.noted(partial(timeline.add, _PART)):
-        seconds = timed(partial(run.step, warmup + 1))(None)
+        seconds = timed(partial(run.step, warmup + 1))()
     dist.barrier()
     run.strategy.close()
     return Traced(
