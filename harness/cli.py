@@ -31,7 +31,6 @@ from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
-from harness.cluster.print_once import speaks
 from harness.cluster.rank_processes import end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
@@ -552,9 +551,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(words: str, status: int) -> int:
-    line = f"zeropp: {one_line(words)}"
-    if status != REFUSED or speaks(line):
-        print(line, file=sys.stderr, flush=True)
+    print(f"zeropp: {one_line(words)}", file=sys.stderr, flush=True)
     return status
 
 

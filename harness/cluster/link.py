@@ -147,23 +147,16 @@ class Link:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check(self, found: Sequence[float], *, after: bool = False) -> None:
-        """Refuse a shaped link whose calibration, or probes ``after`` a trial, of ``found`` Mbit/s are wrong.
-
-        Of probes only those that are faster: that they are slower is on record.
-        """
+    def check(self) -> None:
+        """Refuse a shaped link whose calibration is not of its rate."""
         asked = self.cluster.rate
-        if self.kind != "shaped" or asked is None or not found:
+        if self.kind != "shaped" or asked is None or not self.calibrated_mbit:
             return
-        middle = statistics.median(found)
-        if middle > REACHED[1] * asked:
-            why = "messages went past the queue, or it is gone"
-        elif middle < REACHED[0] * asked and not after:
+        middle = statistics.median(self.calibrated_mbit)
+        if not REACHED[0] * asked <= middle <= REACHED[1] * asked:
             why = "the network, or the hosts' congestion control (bbr does), carries no more"
-        else:
-            return
-        when = " after the trial" if after else ""
-        raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}{when}: {why}")
+            why = "messages go past the queue" if middle > asked else why
+            raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}: {why}")
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:

@@ -427,15 +427,9 @@ def _registered(backend: str) -> str:
     """Torch's name of a backend, made known first where it is a module's (``transport`` of suites)."""
     if "." not in backend:
         return backend
-    try:
-        module = importlib.import_module(backend)
-        module.register()
-        name: str = module.NAME
-    except (ImportError, AttributeError) as error:
-        raise Refusal(
-            f"cluster.transport = {backend!r}: expected a module with register() and NAME: {error}"
-        ) from error
-    return name
+    module = importlib.import_module(backend)
+    module.register()
+    return str(module.NAME)
 
 
 def _meet(launch: Launch, scratch: Path) -> Any:

@@ -60,7 +60,7 @@ class Host:
     namespaces: Callable[[], str | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forecast:
     """Prediction for one trial."""
 
@@ -131,6 +131,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
     optimizer, policy, cluster = _check_optimizer(trial), trial.resolved_policy(), trial.cluster
     codecs = () if policy is None else policy.own_codecs
+    model = build_model(trial.model, trial.sequence, models)
     complaints = [
         _check_ranks(trial, host),
         _refused(lambda: trial_dataset.check(trial)),
@@ -141,70 +142,66 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
         count = len(cluster.hosts)
         complaints.append(f"cluster.hosts has {count} names; expected one for each of {cluster.nodes} nodes")
-    model = build_model(trial.model, trial.sequence, models)
-    found = Forecast(trial, findings=() if trial.strategy != RECIPE else trial.recipe().findings)
     if isinstance(model, Refusal):
         complaints.append(str(model))
-        return replace(found, problems=tuple(filter(None, complaints)))
-    if trial.activation_checkpointing:
+    elif trial.activation_checkpointing:
         complaints.append(_refused(partial(check_blocks, model)))
-    problems = tuple(filter(None, complaints))
+    found = Forecast(trial, problems=tuple(filter(None, complaints)))
+    if trial.strategy == RECIPE:
+        found.findings = trial.recipe().findings
+    if isinstance(model, Refusal):
+        return found
+    found.parameters = sum(parameter.numel() for parameter in model.parameters())
     state = optimizer if isinstance(optimizer, int) else 0
-    found = replace(found, parameters=sum(parameter.numel() for parameter in model.parameters()))
-    found = replace(found, memory=peer_memory(trial, found.parameters or 0, state), problems=problems)
+    memory = peer_memory(trial, found.parameters, state)
     if policy is not None:
         try:
-            found = _planned(found, policy, model, state)
+            memory = _plan(found, policy, model, state) or memory
         except (CodecError, GeometryError, PolicyError, ZeroError) as error:
-            return replace(found, memory=None, problems=(*problems, _unfit(trial, error)))
-    if isinstance(optimizer, str) or found.memory is None:  # nobody knows what its state is
-        return replace(found, memory=None)
-    memory = without_training(found.memory) if trial.workload == "generate" else found.memory
-    failure = None
-    if (why := beyond_limit(trial, memory)) is not None:
-        failure = Failure(kind="memory", message=f"not run: {why}", log=None)
+            found.problems += (_unfit(trial, error),)
+            return found
+    if isinstance(optimizer, str):  # nobody knows what its state is
+        return found
+    found.memory = without_training(memory) if trial.workload == "generate" else memory
+    found.problems += _too_big(trial, host, found.memory)
+    if (why := beyond_limit(trial, found.memory)) is not None:
+        found.failure = Failure(kind="memory", message=f"not run: {why}", log=None)
     elif (why := deepspeed.why_not(trial)) is not None:
-        failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
-    return replace(found, memory=memory, problems=problems + _too_big(trial, host, memory), failure=failure)
+        found.failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
+    return found
 
 
-def _planned(found: Forecast, policy: Policy, model: nn.Module, state: int) -> Forecast:
-    """What a trial of a policy sends and holds; ``state``: bytes of an optimizer's element."""
+def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict[str, int] | None:
+    """Fill in what a trial of a policy sends; returns what our engine holds, None for another engine.
+
+    ``state``: bytes of an optimizer's element.
+    """
     from harness.strategies.optimizers import with_state
     from impl.zero import plan_units
 
-    trial, topology = found.trial, found.trial.topology()
+    trial, topology, memory = found.trial, found.trial.topology(), None
     units: Sequence[UnitGeometry | GroupGeometry]
     if trial.host is not None:
         units, (inter, intra) = hosted_bytes(trial, policy, model)
     else:
         units = own = plan_units(model, topology, policy)
         inter, intra = per_node_bytes(policy, topology, own, trial)
-        memory = held.memory(policy, topology, own, micro_batches=trial.accumulation)
-        memory = with_state(memory, state)
+        memory = with_state(held.memory(policy, topology, own, micro_batches=trial.accumulation), state)
         judges = units_of_judges(trial, policy, model) if trial.workload == "rlhf" else []
         if judges:
             more = per_node_bytes(policy, topology, judges, trial, judges=True)
             inter, intra = inter + more[0], intra + more[1]
             memory = together(memory, held.memory(policy, topology, judges, backward=False))
-        found = replace(
-            found,
-            memory=memory,
-            copied=copied_bytes(policy, topology, own, trial),
-            secondary=held.secondary_either_way(policy, topology, [*own, *judges]),
-            step=step_asked(trial, own, found.parameters or 0),
-        )
+        found.copied = copied_bytes(policy, topology, own, trial)
+        found.secondary = held.secondary_either_way(policy, topology, [*own, *judges])
+        found.step = step_asked(trial, own, found.parameters or 0)
         if trial.strategy == RECIPE:
-            found = replace(found, findings=laid_out(replace(trial.recipe(), policy=policy), own).findings)
-    rate = trial.slowest_mbit
-    return replace(
-        found,
-        padded=sum(unit.padded for unit in units),
-        inter=inter * topology.nodes,
-        intra=intra * topology.nodes,
-        egress=inter,
-        wire_seconds=None if rate is None else inter * 8 / (rate * 1e6),
-    )
+            found.findings = laid_out(replace(trial.recipe(), policy=policy), own).findings
+    found.padded = sum(unit.padded for unit in units)
+    found.inter, found.intra, found.egress = inter * topology.nodes, intra * topology.nodes, inter
+    if (rate := trial.slowest_mbit) is not None:
+        found.wire_seconds = inter * 8 / (rate * 1e6)
+    return memory
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:

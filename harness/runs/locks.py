@@ -1,11 +1,10 @@
-"""Locks: one run writes into a results folder, and one sweep measures on a machine."""
+"""The lock of a results folder: one run writes there."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -14,7 +13,6 @@ from harness.records.record import RecordError
 
 LOCK: Final = ".lock"
 SCRATCH: Final = ".scratch"
-_SWEEP: Final = "\0zeropp-sweep"  # an abstract Unix-domain address, free again when its process ends
 
 
 @contextlib.contextmanager
@@ -42,15 +40,3 @@ def alone(results: Path) -> Iterator[None]:
             yield
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def shared_machine() -> Iterator[bool]:
-    """Be this machine's sweep in the body; yields whether another one already is, whatever its folder."""
-    with socket.socket(socket.AF_UNIX) as own:
-        try:
-            own.bind(_SWEEP)
-        except OSError:
-            yield True
-        else:
-            yield False

@@ -8,12 +8,12 @@ in seconds.  By symmetry every node sends what node 0 sends.  Activations are no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from harness.errors import Refusal
-from harness.records.record import Foreseen, Record
+from harness.records.record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
@@ -23,6 +23,7 @@ from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.topology import Topology
+from impl.plan.traffic import Event, LedgerKey, Sent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ FP32_BYTES: Final = 4
 BYTES_PER_MBIT: Final = 1e6 / 8
 Models = dict[str, "nn.Module | Refusal"]
 """Models that were built, by their text."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
@@ -62,70 +64,37 @@ def per_node_bytes(
     loads, later = _loads(policy, trial)
     begins = _begins(policy, trial)
     if judges:  # their weights never change: what is kept of them is of all steps before
-        timed: list[traffic.Event] = ["evaluate"] * trial.steps
+        timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, begins = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
         for steps, before in begins:
             none, one, two = (
-                {
-                    key: sent.bytes
-                    for key, sent in traffic.predict(policy, topology, units, rank, events).sent.items()
-                }
-                for events in (before, *(before + load for load in loads))
+                _bytes(traffic.predict(policy, topology, units, rank, [*before, *load]).sent)
+                for load in ([], *loads)
             )
-            step = {
-                key: one.get(key, 0) - none.get(key, 0) + later * (nbytes - one.get(key, 0))
-                for key, nbytes in two.items()
-            }
-            for link, nbytes in at_most(policy, topology, units, step).items():
+            for link, nbytes in at_most(policy, topology, units, _step(none, one, two, later)).items():
                 total[link] += steps * nbytes
     return total["inter"] // trial.steps, total["intra"] // trial.steps
 
 
-def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:
-    """The units of the frozen models of workload ``rlhf``; ``actor`` is on the meta device."""
-    from harness.workloads.models import unfilled
-    from harness.workloads.reinforcement import judges_of
-    from impl.zero import plan_units
-
-    with unfilled():
-        return plan_units(judges_of(trial, actor), trial.topology(), policy)
+def _bytes(sent: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, int]:
+    return {key: one.bytes for key, one in sent.items()}
 
 
-def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[traffic.Event]]]:
-    """How many timed steps go on from which events: where differences are sent, most from an earlier step."""
-    if policy.differences is None:
-        return [(trial.steps, [])]
-    every = policy.refresh or trial.warmup + trial.steps
-    whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
-    return [(whole, []), (trial.steps - whole, traffic.Load().events(policy))]
-
-
-def hosted_bytes(
-    trial: Trial, policy: Policy, model: nn.Module
-) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
-
-    A PolicyError or GeometryError if the host cannot run it.
+def _step(
+    none: Mapping[_Key, int], one: Mapping[_Key, int], two: Mapping[_Key, int], later: int
+) -> dict[_Key, int]:
+    """A step whose first micro-batch (or token) takes what was sent from ``none`` to ``one``, and each of the
+    ``later`` ones as much as from there to ``two``.
     """
-    from impl.adapters.joined import HostError, hosted_units
-
-    assert trial.host is not None  # noqa: S101  # the caller asked
-    topology, events = trial.topology(), _events(trial)
-    try:
-        units = hosted_units(trial.host, model, topology, policy)
-    except HostError as error:
-        raise PolicyError(str(error)) from None
-    total = {"inter": 0, "intra": 0}
-    for rank in range(topology.ranks_per_node):
-        ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
-        for key, sent in ledger.items():
-            total[key.link] += sent.bytes
-    return units, (total["inter"], total["intra"])
+    return {
+        key: one.get(key, 0) - none.get(key, 0) + later * (size - one.get(key, 0))
+        for key, size in two.items()
+    }
 
 
-def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[traffic.Event], list[traffic.Event]], int]:
+def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
     """Passes of a step of one and of two micro-batches (or tokens), and the number in it after the first.
 
     Only the first all-gathers without a secondary shard: all later ones send equal bytes.
@@ -139,20 +108,56 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[traffic.Event], lis
     return (one, two), trial.accumulation - 1
 
 
-def _events(trial: Trial) -> list[traffic.Event]:
-    """The events (passes, norms) of one step, for ``impl.plan.traffic``."""
-    if trial.workload == "generate":
-        return ["evaluate"] * trial.generate.tokens
-    norm: list[traffic.Event] = [] if trial.clip is None else ["norm"]
-    passes: list[traffic.Event] = ["forward", "backward"]
-    return [*passes * trial.accumulation, *norm, "step"]
+def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
+    """How many timed steps go on from which events: where differences are sent, most from an earlier step."""
+    if policy.differences is None:
+        return [(trial.steps, [])]
+    every = policy.refresh or trial.warmup + trial.steps
+    whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
+    return [(whole, []), (trial.steps - whole, traffic.Load().events(policy))]
+
+
+def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:
+    """The units of the frozen models of workload ``rlhf``; ``actor`` is on the meta device."""
+    from harness.workloads.models import unfilled
+    from harness.workloads.reinforcement import judges_of
+    from impl.zero import plan_units
+
+    with unfilled():
+        return plan_units(judges_of(trial, actor), trial.topology(), policy)
+
+
+def hosted_bytes(
+    trial: Trial, policy: Policy, model: nn.Module
+) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
+
+    A PolicyError or GeometryError if the host cannot run it.
+    """
+    from impl.adapters.joined import HostError, hosted_units
+
+    assert trial.host is not None  # noqa: S101  # the caller asked
+    topology, (loads, later) = trial.topology(), _loads(policy, trial)
+    try:
+        units = hosted_units(trial.host, model, topology, policy)
+    except HostError as error:
+        raise PolicyError(str(error)) from None
+    total = {"inter": 0, "intra": 0}
+    for rank in range(topology.ranks_per_node):
+        one, two = (
+            _bytes(predict_hosted(trial.host, policy, topology, units, rank=rank, events=load))
+            for load in loads
+        )
+        for key, size in _step({}, one, two, later).items():
+            total[key.link] += size
+    return units, (total["inter"], total["intra"])
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Bytes that one rank copies between host and device in one step, both ways."""
     loads, later = _loads(policy, trial)
-    one, two = (sum(traffic.predict(policy, topology, units, 0, load).copied.values()) for load in loads)
-    return one + later * (two - one)
+    one, two = (traffic.predict(policy, topology, units, 0, load).copied for load in loads)
+    return sum(_step({}, one, two, later).values())
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
@@ -205,18 +210,6 @@ def predict(trial: Trial, step: Step | None, egress: int | None, machine: Machin
     tokens = step.tokens * step.micro_batches
     work = Work(parameters=step.parameters, tokens=tokens, egress_bytes=egress, rate=step.rate)
     return step_time(machine, work)
-
-
-def foreseen(machine: Machine, step: StepTime) -> Foreseen:
-    """A predicted step as it is put on record."""
-    return Foreseen(
-        machine=machine.name,
-        calibrated=step.calibrated,
-        seconds=step.seconds,
-        compute=step.compute,
-        wire=step.wire,
-        spread=step.spread,
-    )
 
 
 def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:

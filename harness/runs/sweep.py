@@ -1,9 +1,7 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-What needs to be known of a trial is decided before any runs; then it goes one way:
-its ranks run on the cluster, their outcomes are merged, and the record is written.  A failed trial is
-recorded and the sweep goes on; Ctrl-C ends it, and the current trial is recorded as interrupted, to be run
-again next time.
+What can be known of a trial is decided before any runs.  A failed trial is recorded and the sweep goes on;
+Ctrl-C ends it, and the current trial is recorded as interrupted, to be run again next time.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ from harness.cluster.node_supervisors import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
-from harness.records.record import Failed, Record, path_of, read, write
+from harness.records.record import Failed, Foreseen, Record, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.feasibility import any_host, failure_after, forecast
 from harness.runs.further_repeats import Batch
-from harness.runs.locks import alone, shared_machine
-from harness.runs.predict import foreseen, predict
+from harness.runs.locks import alone
+from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
 from harness.suites.expanded_suite import SKIP, Answer, Suite
@@ -60,19 +58,13 @@ def run_sweep(
 ) -> SweepOutcome:
     """Run the trials that have no record in ``results``, in order; logs of failed ones go to its ``logs``.
 
-    What the suite says of all trials is written to records that are there, too.  Each of ``batches`` is asked
-    for once all trials before have records; ``total`` are known to come.  ``nodes`` are a launcher's, None if
-    all ranks run on this host; ``on`` is a machine on which steps are predicted before they run.
-
-    A RecordError if ``results`` cannot be read or written, a Refusal if a sweep was begun on another machine.
+    Each of ``batches`` is asked for once all trials before have records; ``total`` are known to come.
+    ``nodes`` are a launcher's, None if all ranks run here; steps are predicted ``on`` a machine.  A
+    RecordError if ``results`` cannot be read or written, a Refusal if a sweep was begun on another machine.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(alone(results))
         display = stack.enter_context(Display(console, results, total))
-        if stack.enter_context(shared_machine()):
-            display.say(
-                "another zeropp run is under way on this machine: each disturbs what the other measures"
-            )
         runner = stack.enter_context(TrialRunner(results, nodes))
         sweep = _Sweep(suite, results, runner, display, retry_failed, on)
         try:
@@ -113,34 +105,28 @@ class _Sweep:
     _number: int = 0
     _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # of results, by sweep
     _orders: dict[str, int] = field(default_factory=dict)
-    _known: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of records before trials run
+    _blanks: dict[str, Record] = field(default_factory=dict)  # records, as they are known before trials run
     _run: str | None = None
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
-    _pool: str = field(init=False)  # key of its records
-
-    def __post_init__(self) -> None:
-        self._pool = machine.pool_key(self._machine, self._code)
 
     def missing(self, batch: Batch) -> list[Trial]:
         """The trials of a batch that have to run, once what can be decided before any of them does is.
 
         A Refusal if some of the batch's sweep ran on another machine: its pairs would be of two machines.
         """
-        why = "some intervals are not narrow enough"
+        why, here = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
             why = f"sweep {batch.sweep + 1}"
             self._number = batch.sweep
             self.runner.close_links()  # they are calibrated anew
         for trial in batch.trials:  # numbered in the order in which they are asked for
             self._orders.setdefault(trial.id, len(self._orders))
-        there = {trial.id: finished(self.results, trial, self._pool) for trial in batch.trials}
+        there = {trial.id: finished(self.results, trial, here) for trial in batch.trials}
         for trial in batch.trials:
             record, asked = there[trial.id], self._asked(trial)
-            if record is not None and asked != record.model_dump(include=set(asked)):
-                write(
-                    self.results, record.model_copy(update=asked)
-                )  # the question has changed, not the trial
+            if record is not None and asked != record.model_dump(include=set(asked)):  # the question's change
+                write(self.results, record.model_copy(update=asked))
         failures = [record for record in there.values() if record is not None and not record.answers]
         if self.retry_failed:
             there |= {record.id: None for record in failures}
@@ -148,17 +134,17 @@ class _Sweep:
         missing = [trial for trial in batch.trials if there[trial.id] is None]
         pools = self._pools[batch.sweep]
         pools |= {one.pool for one in there.values() if one is not None and one.measured}
-        if missing and (others := pools - {self._pool}):
+        if missing and (others := pools - {here}):
             raise Refusal(
                 f"{self.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
-                f"here {self._pool}), and a sweep is of one machine: finish it there, or choose another "
+                f"here {here}), and a sweep is of one machine: finish it there, or choose another "
                 "folder with --results; finished ones stand beside further sweeps of this machine (--sweeps)"
             )
         self.tally.failed += len(failures)
         self.tally.skipped += len(batch.trials) - len(missing)
         self.display.asked(batch.trials, len(missing), f"{why}: {counted(len(missing), 'trial')}", failures)
         if missing:
-            self._prepare(missing)
+            self._prepare(missing, here)
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
@@ -193,29 +179,43 @@ class _Sweep:
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
-    def _prepare(self, missing: Sequence[Trial]) -> None:
+    def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
         """Decide of trials that have to run what can be decided before any of them does."""
+        suite = self.suite
         if self._run is None:
-            nodes, suite = self.runner.nodes, self.suite
+            nodes = self.runner.nodes
             facts = [run_environment.identity()] if nodes is None else [node.facts for node in nodes.nodes]
             told = SuiteText(name=suite.file, text=suite.text, configurations=dict(suite.configurations))
             run = run_environment.run_of(told if suite.text else None, facts)
             self._run = run_record.write(self.results, run)
         for trial, one in zip(missing, forecast(missing, any_host()), strict=True):
             step = None if self.on is None else predict(trial, one.step, one.egress, self.on)
-            self._known[trial.id] = {
+            predicted = None if step is None or self.on is None else {"machine": self.on.name} | asdict(step)
+            self._blanks[trial.id] = Record(
+                id=trial.id,
+                suite=suite.name,
+                question=suite.question,
                 **self._asked(trial),
-                "order": self._orders[trial.id],
-                "inputs": digests(trial),
-                "findings": list(one.findings),
-                "failure": one.failure,
-                "parameters": one.parameters or 0,
-                "foreseen": None if step is None or self.on is None else foreseen(self.on, step),
-            }
+                trial=trial.canonical(),
+                started="",
+                finished="",
+                order=self._orders[trial.id],
+                sweep=self._number,
+                machine=self._machine,
+                code=self._code,
+                inputs=digests(trial),
+                pool=pool,
+                failure=one.failure,
+                findings=list(one.findings),
+                parameters=one.parameters or 0,
+                foreseen=predicted and Foreseen.model_validate(predicted),
+                run=self._run,
+            )
 
     def run(self, trial: Trial) -> Record:
         """Run one trial and return its record, of a failure too; one that Ctrl-C ends is written first."""
-        blank = self._record(trial)
+        now = _now()
+        blank = self._blanks[trial.id].model_copy(update={"started": now, "finished": now})
         if blank.failure is not None:
             return blank
         record = self.runner.run(trial, blank, self.display.progress)
@@ -226,24 +226,6 @@ class _Sweep:
             chained_journal.append(self.results, record)
             raise KeyboardInterrupt
         return record
-
-    def _record(self, trial: Trial) -> Record:
-        """The record of a trial as far as it is known without running it."""
-        now = _now()
-        return Record(
-            id=trial.id,
-            suite=self.suite.name,
-            question=self.suite.question,
-            trial=trial.canonical(),
-            started=now,
-            finished=now,
-            sweep=self._number,
-            machine=self._machine,
-            code=self._code,
-            pool=self._pool,
-            **self._known[trial.id],
-            run=self._run,
-        )
 
 
 def _now() -> str:

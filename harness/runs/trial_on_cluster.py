@@ -87,9 +87,7 @@ class TrialRunner:
             probes, counts = message_bytes(link.cluster) or None, link.kind == "namespaces"
             assignment = Assignment(trial, probes, count=counts, folder=self._folder)
             outcomes = self._start(run, assignment, trial, self.launch(trial, link, trial.id), on_progress)
-            found = slowest([outcome.probed for outcome in outcomes if outcome.probed])
-            link.check(found, after=True)
-            probed = found
+            probed = slowest([outcome.probed for outcome in outcomes if outcome.probed])
             return assemble(outcomes, blank.model_copy(update={"link": link.record(probed)}))
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message=INTERRUPTED, log=None)
@@ -164,7 +162,7 @@ class TrialRunner:
         link.calibrated_mbit = slowest([of_rank for of_rank in rates if of_rank])
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
-        link.check(link.calibrated_mbit)
+        link.check()
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
         """How the ranks of a trial are started on its link."""
