@@ -49,9 +49,8 @@ class Place:
     host: str
     port: int  # of the store; 0 lets the process that serves it choose one
     serves: bool  # whether this process serves the store
-    prefix: str = "zeropp"  # of all keys; differs between runs that share a store
-    # whether this process is no supervisor, but another one that the launcher started on its node
-    waits: bool = False
+    job: str = ""  # differs between runs that share a store
+    waits: bool = False  # whether it is no supervisor, but another process that was started on its node
 
     @property
     def follows(self) -> bool:
@@ -60,7 +59,7 @@ class Place:
 
     def ranks_of(self, work: int) -> Place:
         """Where the ranks of all hosts meet for a piece of work, by its number."""
-        return replace(self, prefix=f"{self.prefix}/ranks/{work}")
+        return replace(self, job=f"{self.job}/ranks/{work}")
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -75,15 +74,14 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
         host=environment.get("MASTER_ADDR", ""),
         port=_number(environment, "MASTER_PORT"),
         serves=not agents and node == local == 0,
-        prefix=f"zeropp/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        job=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
         waits=local != 0,
     )
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step; None outside.
-
-    A Refusal names a variable that is missing or no number, or the nodes that Slurm does not name.
+    """This process's place by the variables of a Slurm job step, of which a Refusal names a missing one; None
+    outside.
     """
     if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None
@@ -91,8 +89,6 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
     local = _number(environment, "SLURM_LOCALID")
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
     listed = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()
-    if len(listed) != nodes:
-        raise Refusal(f"Slurm names {len(listed)} hosts of this step, which has {nodes} nodes")
     serves = node == local == 0
     host = address_towards(_slurm_address(listed[1])) if serves and nodes > 1 else _slurm_address(listed[0])
     return Place(
@@ -101,7 +97,7 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
         host=host,
         port=_SLURM_PORTS.start + (16 * job + step) % len(_SLURM_PORTS),
         serves=serves,
-        prefix=f"zeropp/{job}.{step}",
+        job=f"{job}.{step}",
         waits=local != 0,
     )
 
@@ -214,7 +210,7 @@ class Channel:
                 f"nodes meet: {_line(error)}"
             ) from error
         store.set_timeout(_ANSWER)
-        return dist.PrefixStore(place.prefix, store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]
 
 
 def _set(store: Store, key: str, value: Any) -> None:

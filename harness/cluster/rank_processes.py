@@ -443,7 +443,7 @@ def _meet(launch: Launch, scratch: Path) -> Any:
     store = dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=launch.timeout_seconds)
     )
-    return dist.PrefixStore(meeting.prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"zeropp/{meeting.job}", store)  # type: ignore[attr-defined]
 
 
 def _die_with_sweep() -> None:

@@ -1,8 +1,9 @@
-"""Starts the supervisors of other hosts through ssh, with argument lists."""
+"""Runs this process's command line on other hosts through ssh, as their supervisors, told as by torchrun."""
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shlex
 import subprocess
 import sys
@@ -19,9 +20,8 @@ _END_SECONDS = 5.0
 
 def place_of(hosts: Sequence[str]) -> Place:
     """This machine's place as the first of ``hosts``; a Refusal if the second one cannot be reached."""
-    if len(hosts) == 1:
-        return Place(0, 1, "127.0.0.1", 0, serves=True)
-    return Place(0, len(hosts), address_towards(_resolved(hosts[1])), 0, serves=True)
+    address = "127.0.0.1" if len(hosts) == 1 else address_towards(_resolved(hosts[1]))
+    return Place(0, len(hosts), address, 0, serves=True, job=secrets.token_hex(8))
 
 
 @contextlib.contextmanager
@@ -30,15 +30,17 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
 
     They stand in the same folder as this process and run its Python, both by their paths.
     """
+    told = {
+        "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
+        "GROUP_WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder:
         started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         try:
             for node, host in enumerate(hosts[1:], 1):
                 log = Path(folder) / f"{node}.log"
-                remote = [
-                    *(sys.executable, "-m", "harness.runs.join", place.host, str(place.port)),
-                    *(str(node), str(len(hosts)), place.prefix),
-                ]
+                variables = [f"{name}={value}" for name, value in (told | {"GROUP_RANK": str(node)}).items()]
+                remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
                 # What ssh is given goes through a shell on the other host: quoted, word for word.
                 line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
                 with log.open("wb") as output:

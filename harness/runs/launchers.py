@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from harness.cluster import remote
@@ -41,7 +39,7 @@ def place(trials: Sequence[Trial]) -> Place | None:
     most = asked[0]
     found: Place | None
     if most.launcher == "hosts":
-        found = replace(remote.place_of(most.hosts), prefix=f"zeropp/{secrets.token_hex(8)}")
+        found = place_under_torchrun() or remote.place_of(most.hosts)
     elif most.launcher == "slurm":
         if (found := place_in_slurm()) is None:
             raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")

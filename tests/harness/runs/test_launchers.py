@@ -284,7 +284,7 @@ def test_the_place_follows_from_torchruns_variables() -> None:
         "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
     }  # fmt: skip
     assert place_under_torchrun({}) is None
-    assert place_under_torchrun(told) == Place(1, 2, "10.0.0.1", 29500, serves=False, prefix="zeropp/0")
+    assert place_under_torchrun(told) == Place(1, 2, "10.0.0.1", 29500, serves=False, job="0")
     idle = place_under_torchrun(told | {"LOCAL_RANK": "1", "GROUP_RANK": "0"})
     assert idle.waits
     assert idle.follows
