@@ -80,9 +80,7 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by the variables of a Slurm job step, of which a Refusal names a missing one; None
-    outside.
-    """
+    """This process's place by the variables of a Slurm job step; None outside."""
     if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
@@ -227,8 +225,7 @@ def _line(error: BaseException) -> str:
 def port_towards(channel: Channel) -> Port:
     """The interface of this host that leads to the other nodes, with its address; a Refusal if there is none.
 
-    ``GLOO_SOCKET_IFNAME`` has the last word. Otherwise a node takes the address from which it reaches the
-    first node, and the first node the one at which the others reach it.
+    A node takes the address from which it reaches the first node, which takes that at which others reach it.
     """
     place = channel.place
     if (named := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:

@@ -78,9 +78,7 @@ def nccl_in_words(ports: Sequence[Port]) -> str:
 
 
 def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -> str:
-    """The InfiniBand adapters that a node's NCCL may use, as :class:`Port` has them: the first of those
-    ``there`` with an active port, or those named; a LinkError if there are not as many, or not those.
-    """
+    """The adapters that a node's NCCL may use: the first of those ``there``, or those named."""
     has = f"node {node} has {len(there)} with an active port ({', '.join(there) or 'none'})"
     if isinstance(asked, int):
         if asked > len(there):
@@ -251,9 +249,7 @@ def join(port: Port) -> None:
 
 @contextlib.contextmanager
 def opened(control: str) -> Iterator[None]:
-    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies; a
-    LinkError if the keeper does not answer.
-    """
+    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies."""
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
         _ask(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)

@@ -291,10 +291,7 @@ def _ended_or(ready: socket.socket) -> bool:
 
 
 def _serve(request: Request, holders: Sequence[int], listening: socket.socket) -> None:
-    """Open the link for one process after the other that connects, until standard input closes.
-
-    If it could not be shaped again nobody may use it: the error ends this process.
-    """
+    """Open the link for one process after the other that connects; an error in shaping it again ends all."""
     while not _ended_or(listening):
         with listening.accept()[0] as client:
             _set(request, holders, OPEN)

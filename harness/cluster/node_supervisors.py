@@ -85,9 +85,8 @@ class Nodes:
     def run(
         self, work: Work, argument: Any, launch: Launch, on_progress: Callable[[Progress], None]
     ) -> list[Any]:
-        """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.
-
-        A LaunchError, or Ctrl-C, is raised after the ranks of all nodes have ended.
+        """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.  A LaunchError
+        or Ctrl-C is raised after the ranks of all nodes have ended.
         """
         others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._tell(
@@ -136,9 +135,7 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """What nodes answer, or that they are lost: once all do, or ``seconds`` have passed, or, with
-        ``cause``, once one of them says what failed and is no effect.
-        """
+        """What nodes answer, or that they are lost, within ``seconds``, or once one is the ``cause``."""
         deadline, found = time.monotonic() + seconds, dict[int, Answer]()
         while True:
             for node in set(nodes) - found.keys():
@@ -170,10 +167,8 @@ def leading(
     facts: dict[str, Any],
     start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
 ) -> Iterator[Nodes]:
-    """Lead the supervisors of all nodes in the body; after it they are told to end, with its ``status``.  A
-    Refusal if they do not come together.
-
-    ``start`` starts the others, if no launcher did; what it yields raises a Refusal once one has ended early.
+    """Lead the supervisors of all nodes in the body, after which they end with its ``status``; a Refusal if
+    they do not come together.  What ``start`` yields raises one if one that it started has ended early.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -192,9 +187,7 @@ def leading(
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node, which does these works by name, until the leading one ends; returns
-    the status that it says.  A Refusal if that one cannot be reached any more.
-    """
+    """Be the supervisor of another node until the leading one ends; returns the status that it says."""
     try:
         with Channel(place) as channel:
             if place.waits:

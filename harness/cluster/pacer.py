@@ -15,10 +15,8 @@ _BOOKING: Final = threading.Lock()
 
 
 class Pacer:
-    """Rate limiter shared by the ranks of a node: each message is booked after the previous one.
-
-    A small shared file holds, per node, the time at which its interface is next free, as fp64.  Ranks
-    book under a lock on their node's eight bytes, which the kernel releases when a rank dies.
+    """Rate limiter of a node's ranks: a small shared file holds, per node, the time at which it is next free,
+    as fp64.  Ranks book one after the other under a lock on it, which the kernel releases when a rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:

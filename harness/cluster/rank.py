@@ -65,10 +65,7 @@ class Rank:
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Hold messages between nodes to no rate in the body; all ranks must call it.
-
-        Where nothing but the hosts' own interfaces holds them, they stay as they are.
-        """
+        """Hold messages between nodes to no rate in the body, but by hosts' interfaces; all ranks call it."""
         if self.pacer is None and not self.port.control:
             yield
             return

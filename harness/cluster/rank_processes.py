@@ -75,10 +75,7 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """A rank failed, or all timed out; ``log`` has the output of all ranks.
-
-    It is an ``effect`` where the rank failed only because another did, which is none of those watched.
-    """
+    """A rank failed, or all timed out, maybe by ``effect`` of a rank elsewhere; ``log`` has their output."""
 
     def __init__(self, kind: Kind, message: str, log: Path | None = None, *, effect: bool = False) -> None:
         super().__init__(message)
@@ -195,10 +192,7 @@ def run_in_place(
     launch: Launch,
     on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> None:
-    """Run ``target`` in this process, as one rank of as many as ``launch`` has, which ``torchrun`` started.
-
-    All ranks must call it, each with its own argument.  A failure on one rank ends the job, as torchrun does.
-    """
+    """Be one rank of as many as ``launch`` has, which ``torchrun`` started, each with its own argument."""
     import torch
     import torch.distributed as dist
 
@@ -213,10 +207,8 @@ def run_in_place(
 
 
 def end_if_in_group(status: int) -> None:
-    """End this process here, if a failure left it in its process group
-    (:func:`impl.comm.mesh.default_group`).
-
-    The interpreter's own end would wait for ranks that may never answer, or abort.
+    """End this process here, if a failure left it in its process group: the interpreter's own end would wait
+    for ranks that may never answer, or abort.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -447,10 +439,7 @@ def _meet(launch: Launch, scratch: Path) -> Any:
 
 
 def _die_with_sweep() -> None:
-    """End this process when the fork server or the sweep ends; starts a thread.
-
-    The server alone is not enough: it lives as long as anyone, ranks included, holds its pipe.
-    """
+    """End this process when the fork server or the sweep ends: the server lives as long as any rank does."""
     netns_shaper.die_with_parent(os.getppid())
     sweep = multiprocessing.parent_process()
     if sweep is not None:

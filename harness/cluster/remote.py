@@ -26,9 +26,8 @@ def place_of(hosts: Sequence[str]) -> Place:
 
 @contextlib.contextmanager
 def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], None]]:
-    """Start those of all hosts but the first; yields what raises a Refusal once one has ended.
-
-    They stand in the same folder as this process and run its Python, both by their paths.
+    """Start those of all hosts but the first, in this folder with this Python; what it yields raises a
+    Refusal once one has ended.
     """
     told = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",

@@ -44,12 +44,16 @@ def path_of(results: Path) -> Path:
     return results / JOURNAL
 
 
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
 def append(results: Path, record: Record) -> Record:
     """Write a line and then the record, or raise a RecordError; returns the record with its line's number."""
     path = path_of(results)
     try:
         results.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        lines = _lines(path)
         record = record.model_copy(update={"entry": len(lines)})
         entry = Entry(
             number=len(lines),
@@ -83,10 +87,9 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
     """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
     path = path_of(results)
     try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        entries, broken = _entries(_lines(path))
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
-    entries, broken = _entries(lines)
     of_trial: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         of_trial[entry.trial].append(entry)

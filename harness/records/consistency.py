@@ -218,9 +218,7 @@ def segmented(row: LedgerRow) -> int:
 
 
 def off_rate(record: Record, *, above: bool = False) -> str | None:
-    """How the probed link misses the rate that was asked for, or only is ``above`` it; None where it does
-    not.
-    """
+    """How the probed link misses the rate that was asked for, or is ``above`` it; None where it does not."""
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:
         return None

@@ -93,9 +93,7 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Mean loss over ranks after ``step`` steps, warm-ups included, with seconds and bytes of training so
-    far.
-    """
+    """Mean loss over ranks after ``step`` steps, with seconds and bytes of training so far."""
 
     step: int
     loss: float
@@ -342,9 +340,7 @@ class Record(_Part):
 
     @property
     def answers(self) -> bool:
-        """Whether it answers the suite's question: by a result, or since a limit or a peer's library allows
-        none.
-        """
+        """Whether it answers the suite's question: by a result, or as a limit or a library allows none."""
         if self.failure is None or self.failure.by is not None:
             return True
         foreseen = self.failure.kind == "memory" and not self.ranks and self.failure.log is None

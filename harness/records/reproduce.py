@@ -20,25 +20,17 @@ _EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora
 
 def script(record: Record, run: Run) -> str:
     """The script; what is not known, or not kept whole, is said in its comments.  It starts in a clone."""
-    node = run.nodes[0]
-    folder = f"zeropp-{record.id}"
+    node, folder = run.nodes[0], f"zeropp-{record.id}"
     lines = ["set -e", *_comments(record, run), "", *_checkout(node, folder), f"cd ../{folder}"]
     lines += [*_changed(run), "", *_installed(node), ""]
-    command = ["zeropp", "run", "suite.toml", "--only", record.id, "--results", "again"]
-    if record.sweep:
-        command += ["--sweeps", str(record.sweep + 1)]
     if run.suite is None:
         lines.append(f"# The suite's file is not known; the trial was {json.dumps(record.trial)}")
     else:
-        for path, text in run.suite.configurations.items():
+        for path, text in (*run.suite.configurations.items(), ("suite.toml", run.suite.text)):
             lines += _file(path, text)
-        lines += _file("suite.toml", run.suite.text)
-        launcher = record.trial.get("cluster", {}).get("launcher", "local")
-        if launcher != "local":
-            lines.append(
-                f"# By cluster.launcher = {launcher!r}; docs/guide/cluster.md says how to start that."
-            )
-        lines.append(f".venv/bin/{shlex.join(command)}")
+        sweeps = ["--sweeps", str(record.sweep + 1)] if record.sweep else []
+        command = ["run", "suite.toml", "--only", record.id, "--results", "again", *sweeps]
+        lines.append(f".venv/bin/zeropp {shlex.join(command)}")
         lines.append(f".venv/bin/zeropp show {record.id} --results again")
     return "\n".join(lines) + "\n"
 
@@ -48,17 +40,11 @@ def _comments(record: Record, run: Run) -> list[str]:
     said = [f"Trial {record.id} of suite {record.suite}, {record.started}."]
     for number, node in enumerate(run.nodes):
         told = {name: fact for name, fact in node.machine.items() if fact and name != "packages"}
-        told |= node.software.libraries
+        told |= node.software.libraries | node.environment
         said.append(f"Node {number}: {', '.join(f'{name} {fact}' for name, fact in told.items())}")
-        if node.environment:
-            said.append("  " + shlex.join(f"{name}={value}" for name, value in node.environment.items()))
-        if number and (other := sorted(set(node.software.packages) ^ set(run.nodes[0].software.packages))):
-            said.append(f"  packages unlike node 0's: {' '.join(other)}")
     for name, digest in record.inputs.items():
         if name != "corpus" or record.trial.get("corpus") not in _EVERYWHERE:
             said.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
-    if record.measured and record.ranks:
-        said.append(f"Its results: {len(record.ranks)} ranks; `zeropp show {record.id}` prints them.")
     return ["# " + one_line(line) for line in said]
 
 
@@ -84,14 +70,11 @@ def _changed(run: Run) -> list[str]:
 
 
 def _installed(node: Node) -> list[str]:
-    """A virtual environment of the same Python with the same packages."""
+    """A virtual environment of the same Python with the same packages, without builds that no index has."""
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     wanted = [one for one in node.software.packages if one.partition("==")[0].lower() != _OURS]
-    local = [one for one in wanted if "+" in one]
-    said = [f"# Without their builds' names, which no index has: {', '.join(local)}"] if local else []
     return [
         f"{shlex.quote(f'python{python}')} -m venv .venv",
-        *said,
         *_file("packages.txt", "".join(f"{one.partition('+')[0]}\n" for one in wanted)),
         ".venv/bin/pip install --no-deps -r packages.txt",
         ".venv/bin/pip install --no-deps -e .",

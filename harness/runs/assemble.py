@@ -18,10 +18,7 @@ from impl.plan.policy import Policy
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
-    """Assemble the record of a trial from all ranks' outcomes, in rank order, and one without measurements.
-
-    The first check that its results do not pass is a TrialError.
-    """
+    """The record of a trial by all ranks' outcomes, in order; a TrialError for the first check that fails."""
     control, compared = blank.trial.get("control"), [outcome.compared for outcome in outcomes]
     wrong = [*_wrong_inputs(outcomes, blank), *_wrong_losses(outcomes, later=False)]
     wrong += _wrong_gradients(compared, later=False) if control != "unordered" else ()

@@ -91,10 +91,7 @@ class Compared:
 
 
 class Comparison:
-    """A trial's comparisons on one rank; all ranks must call each method.
-
-    Made of the unsharded model, before it is sharded.
-    """
+    """A trial's comparisons on one rank, made of the unsharded model; all ranks must call each method."""
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
@@ -121,10 +118,7 @@ class Comparison:
         self.compared = Compared(replace(self.expected, found=found), gradient_errors=errors)
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Compare what step ``index`` is about to send with exact values, in passes of its own.
-
-        They leave no trace but these: the next step, and the ledger, are as without them.
-        """
+        """Compare what step ``index`` is about to send with exact values; no other trace is left of it."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, device = self.trial.resolved_policy(), next(strategy.model.parameters()).device
         differ = policy is not None and communication_error.outcomes_differ(policy)
@@ -181,8 +175,7 @@ class Comparison:
     ) -> tuple[ComparedLoss, FirstGradient | None]:
         """Loss and gradient of the unsharded model on this rank's batches of ``step``; all ranks call it.
 
-        The model is left as it was. ``clock`` says how weights are rounded at random; by default the first
-        step's.
+        ``clock`` says how weights are rounded at random; by default the first step's.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
         reference = mean_loss(model, batches_of(self.data, step))

@@ -172,10 +172,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
 
 def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict[str, int] | None:
-    """Fill in what a trial of a policy sends; returns what our engine holds, None for another engine.
-
-    ``state``: bytes of an optimizer's element.
-    """
+    """Fill in what a trial of a policy sends; returns what our engine holds, None for another engine."""
     from harness.strategies.optimizers import with_state
     from impl.zero import plan_units
 
@@ -205,10 +202,7 @@ def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """How ``memory``, a rank's bytes by part, exceeds the trial's limit; None if it keeps within it.
-
-    The limit is on the device's memory: what is offloaded to the host does not count.
-    """
+    """How a rank's bytes by part exceed the trial's limit on its device; None if they keep within it."""
     if (limit := trial.memory_limit) is None:
         return None
     memory = on_device(memory)

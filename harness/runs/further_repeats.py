@@ -30,10 +30,7 @@ class Batch:
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
-    """The batches of a suite's sweeps; each is asked for when the trials of those before have run.
-
-    ``seconds`` says what a trial that ran took (:func:`seconds_of`), None without a result.
-    """
+    """The batches of a suite's sweeps, each once the trials before took ``seconds`` (None: they failed)."""
     for sweep in range(sweeps):
         yield Batch(sweep, suite.sweep(sweep))
         if (within := suite.repeats.within) is None:
@@ -63,10 +60,8 @@ def seconds_of(record: Record | None) -> float | None:
 def _too_wide(
     cell: Sequence[Trial], within: float, done: range, seconds: Callable[[Trial], float | None]
 ) -> list[Trial]:
-    """The trials of a cell that need one more repeat: all that have results, or none.
-
-    Contenders go on together, so that each has the baseline of every repeat beside it: the one with
-    fewest changes of its policy.  One that failed is not repeated.
+    """The trials of a cell that need one more repeat, together, so that each has the baseline beside it (of
+    several the one with fewest changes of its policy); or none.  One that failed is not repeated.
     """
     took: dict[str, _Took] = defaultdict(dict)
     failed: set[str] = set()
@@ -88,11 +83,8 @@ def _too_wide(
 
 
 def enough(halves: Sequence[float], within: float) -> bool:
-    """Whether an interval is narrow now, and was :data:`BEYOND` repeats ago or before, by half its width
-    after each number of repeats, as a share of the ratio.
-
-    An interval may be narrow by chance, and to stop at once would choose such: it would hold the truth in
-    0.926 of samples where it says 0.95.
+    """Whether an interval, by half its width after each number of repeats, is narrow now and was so
+    :data:`BEYOND` repeats ago or before: one may be narrow by chance, and hold the truth in 0.926 of samples.
     """
     before = halves[: max(len(halves) - BEYOND, 0)]
     return halves[-1] <= within and any(half <= within for half in before)

@@ -16,9 +16,7 @@ from harness.suites.trial import Cluster, Trial
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """The distinct clusters of trials that a launcher runs, those with most nodes first; a Refusal of several
-    launchers, or lists of hosts.
-    """
+    """The distinct clusters of a launcher's trials, most nodes first; a Refusal of several launchers."""
     found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     several = sorted(found.values(), key=lambda one: -one.nodes)
     for name in ("launcher", "hosts", "slurm"):
@@ -29,10 +27,7 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """This process's place among those of the trials' launcher; None if all ranks run on this machine.
-
-    A Refusal if the launcher did not start it, or has too few hosts.
-    """
+    """This process's place among those of the trials' launcher, None without one; or a Refusal."""
     asked = clusters(trials)
     if not asked:
         return None
@@ -65,9 +60,7 @@ def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
 def gathered(
     here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Lead the nodes of a launcher in the body, None without one; a Refusal if they do not come together or,
-    with ``same_code``, one runs other code.
-    """
+    """Lead a launcher's nodes in the body, None without one; with ``same_code`` a Refusal of other code."""
     if here is None:
         yield None
         return

@@ -95,10 +95,7 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Passes of a step of one and of two micro-batches (or tokens), and the number in it after the first.
-
-    Only the first all-gathers without a secondary shard: all later ones send equal bytes.
-    """
+    """Passes of a step of one and of two micro-batches (or tokens), and how many more follow the first."""
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
@@ -130,10 +127,7 @@ def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[Unit
 def hosted_bytes(
     trial: Trial, policy: Policy, model: nn.Module
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`.
-
-    A PolicyError or GeometryError if the host cannot run it.
-    """
+    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`; or a PolicyError."""
     from impl.adapters.joined import HostError, hosted_units
 
     assert trial.host is not None  # noqa: S101  # the caller asked

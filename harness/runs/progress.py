@@ -40,9 +40,7 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def asked(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
-        """Trials follow, of which so many have to run; say how many do not or, of further ones, ``why`` these
-        do, and which failed in earlier runs.
-        """
+        """Trials follow, so many of which have to run, further ones for a reason; some failed before."""
         first, done = not self._asked, len(trials) - missing
         self._asked += len(trials)
         self._trials = max(self._trials, self._asked)

@@ -74,10 +74,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one rank.
-
-    What is here named as in :class:`~harness.records.record.Record` is this rank's share of it.
-    """
+    """Result of one rank; named as in :class:`~harness.records.record.Record` where it is a share of that."""
 
     record: RankRecord
     validations: list[Validation]
@@ -100,9 +97,7 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, in the default process group; a Refusal, PolicyError, GeometryError or
-    CorpusError if it cannot be run as asked.
-    """
+    """Run a trial on this rank, in the default process group; raises what cannot be run as asked."""
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
 
@@ -377,9 +372,7 @@ class TrialRun:
         return counted - self.before_training - self.apart
 
     def _inter_bytes(self) -> int | None:
-        """Bytes sent between nodes in training so far: by this rank, or by its node if only the
-        interface knows (then 0 for its other ranks).
-        """
+        """Bytes that training sent between nodes so far: this rank's or, by the interface, its node's."""
         booked = self._booked()
         if booked is not None:
             return booked - self.booked_before

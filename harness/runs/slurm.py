@@ -34,9 +34,7 @@ class Job:
 
 
 def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) -> str:
-    """Submit one job for the command line ``arguments``, and return its number, without waiting for it; a
-    Refusal without submitit or Slurm, or for options that it does not take.
-    """
+    """Submit one job for the command line ``arguments`` and return its number, or a Refusal."""
     try:
         import submitit
     except ImportError as error:

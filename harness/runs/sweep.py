@@ -79,10 +79,7 @@ def run_sweep(
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
-    """The record of a trial that need not run again, None if it has to; a RecordError of what is no record.
-
-    A failure counts only if code and inputs are still the same.
-    """
+    """The record of a trial that need not run again; a failure counts if code and inputs are the same."""
     path = path_of(results, trial.id)
     if not path.exists():
         return None
@@ -111,9 +108,8 @@ class _Sweep:
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """The trials of a batch that have to run, once what can be decided before any of them does is.
-
-        A Refusal if some of the batch's sweep ran on another machine: its pairs would be of two machines.
+        """The trials of a batch that have to run; a Refusal if some of its sweep ran on another machine: its
+        pairs would be of two machines.
         """
         why, here = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
@@ -148,9 +144,7 @@ class _Sweep:
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
-        """Run one trial, again if the suite wants that, and write its record; returns whether the suite wants
-        no further trial.
-        """
+        """Run one trial, again if the suite wants that, and write its record; returns whether to stop."""
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._answer(record).retries:

@@ -76,10 +76,7 @@ class TrialRunner:
         self._links.clear()
 
     def run(self, trial: Trial, blank: Record, on_progress: Callable[[Progress], None]) -> Record:
-        """Run the ranks of a trial; returns its record, made of one that lacks what they measure.
-
-        Whatever fails, and a Ctrl-C, is the record's failure.
-        """
+        """Run the ranks of a trial; returns ``blank`` with what they measured, or with why that failed."""
         link: Link | None = None
         probed: list[float] = []
         try:
