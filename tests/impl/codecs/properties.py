@@ -184,50 +184,46 @@ def check_carried(
         assert same(there.error, here.error), f"errors, {what}"
 
 
-def hostile(text: str, x: Sequence[float], **others: Any) -> Any:
-    """An example of :func:`test_hostile_blocks_are_coded_as_the_reference_does`."""
-    usual = {"broken": torch.zeros(1), "kind": torch.float32, "out": torch.float32, "order": 0, "skew": 0}
-    return example(**{**usual, "codec": parse(text), "x": torch.tensor(x), **others})
+@dataclass(frozen=True)
+class Drawn:
+    """What a property is tried with."""
+
+    codec: Any
+    x: Tensor  # (n,) fp32
+    kind: torch.dtype = torch.float32  # in which they are encoded
+    out: torch.dtype = torch.float32  # of what is decoded, or of carried errors
+    order: int = 0  # of threads
+    seed: int = 0
+
+    @property
+    def random(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+
+def drawn(codecs: st.SearchStrategy[Any], *, finite: bool | None = None) -> st.SearchStrategy[Drawn]:
+    """With finite elements, with broken ones, or with either."""
+    values = [blocks_of_values(finite=each) for each in ([True, False] if finite is None else [finite])]
+    return st.builds(Drawn, codecs, st.one_of(values), DTYPES, DTYPES, ORDERS, st.integers(0, 2**31))
+
+
+BIG = 3.4028234e38
 
 
 @BUDGET
-@given(
-    codec=ALL_CODECS,
-    x=blocks_of_values(),
-    broken=blocks_of_values(finite=False),
-    kind=DTYPES,
-    out=DTYPES,
-    order=ORDERS,
-    skew=st.sampled_from([0, 3]),
-)
-@hostile("int4:8", [-1e-45, 0.0, 1e-45], out=torch.float16)
-@hostile(
-    "int3:shard:asym",
-    [3.4028234e38, -3.4028234e38, 1.0],
-    broken=torch.tensor([torch.nan]),
-    out=torch.bfloat16,
-    order=1,
-    skew=3,
-)
-@hostile("int2:2:asym", [0.0, -0.0], broken=torch.tensor([-0.0]))  # which zero the minimum is: by the order
-@hostile(  # the largest sum of scale and rotation
-    "int2:32:hadamard32", [3.4028234e38] * 32, broken=torch.full((32,), torch.inf)
-)
-def test_hostile_blocks_are_coded_as_the_reference_does(
-    backend: Backend,
-    *,
-    codec: Codec,
-    x: Tensor,
-    broken: Tensor,
-    kind: torch.dtype,
-    out: torch.dtype,
-    order: int,
-    skew: int,
-) -> None:
+@given(drawn(ALL_CODECS))
+@example(Drawn(parse("int4:8"), torch.tensor([-1e-45, 0.0, 1e-45]), out=torch.float16))
+@example(Drawn(parse("int3:shard:asym"), torch.tensor([BIG, -BIG, 1.0]), out=torch.bfloat16, order=1, seed=1))
+@example(Drawn(parse("int3:shard:asym"), torch.tensor([torch.nan]), order=1, seed=1))
+@example(Drawn(parse("int2:2:asym"), torch.tensor([0.0, -0.0])))  # which is the minimum: by the order
+@example(
+    Drawn(parse("int2:32:hadamard32"), torch.tensor([BIG] * 32))
+)  # the largest sum of scale and rotation
+@example(Drawn(parse("int2:32:hadamard32"), torch.full((32,), torch.inf)))
+def test_hostile_blocks_are_coded_as_the_reference_does(backend: Backend, one: Drawn) -> None:
     """Frames and decoded values of every codec are equal, in every order of threads, aligned or not."""
-    backend.run.order = order
-    for values in (x, broken):
-        check(backend, codec, values.to(kind), out, skew=0 if isinstance(codec, Raw) else skew)
+    backend.run.order = one.order
+    skew = 0 if isinstance(one.codec, Raw) else one.seed % 2 * 3
+    check(backend, one.codec, one.x.to(one.kind), one.out, skew=skew)
 
 
 @pytest.mark.parametrize(
@@ -307,28 +303,19 @@ def test_every_16_bit_number_is_read_and_written_as_by_torch(backend: Backend, k
 
 @BUDGET
 @given(
-    codec=ALL_BLOCKED,
-    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 80)),
-    seed=st.integers(0, 2**31),
-    kind=DTYPES,
-    start=st.integers(0, 2**58),
-    strides=st.tuples(*[st.integers(0, 2**40)] * 3),
+    drawn(ALL_BLOCKED, finite=True),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 80)),
+    st.integers(0, 2**58),
+    st.tuples(*[st.integers(0, 2**40)] * 3),
 )
 def test_strided_batches_are_coded_in_place(
-    backend: Backend,
-    *,
-    codec: Blocked,
-    sizes: tuple[int, int, int],
-    seed: int,
-    kind: torch.dtype,
-    start: int,
-    strides: tuple[int, int, int],
+    backend: Backend, one: Drawn, sizes: tuple[int, int, int], start: int, strides: tuple[int, int, int]
 ) -> None:
     """A transposed batch becomes the reference's frames, each row with random bits of its own place."""
-    (a, b, numel), generator = sizes, torch.Generator().manual_seed(seed)
-    x = torch.randn(b, 2, a, numel + seed % 3, generator=generator).to(kind).transpose(0, 2)[..., :numel]
-    noise = KEY.noise(8 * start, tuple(8 * stride for stride in strides)) if codec.stochastic else None
-    check(backend, codec, x, torch.float32, noise=noise)
+    a, b, numel = sizes
+    x = torch.randn(b, 2, a, numel + one.seed % 3, generator=one.random).to(one.kind)
+    noise = KEY.noise(8 * start, tuple(8 * each for each in strides)) if one.codec.stochastic else None
+    check(backend, one.codec, x.transpose(0, 2)[..., :numel], torch.float32, noise=noise)
 
 
 @pytest.mark.parametrize(
@@ -380,32 +367,14 @@ def test_rotations_of_every_size(backend: Backend, text: str, size: int) -> None
 
 
 @BUDGET
-@given(
-    codec=ALL_BLOCKED,
-    x=st.one_of(blocks_of_values(), blocks_of_values(finite=False)),
-    kind=DTYPES,
-    state=DTYPES,
-    decay=st.sampled_from([0.0, 0.8]),
-    seed=st.integers(0, 2**31),
-    order=ORDERS,
-)
-def test_error_feedback_is_that_of_the_reference(
-    backend: Backend,
-    *,
-    codec: Blocked,
-    x: Tensor,
-    kind: torch.dtype,
-    state: torch.dtype,
-    decay: float,
-    seed: int,
-    order: int,
-) -> None:
+@given(drawn(ALL_BLOCKED), st.sampled_from([0.0, 0.8]))
+def test_error_feedback_is_that_of_the_reference(backend: Backend, one: Drawn, decay: float) -> None:
     """Frames and what they leave over are bit-equal, for any block, type of state and stride of either."""
-    backend.run.order = order
-    numel, random = x.numel(), torch.Generator().manual_seed(seed)
-    error = (torch.randn(2, numel + 1, generator=random) * x.abs().nan_to_num(0, 0).mean()).to(state)
-    values = x * torch.randn(2, 1, generator=random)
-    check_carried(backend, codec, values.to(kind), error[:, seed % 2 :][:, :numel], decay)
+    backend.run.order = one.order
+    numel, random = one.x.numel(), one.random
+    error = torch.randn(2, numel + 1, generator=random) * one.x.abs().nan_to_num(0, 0).mean()
+    values, error = one.x * torch.randn(2, 1, generator=random), error.to(one.out)
+    check_carried(backend, one.codec, values.to(one.kind), error[:, one.seed % 2 :][:, :numel], decay)
 
 
 @pytest.mark.parametrize("state", FLOATS, ids=str)
@@ -421,63 +390,43 @@ def test_error_feedback_in_each_version(
 
 
 @BUDGET
-@given(
-    codec=blocked_codecs,
-    sources=st.integers(1, 9),
-    x=blocks_of_values(finite=False),
-    seed=st.integers(0, 2**31),
-    order=ORDERS,
-    sums=st.sampled_from(["fp32", "fp16"]),
-)
-def test_sums_are_those_of_the_reference(
-    backend: Backend, *, codec: Blocked, sources: int, x: Tensor, seed: int, order: int, sums: Sums
-) -> None:
+@given(drawn(blocked_codecs, finite=False), st.integers(1, 9), st.sampled_from(["fp32", "fp16"]))
+def test_sums_are_those_of_the_reference(backend: Backend, one: Drawn, sources: int, sums: Sums) -> None:
     """The sum over sources is bit-equal: ascending, saturating term by term; in fp16 it overflows."""
-    backend.run.order = order
-    values = x * torch.randn(sources, 2, 1, generator=torch.Generator().manual_seed(seed))
-    check_sum(backend, codec, encoded(codec, values), (2, x.numel()), sums)
+    backend.run.order = one.order
+    values = one.x * torch.randn(sources, 2, 1, generator=one.random)
+    check_sum(backend, one.codec, encoded(one.codec, values), (2, one.x.numel()), sums)
 
 
-def summed(first: str, second: str, x: Tensor, **others: Any) -> Any:
-    """An example of :func:`test_sums_encoded_again_are_those_of_the_reference`."""
-    usual = {"sizes": (2, 1), "seed": 0, "order": 7, "state": None}
-    return example(**{**usual, "hops": (parse(first), parse(second)), "x": x, **others})
+RAMP = torch.arange(-80.0, 70.0)
 
 
 @BUDGET
 @given(
-    hops=st.tuples(codecs, ALL_CODECS),
-    sizes=st.tuples(st.integers(1, 9), st.integers(1, 3)),
-    x=blocks_of_values(),
-    seed=st.integers(0, 2**31),
-    order=ORDERS,
-    state=st.one_of(st.none(), DTYPES),
+    drawn(codecs, finite=True),
+    ALL_CODECS,
+    st.tuples(st.integers(1, 9), st.integers(1, 3)),
+    st.sampled_from([None, 0.0, 0.8]),
 )
 # Spare codes of the last octet decode to the offset, which once widened the block.
-@summed("int2:shard:asym", "int2:shard", torch.tensor([0.1257, -0.1321]), order=0)
+@example(Drawn(parse("int2:shard:asym"), torch.tensor([0.1257, -0.1321])), parse("int2:shard"), (2, 1), None)
 # Threads that rotate back together are not neighbours where blocks of 24 are encoded.
-@summed("int4:64:hadamard64", "int4:24", torch.arange(-80.0, 70.0))
+@example(Drawn(parse("int4:64:hadamard64"), RAMP, order=7), parse("int4:24"), (2, 1), None)
 # Blocks of 32 cut groups of 64, but threads stay neighbours.
-@summed("int4:64:hadamard64", "mxfp4", torch.arange(-80.0, 70.0), state=torch.float32)
+@example(Drawn(parse("int4:64:hadamard64"), RAMP, order=7), parse("mxfp4"), (2, 1), 0.0)
 def test_sums_encoded_again_are_those_of_the_reference(
-    backend: Backend,
-    *,
-    hops: tuple[Codec, Codec],
-    sizes: tuple[int, int],
-    x: Tensor,
-    seed: int,
-    order: int,
-    state: torch.dtype | None,
+    backend: Backend, one: Drawn, second: Codec, sizes: tuple[int, int], decay: float | None
 ) -> None:
     """Frames of sums are bit-equal for any two codecs, also into strided frames, with carried error too."""
-    backend.run.order = order
-    (sources, rows), random = sizes, torch.Generator().manual_seed(seed)
-    values = x.clamp(-6e4, 6e4) * torch.randn(sources, rows, 1, generator=random)
+    backend.run.order = one.order
+    random = one.random
+    values = one.x.clamp(-6e4, 6e4) * torch.randn(*sizes, 1, generator=random)
     carried = None
-    if state is not None:
+    if decay is not None:
         error = torch.randn(values.shape[1:], generator=random).mul(float(values.abs().mean()))
-        carried = Carried(error.clamp(-6e4, 6e4).to(state), 0.8 if seed % 2 else 0.0)
-    check_sum_encode(backend, hops, encoded(hops[0], values), values.shape[1:], skew=16, carried=carried)
+        carried = Carried(error.clamp(-6e4, 6e4).to(one.out), decay)
+    frames = encoded(one.codec, values)
+    check_sum_encode(backend, (one.codec, second), frames, values.shape[1:], skew=16, carried=carried)
 
 
 @pytest.mark.parametrize("block", [64, 256, 2048, 4096, 8200, 1001, "shard"])
