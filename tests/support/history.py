@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +13,11 @@ from impl.plan.memory import memory
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.plan.traffic import Book, Event, predict
-from impl.zero import Zero, shard
-from tests.support.training import Optimize, adamw, batch
+from impl.zero import Zero
+from tests.support.training import Training, batch
 
 
-class History:
+class History(Training):
     """A run of one rank, one thing after the other."""
 
     def __init__(
@@ -29,13 +27,11 @@ class History:
         policy: Policy,
         *,
         width: int = 16,
-        optimize: Optimize = adamw,
         max_norm: float | None = None,
-        seed: int = 0,
+        **options: Any,
     ) -> None:
-        self.net, self.mesh, self.policy, self.width = copy.deepcopy(net), mesh, policy, width
-        self.zero = shard(self.net, mesh=mesh, policy=policy, seed=seed)
-        self.optimizer, self.max_norm = optimize(self.zero.param_groups()), max_norm
+        super().__init__(mesh, net, policy, width=width, **options)
+        self.width, self.max_norm, self.optimizer = width, max_norm, self.optimizers[0]
         self.events: list[Event] = []  # of what happened, as predictions take them
         self.seen: list[Any] = []  # losses, norms, and what steps returned
 
@@ -44,7 +40,7 @@ class History:
         zero, x = self.zero, batch(number, self.mesh.rank, self.width)
         match kind:
             case "train" | "clipped" | "accumulate" | "skip" | "spike":
-                self._train(kind, x * (torch.inf if kind == "spike" else 1))
+                self._train(kind, number, torch.inf if kind == "spike" else 1)
                 if kind != "accumulate":
                     self.optimizer.zero_grad(set_to_none=kind != "clipped")
             case "evaluate":
@@ -86,12 +82,10 @@ class History:
             case _:
                 raise AssertionError(kind)
 
-    def _train(self, kind: str, x: Tensor) -> None:
+    def _train(self, kind: str, number: int, factor: float) -> None:
         zero, local = self.zero, kind == "accumulate" and not self.policy.reduces_each_micro_batch
-        with zero.accumulating() if local else contextlib.nullcontext():
-            loss = self.net(x)
-            zero.scaler.scaled(loss).backward()
-        self.seen.append(loss.item())
+        self.loss_of = lambda net, number, rank: net(batch(number, rank, self.width) * factor)
+        self.seen.append(self.backward(number, local=local))
         self.events += ["forward", "accumulate" if local else "backward"]
         if kind == "clipped":
             self.seen.append(zero.clip_grad_norm_(0.01).item())

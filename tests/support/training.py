@@ -79,38 +79,57 @@ def single(  # noqa: PLR0917  # as train
     return losses
 
 
+class Training:
+    """A copy of a model, sharded, in training on one rank."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        net: nn.Module,
+        policy: Policy,
+        *,
+        width: int = 16,
+        optimize: Optimize = adamw,
+        groups: Any = None,
+        loss_of: LossOf | None = None,
+        **options: Any,
+    ) -> None:
+        self.mesh, self.net, self.policy = mesh, copy.deepcopy(net), policy
+        self.loss_of = loss_of or (lambda net, number, rank: net(batch(number, rank, width)))
+        self.zero = shard(self.net, mesh=mesh, policy=policy, **options)
+        self.optimizers = [optimize(self.zero.param_groups(groups))]
+
+    def backward(self, number: int, *, local: bool = False) -> float:
+        """The loss of a micro-batch, whose gradients are added up locally if the policy can."""
+        local = local and not self.policy.reduces_each_micro_batch
+        with self.zero.accumulating() if local else contextlib.nullcontext():
+            loss = self.loss_of(self.net, number, self.mesh.rank)
+            self.zero.scaler.scaled(loss).backward()
+        return loss.item()
+
+    def step(self, number: int, accumulation: int = 1) -> float:
+        """The mean loss of the micro-batches of a step."""
+        first, last = accumulation * number, accumulation - 1
+        losses = [self.backward(first + micro, local=micro < last) for micro in range(accumulation)]
+        self.zero.step(*self.optimizers)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return sum(losses) / accumulation
+
+
 def train(  # noqa: PLR0917  # thread ranks pass by position
     mesh: Mesh,
     net: nn.Module,
     policy: Policy,
     steps: int,
-    accumulation: int = 1,
+    micro_batches: int = 1,
     width: int = 16,
-    optimize: Optimize = adamw,
-    loss_of: LossOf | None = None,
-    **options: Any,
+    **more: Any,
 ) -> tuple[list[float], dict[str, Tensor], Zero]:
-    """The same with shards; this rank's losses, the final state, the engine.
-
-    A policy that adds up locally reduces in the last micro-batch of a step only.
-    """
-    net = copy.deepcopy(net)
-    loss_of = loss_of or (lambda net, number, rank: net(batch(number, rank, width)))
-    zero = shard(net, mesh=mesh, policy=policy, **options)
-    optimizer = optimize(zero.param_groups())
-    losses = []
-    for step in range(steps):
-        total = 0.0
-        for micro in range(accumulation):
-            local = micro < accumulation - 1 and not policy.reduces_each_micro_batch
-            with zero.accumulating() if local else contextlib.nullcontext():
-                loss = loss_of(net, step * accumulation + micro, mesh.rank)
-                zero.scaler.scaled(loss).backward()
-            total += loss.item() / accumulation
-        zero.step(optimizer)
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, zero.full_state_dict(), zero
+    """Losses of some steps on this rank, the final state, the engine."""
+    run = Training(mesh, net, policy, width=width, **more)
+    losses = [run.step(number, micro_batches) for number in range(steps)]
+    return losses, run.zero.full_state_dict(), run.zero
 
 
 def booked(zero: Zero, **where: str) -> int:

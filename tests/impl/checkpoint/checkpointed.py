@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from impl.checkpoint.save_load import Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, parse_budget
-from impl.zero import shard
 from tests.support.models import Odd
 from tests.support.strategies import ROOMY
-from tests.support.training import batch, model
+from tests.support.training import Training, model
 
 # Made once: thread ranks share torch's generator, and would draw each other's values.
 NET, ODD = model(), model(Odd)
@@ -54,8 +52,8 @@ POLICIES = {
 }  # fmt: skip
 
 
-class Run:
-    """A sharded model in training on one rank."""
+class Run(Training):
+    """A sharded model in training on one rank, whose vectors do not decay."""
 
     def __init__(
         self,
@@ -64,27 +62,10 @@ class Run:
         net: nn.Module,
         *,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-        width: int = 16,
         **options: Any,
     ) -> None:
-        self.net = copy.deepcopy(net)
-        self.rank, self.policy, self.width = mesh.rank, policy, width
-        self.zero = shard(self.net, mesh=mesh, policy=policy, group_of=_group_of, **options)
-        groups = self.zero.param_groups({1: {"weight_decay": 0.0}})
-        self.optimizers = [optimizer(groups, lr=1e-2)]
-
-    def step(self, number: int, accumulation: int = 1) -> float:
-        total = 0.0
-        for micro in range(accumulation):
-            local = micro < accumulation - 1 and not self.policy.reduces_each_micro_batch
-            with self.zero.accumulating() if local else contextlib.nullcontext():
-                loss = self.net(batch(accumulation * number + micro, self.rank, self.width))
-                self.zero.scaler.scaled(loss).backward()
-            total += loss.item()
-        self.zero.step(*self.optimizers)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        return total
+        how = {"optimize": partial(optimizer, lr=1e-2), "groups": {1: {"weight_decay": 0.0}}}
+        super().__init__(mesh, net, policy, group_of=_group_of, **how, **options)
 
     def state(self) -> dict[str, Tensor]:
         return {**self.zero.full_state_dict(), **self.zero.communication_state()}

@@ -90,7 +90,7 @@ def test_checkpoints_of_others_are_refused(
 
 
 def _passed(run: Run) -> None:
-    run.net(batch(0, run.rank)).backward()
+    run.net(batch(0, run.mesh.rank)).backward()
 
 
 def _of_others(run: Run) -> None:
@@ -98,7 +98,7 @@ def _of_others(run: Run) -> None:
 
 
 def _another_rate(run: Run) -> None:
-    run.optimizers[0].param_groups[0]["lr"] = 0.1 + run.rank
+    run.optimizers[0].param_groups[0]["lr"] = 0.1 + run.mesh.rank
 
 
 def _factored(run: Run) -> None:
