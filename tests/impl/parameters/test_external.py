@@ -250,12 +250,3 @@ def test_entry_points_cast_inputs_and_recover_from_errors(mesh: Mesh) -> None:
     register_forward_method(net.blocks[1].up, "forward")
     with pytest.raises(ZeroError, match="Linear is neither the sharded model nor one of its blocks"):
         net(batch(0, 0))
-
-
-@each_rank(1, 1)
-def test_layout_of_a_released_parameter_is_that_of_its_values(mesh: Mesh) -> None:
-    """Strides come from the shape, not from the memory that is not there."""
-    net = nn.Sequential(nn.Linear(8, 16))
-    shard(net, mesh=mesh, policy=EXACT)
-    assert net[0].weight.stride() == (8, 1)
-    assert net[0].weight.is_contiguous()

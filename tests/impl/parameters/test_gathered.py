@@ -113,23 +113,6 @@ def test_a_change_ends_the_life_of_the_secondary(mesh: Mesh) -> None:
 
 
 @each_rank(1, 2)
-def test_what_was_taken_before_the_context_is_filled_in_it(mesh: Mesh) -> None:
-    """Stand-ins from ``parameters()``, and parameters taken inside a pass, are whole in the context too."""
-    net, _ = made(mesh, replace(EXACT, stage=2))
-    taken: list[nn.Parameter] = [weight(net)]
-    module = net.get_submodule("blocks.1.up")
-    module.register_forward_hook(lambda *_: taken.append(weight(net)))
-    with torch.no_grad():
-        net(batch(0, mesh.rank))
-    for parameter in taken:
-        with GatheredParameters([parameter, parameter]):
-            for one in (*taken, weight(net)):
-                assert torch.equal(one, VALUES[NAME])
-    with pytest.raises(ZeroError, match="outside of a forward pass"):
-        taken[0].sum()
-
-
-@each_rank(1, 2)
 def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
     """Two parameters of one unit may be in two contexts, left in any order; one cannot be in both."""
     net, zero = made(mesh, EXACT)
@@ -239,16 +222,6 @@ def test_what_writes_weights_is_refused_while_parameters_are_seen_whole(mesh: Me
             with pytest.raises(ZeroError, match=f"{what} under GatheredParameters of '{NAME}'"):
                 write()
     optimizer.step()
-
-
-@each_rank(1, 1)
-def test_a_graph_of_gathered_parameters_does_not_outlive_their_context(mesh: Mesh) -> None:
-    """What backward would need of them is gone: an error, not gradients of nothing."""
-    net, _ = made(mesh, EXACT)
-    with GatheredParameters(weight(net)):
-        loss = weight(net).square().sum()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 @each_rank(1, 2)
