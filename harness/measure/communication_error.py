@@ -134,7 +134,7 @@ def of_weights(step: int, zero: Zero) -> Found:
             unit.all_gather("forward" if purpose == "weights" else "backward")
             place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
             found[place] = compared(*_of_next_rank(unit, exact))
-            unit.release()
+            unit.reshard()
     return found
 
 

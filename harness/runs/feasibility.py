@@ -397,7 +397,7 @@ def _refused(check: Callable[[], None]) -> str | None:
 def _check_optimizer(trial: Trial) -> str | int:
     """State bytes per element of the trial's optimizer, or why it does not work on 1-D shards."""
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
-    from impl.engine.engine import NOT_ELEMENTWISE
+    from impl.engine.optimizer_watch import NOT_ELEMENTWISE
 
     name = trial.optimizer.name
     sharded = trial.resolved_policy() is not None and trial.host is None

@@ -263,7 +263,7 @@ def _take_weights(zero: Zero, parts: Parts) -> None:
     """Overwrite the weights that this rank holds, unit by unit, buffers and modules' extra states."""
     zero.model.zero_grad()  # of other weights
     for unit in zero.units:
-        unit.release()
+        unit.reshard()
         held, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
         WholeValues(unit).load_shard(parts.fill(shard, "weight", held))
     own, buffers = zero.model.state_dict(keep_vars=True), parts.tensors(0, "buffer")

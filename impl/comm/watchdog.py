@@ -34,17 +34,37 @@ class WireError(RuntimeError):
     """A message cannot be sent as asked, or did not come; the message names the numbers and who is where."""
 
 
-class Stalls:
-    """How long a device's current stream waited for messages: between two events around each wait."""
+class Watchdog:
+    """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
-    def __init__(self) -> None:
-        self.paused = False  # whether the current stream is one whose waits hold back no computation
-        self._seconds = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+    With ``streams`` not the host waits for messages but the device's current stream, as with NCCL.
+
+    Attributes:
+        paused: whether the current stream is one whose waits hold back no computation.
+        timeline: is told of waits.
+    """
+
+    def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
+        self.collective_log = log = CollectiveLog()
+        self.paused = False
+        self.timeline: Timeline | None = None
+        self._rank, self._streams, self._waited = mesh.rank, streams, 0.0
+        # of the stream's waits that the device has not behind it, the events around each
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        store = mesh.store()  # thread ranks have none
+        self._reporter = None if store is None else DesyncReporter(store, mesh.rank, mesh.topology.world, log)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time spent in :meth:`wait`: by the host or, as far as the device has come, by its stream."""
+        while self._stalls and self._stalls[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end = self._stalls.popleft()
+            self._waited += begin.elapsed_time(end) / 1e3
+        return self._waited
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Inside, the stream is made to wait; a wait that fails is not counted."""
+    def stalling(self) -> Iterator[None]:
+        """Inside, the device's stream is made to wait; a wait that fails is not counted."""
         if self.paused:
             yield
             return
@@ -52,52 +72,25 @@ class Stalls:
         begin.record()
         yield
         end.record()
-        self._pending.append((begin, end))
-        self.seconds()  # nobody may ever ask: events do not pile up
-
-    def seconds(self) -> float:
-        """Of the waits that the device has behind it."""
-        while self._pending and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            begin, end = self._pending.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        return self._seconds
-
-
-class Watchdog:
-    """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
-
-    With ``streams`` not the host waits for messages but the device's current stream, as with NCCL.
-    """
-
-    def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
-        self.collective_log = log = CollectiveLog()
-        self.stalls = Stalls() if streams else None
-        self.timeline: Timeline | None = None  # is told of waits
-        self._rank, self._waited = mesh.rank, 0.0  # by the host
-        store = mesh.store()  # thread ranks have none
-        self._reporter = None if store is None else DesyncReporter(store, mesh.rank, mesh.topology.world, log)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Time spent in :meth:`wait`: by the host or, as far as the device has come, by its stream."""
-        return self._waited if self.stalls is None else self.stalls.seconds()
+        self._stalls.append((begin, end))
+        _ = self.exposed_seconds  # nobody may ever ask: events do not pile up
 
     def wait(self, for_what: Step | str, receive: Callable[[], T], *, across: bool = False) -> T:
         """What ``receive`` returns, which waits ``for_what``; what it raises becomes a WireError."""
         self.collective_log.waiting = for_what
         begin = time.perf_counter()
         try:
-            if self.stalls is None:
-                found = receive()
-            else:
-                with self.stalls.noted():
+            if self._streams:
+                with self.stalling():
                     found = receive()
+            else:
+                found = receive()
+                self._waited += time.perf_counter() - begin
         except (SharedMemoryError, WireError):  # says all that there is to say
             raise
         except (RuntimeError, TimeoutError) as error:
             raise self.error(f"could not finish {told(for_what)}", error) from error
         self.collective_log.waiting = None
-        self._waited += time.perf_counter() - begin
         if self.timeline is not None:
             self.timeline.add(WAITING, ACROSS if across else WITHIN, begin)
         return found

@@ -107,18 +107,16 @@ class Wire:
 
         On a GPU a wait for a message blocks no host, so all hops are enqueued once the first is posted.
         """
-        assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
-        self._watchdog.stalls.paused = True
+        self._watchdog.paused = True
         try:
             with stream.beside() as arrival:
                 yield arrival
         finally:
-            self._watchdog.stalls.paused = False
+            self._watchdog.paused = False
 
     def join(self, arrival: Arrival) -> None:
         """Let the computation wait for what was enqueued beside it; the wait is exposed."""
-        assert self._watchdog.stalls is not None  # noqa: S101  # there is a stream
-        with self._watchdog.stalls.noted():
+        with self._watchdog.stalling():
             arrival.join()
 
     @contextlib.contextmanager

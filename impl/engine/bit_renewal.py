@@ -84,27 +84,26 @@ class Renewal(Observer):
 
     def _choose(self) -> None:
         for one in self._choices:
-            for name, row in zip(one.share.units, one.squares, strict=True):
-                if one.share.what == "weights":
+            if one.share.what == "weights":
+                for name, row in zip(one.share.units, one.squares, strict=True):
                     unit = self._units[name]
                     first, _ = unit.geometry.bounds(self._wire.mesh.rank)
-                    master = unit.master_shard.master
-                    row.copy_(squares_of(one.share.codecs, master, self._clock.weights(name), first))
+                    key = self._clock.weights(name)
+                    row.copy_(squares_of(one.share.codecs, unit.master_shard.master, key, first))
         mine = torch.cat([one.squares.flatten() for one in self._choices])
         total = torch.zeros(mine.shape, dtype=mine.dtype)
         for row in self._wire.all_gather_small(mine).cpu():  # in the order of ranks; SQUARES_BYTES of each
             total += row
         parts = torch.split(total, [one.squares.numel() for one in self._choices])
         for one, part in zip(self._choices, parts, strict=True):
-            rows = part.view(one.squares.shape).tolist()
+            rows, share = part.view(one.squares.shape).tolist(), one.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
-            share = one.share
             self._adopt(one, share.chosen([row[1:] for row in rows]))
-            for name, codec, row in zip(share.units, one.chosen, rows, strict=True):
-                error = row[1 + codec] / row[0] if row[0] else 0.0
-                made = Decision(self._clock.step, share.what, name, share.hop, share.codecs[codec], error)
-                self.decisions.append(made)
+            for name, number, row in zip(share.units, one.chosen, rows, strict=True):
+                error = row[1 + number] / row[0] if row[0] else 0.0
+                codec = share.codecs[number]
+                self.decisions.append(Decision(self._clock.step, share.what, name, share.hop, codec, error))
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
         """Send in these codecs from here on."""

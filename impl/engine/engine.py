@@ -7,36 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-import threading
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.utils import clip_grad
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from impl import ops
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
 from impl.engine.masters import Stepped, clip_factor
+from impl.engine.optimizer_watch import engines, watch_optimizers
 from impl.errors import ZeroError
 from impl.plan.policy import Offload
 from impl.plan.traffic import CopyKey, realised
 from impl.unit.context import UnitContext
+from impl.unit.flat_buffer import InUnit
+from impl.unit.placeholder import keeper_of
 from impl.unit.unit import Unit
-
-NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
 
 class Zero:
@@ -61,7 +52,7 @@ class Zero:
         # What the model holds of the engine: it lives as long as the model, though nobody keeps it.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]
         model.load_state_dict = self._load_state_dict  # type: ignore[method-assign]
-        watch_optimizers(self, self.units)
+        watch_optimizers(self)
 
     # Training
 
@@ -279,15 +270,15 @@ class Zero:
         for unit in self.units:
             unit.weights_changed("unchanged")
 
-    def optimizer_stepped(self, masters: Iterable[Tensor]) -> None:
-        """An optimizer that holds ``masters`` has stepped; called by itself, from the watch.
+    def optimizer_stepped(self, held: set[int]) -> None:
+        """An optimizer that holds tensors, by :func:`id`, has stepped; called by the watch.
 
         Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
         """
         first = self.clock.micro_batch > 0
         if first:
             self.clock.step, self.clock.micro_batch = self.clock.step + 1, 0
-        self.masters.stepped(masters)
+        self.masters.stepped(held)
         for unit in self.units:
             if unit.geometry.trainable:
                 unit.weights_changed("stepped")
@@ -305,9 +296,7 @@ class Zero:
         if self.renewal is not None:
             state["budget"] = self.renewal.state()
         for unit in self.units:
-            held = unit.weight_gather.secondary.state(unit.master_shard.version)
-            if (errors := unit.reduction.feedback()) is not None:
-                held |= errors.state()
+            held = unit.communication_state()
             state |= {f"{unit.geometry.name}/{name}": value for name, value in held.items()}
         return state
 
@@ -318,30 +307,19 @@ class Zero:
             ZeroError: for errors or copies that do not fit, naming their unit, and for those of another
                 budget; nothing is changed then.
         """
-        found: list[tuple[Unit, dict[str, Tensor], dict[str, Tensor]]] = []  # errors, and copies
+        states = []
         for unit in self.units:
             prefix = f"{unit.geometry.name}/"
             own = {name.removeprefix(prefix): one for name, one in given.items() if name.startswith(prefix)}
-            copies: dict[str, Tensor] = {name: own.pop(name) for name in ("copy", "begun") if name in own}
-            unit.weight_gather.secondary.check_state(copies)
-            feedback, where = unit.reduction.feedback(), f"feedback state of unit {unit.geometry.name!r}"
-            if feedback is None and own:
-                raise ZeroError(f"{where}, which has no feedback")
-            try:
-                if feedback is not None:
-                    feedback.check_state(own)
-            except ValueError as error:
-                raise ZeroError(f"{where}: {error}") from None
-            found.append((unit, own, copies))
+            states.append(own)
+            unit.check_communication_state(own)
         if self.renewal is not None:
             self.renewal.check_state(given.get("budget"))
         elif "budget" in given:
             raise ZeroError("state of a budget, and this policy has none")
         self.clock.step, self.clock.micro_batch = int(given["step"]), int(given["micro_batch"])
-        for unit, own, copies in found:
-            if (feedback := unit.reduction.feedback()) is not None:
-                feedback.load(own)
-            unit.weight_gather.secondary.load(copies, unit.master_shard.version)
+        for unit, own in zip(self.units, states, strict=True):
+            unit.load_communication_state(own)
         if self.renewal is not None:
             self.renewal.load(given["budget"])
 
@@ -362,14 +340,14 @@ class Zero:
         """
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:
-            unit.release()
+            unit.reshard()
         state_dict.load_full_state_dict(self.model, self.units, given)
 
     def _load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """What ``model.load_state_dict()`` means: :meth:`load_full_state_dict`, but of values seen whole."""
-        if all(len(unit.flat.whole) == len(unit.members) for unit in self.units):
+        if all(len(unit.flat.shown) == len(unit.members) for unit in self.units):
             return type(self.model).load_state_dict(self.model, state_dict, strict, assign)
         if not strict or assign:
             raise ZeroError("load_state_dict() of a sharded model: neither strict=False nor assign=True")
@@ -387,24 +365,15 @@ class Zero:
     # Refusals, also of what watches the model's parameters and optimizers
 
     def check_step(self) -> None:
-        """Refuse an optimizer's step now.
-
-        Raises:
-            ZeroError: after a backward pass that failed, or while parameters are seen whole.
-        """
+        """Refuse, with a ZeroError, a step after a pass that failed, or while parameters are seen whole."""
         self.hooks.check_finished("optimizer.step()")
         self.check_hidden("optimizer.step()")
 
     def check_hidden(self, what: str) -> None:
-        """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it.
-
-        Raises:
-            ZeroError: naming it and the first of those parameters.
-        """
+        """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it."""
         for unit in self.units:
-            for number in unit.flat.whole:
-                name = unit.geometry.slots[number].spec.name
-                raise ZeroError(f"{what} under GatheredParameters of {name!r}: leave its context first")
+            if unit.flat.shown:
+                unit.check_hidden(f"{what} under")
 
 
 def describe(zero: Zero) -> dict[str, Any]:
@@ -438,96 +407,12 @@ class Owner(NamedTuple):
     number: int
 
 
-# No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
-# the masters that an optimizer holds tell whose weights it changed.  By identity: tensors compare by element.
-_owners: MutableMapping[Tensor, weakref.ref[Zero]] = WeakTensorKeyDictionary()
-# What modules of sharded models show; units hold these tensors, so what is kept here holds no unit.
-_visible: MutableMapping[Tensor, tuple[weakref.ref[Zero], weakref.ref[Unit], int]] = WeakTensorKeyDictionary()
-_lock = threading.Lock()
-_watching: list[object] = []
-
-
-def watch_optimizers(engine: Zero, units: Iterable[Unit]) -> None:
-    """From now on steps of optimizers that hold masters of ``units`` are reported to ``engine``."""
-    with _lock:
-        for unit in units:
-            for _, master in unit.master_shard.masters:
-                _owners[master] = weakref.ref(engine)
-            for number, member in enumerate(unit.members):
-                place = (weakref.ref(engine), weakref.ref(unit), number)
-                _visible[member.parameter] = _visible[member.placeholder] = place
-        if not _watching:
-            _watch_norms()
-            _watching.append(register_optimizer_step_pre_hook(_before_step))
-            _watching.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _watch_norms() -> None:
-    """Refuse torch's own gradient norms of masters, which are of one rank's shards.
-
-    ``clip_grad_norm_()`` looks this function up when it is called, however it was imported.
-    """
-    own = clip_grad._get_total_norm  # noqa: SLF001  # torch has no hook there, and optimizers see it too late
-
-    @functools.wraps(own)
-    def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        with _lock:
-            masters = list(_owners)
-        held = {id(master.grad) for master in masters if master.grad is not None}
-        if any(id(one) in held for one in given):
-            raise ZeroError(
-                "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
-                "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
-            )
-        return own(given, *args, **kwargs)
-
-    clip_grad._get_total_norm = total_norm  # noqa: SLF001
-
-
 def find(parameter: Tensor) -> Owner | None:
-    """Whose ``parameter`` is, if it is one that modules of a sharded model show.
-
-    Raises:
-        ZeroError: if the engine is gone.
-    """
-    with _lock:
-        place = _visible.get(parameter)
-    if place is None:
+    """Whose ``parameter`` is, if it is one of a sharded model; a ZeroError if its engine is gone."""
+    if not isinstance(keeper := keeper_of(parameter), InUnit):
         return None
-    engine, unit, number = place[0](), place[1](), place[2]
-    if engine is None or unit is None:
-        raise ZeroError("a parameter of a sharded model whose engine is gone")
-    return Owner(engine, unit, number)
-
-
-def _owners_of(optimizer: Optimizer) -> set[Zero]:
-    found = set()
-    with _lock:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in _visible:
-                    raise ZeroError(
-                        f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
-                        "change: construct it with Zero.param_groups()"
-                    )
-                reference = _owners.get(parameter)
-                engine = reference() if reference is not None else None
-                if engine is not None:
-                    found.add(engine)
-    return found
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    owners = _owners_of(optimizer)
-    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
-    if owners and names:
-        raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
-    for engine in owners:
-        engine.check_step()
-
-
-def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for engine in _owners_of(optimizer):
-        engine.optimizer_stepped(held)
+    for engine in engines():
+        for unit in engine.units:
+            if unit.flat is keeper.flat():
+                return Owner(engine, unit, keeper.number)
+    raise ZeroError("a parameter of a sharded model whose engine is gone")

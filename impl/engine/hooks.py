@@ -184,15 +184,15 @@ class Hooks:
         units = () if root and not ends else self._units_of.get(module, ())
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         addresses = {memory_of(tensor) for tensor in outputs}
-        stays = self._stays(outputs, self._units if root else units)
+        backward = self._backward_follows(outputs, self._units if root else units)
         written: list[str] = []
         try:
             for unit in units:
-                written += unit.post_forward(addresses, stays=stays)
+                written += unit.post_forward(addresses, backward=backward)
             if ends:
                 if outputs:  # nothing was raised
                     self._gather_unused()
-                written += self._end_forward(addresses, stays=stays)
+                written += self._end_forward(addresses, backward=backward)
         finally:
             if ends or module is self._called_alone:
                 self.saved.end()
@@ -202,8 +202,8 @@ class Hooks:
         if torch.is_grad_enabled() and module in self._units_of:
             self._gather_before(module, outputs)
 
-    def _stays(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
-        """Whether a backward pass can follow for which weights may stay: none does if some were written."""
+    def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
+        """Whether a backward pass can follow: none does if weights that stay for it were written."""
         if not torch.is_grad_enabled():
             return False
         kept = self._passes.schedule.kept
@@ -217,7 +217,7 @@ class Hooks:
                 return False
         return True
 
-    def _end_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
+    def _end_forward(self, outputs: Collection[int], *, backward: bool) -> Sequence[str]:
         """The model has run; names of written parameters, of units that were gathered ahead and not used."""
         passes, written = self._passes, list[str]()
         passes.in_forward = False
@@ -227,10 +227,9 @@ class Hooks:
             self._seen = None
             self._follow_order()
         for unit in self._units:
-            kept = stays and unit.index in passes.schedule.kept
-            returned = unit.gathered and unit.flat.bounds[0] in outputs
-            if unit.in_use and not kept and not returned:
-                written += unit.reshard()
+            if unit.in_use:
+                written += unit.post_forward(outputs, backward=backward)
+        passes.escaped.clear()
         return written
 
     def _gather_unused(self) -> None:
@@ -240,7 +239,7 @@ class Hooks:
             for unit in self._units:
                 if not unit.in_use:
                     unit.start_gather(phase)
-                    unit.release()
+                    unit.reshard()
 
     def _follow_order(self) -> None:
         """Reduce gradients in the schedule's order from the next pass on."""
@@ -250,11 +249,7 @@ class Hooks:
     # Backward
 
     def _weakly(self, event: Callable[..., None], *what: Any, needed: bool = False) -> Callable[[Any], None]:
-        """A hook of autograd that tells the engine of ``event``, while there is one.
-
-        Raises:
-            ZeroError: in the hook, if one is ``needed`` and gone.
-        """
+        """A hook of autograd that tells the engine of ``event``; a ``needed`` one that is gone raises."""
         engine = weakref.ref(self)
 
         def arrived(_: Any) -> None:
@@ -317,14 +312,10 @@ class Hooks:
             self._calls[module] = self._calls.get(module, 1) - 1
             if not self._calls[module]:
                 for unit in self._units_of[module]:
-                    unit.release()
+                    unit.reshard()
 
     def _begin_backward(self) -> None:
-        """Have autograd end the pass once it is through: this is its first gradient.
-
-        Raises:
-            ZeroError: inside a forward pass, or after one that was interrupted.
-        """
+        """Have autograd end the pass once it is through: this is its first gradient."""
         passes = self._passes
         if passes.running:
             raise ZeroError(
@@ -341,7 +332,7 @@ class Hooks:
         self._reductions.finish(start=not passes.accumulating)
         for unit in self._units:
             if unit.in_use:
-                written += unit.reshard()
+                written += unit.end_use()
             unit.end_backward()
         self._weights.trim()
         self._gradients.trim()
@@ -362,11 +353,7 @@ class Hooks:
             self._end_backward()
 
     def check_finished(self, what: str) -> None:
-        """Refuse ``what`` in or after a backward pass that was not finished.
-
-        Raises:
-            ZeroError: naming it.
-        """
+        """Refuse ``what``, with a ZeroError, in or after a backward pass that was not finished."""
         if self._passes.in_backward:
             raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
         if any(unit.reduction.held for unit in self._units):
@@ -378,11 +365,7 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``entry`` returns, called as if it were the forward pass of ``module``.
-
-        Raises:
-            ZeroError: if ``module`` is neither the model nor one of its blocks.
-        """
+        """What ``entry`` returns, called as the forward pass of ``module``, which is the model or a block."""
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
                 f"{type(module).__name__} is neither the sharded model nor one of its blocks, whose weights "
@@ -418,11 +401,7 @@ class Hooks:
             unit.drop_gradients()
 
     def check_idle(self, what: str) -> None:
-        """Refuse ``what`` inside a forward or backward pass.
-
-        Raises:
-            ZeroError: naming it.
-        """
+        """Refuse ``what``, with a ZeroError, inside a forward or backward pass."""
         if self._passes.running or recomputing():
             raise ZeroError(
                 f"{what} inside a forward or backward pass, which gathers what it uses itself (a pass that "

@@ -24,15 +24,16 @@ _LEAST: Final = 1e-6  # beside the norm, which may be 0; as torch's own clipping
 
 
 class Masters:
-    """Those of one sharded model on one rank."""
+    """Those of one sharded model on one rank; ``numbers`` are their :func:`id`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        # By id(): those that no optimizer has stepped since their gradient came.
-        self._unused: set[int] = set()
+        self._all = [master for unit in units for _, master in unit.master_shard.masters]
+        self.numbers = frozenset(map(id, self._all))
+        self._unused: set[int] = set()  # of them, those that no optimizer has stepped since a gradient came
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (master for unit in self._units for _, master in unit.master_shard.masters)
+        return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
         """For an optimizer: :meth:`impl.engine.engine.Zero.param_groups`."""
@@ -43,37 +44,29 @@ class Masters:
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
-        groups = []
-        for number in numbers:
-            of_device: dict[torch.device, list[Tensor]] = {}
-            for unit in self._units:
-                for group, master in unit.master_shard.masters:
-                    if group == number:
-                        of_device.setdefault(master.device, []).append(master)
-            groups += [
-                {"params": masters, **given.get(number, {})} for masters in of_device.values() or ([],)
-            ]
-        return groups
+        found: dict[int, dict[torch.device, list[Tensor]]] = {number: {} for number in numbers}
+        for unit in self._units:
+            for number, master in unit.master_shard.masters:
+                found[number].setdefault(master.device, []).append(master)
+        return [
+            {"params": masters, **given.get(number, {})}
+            for number, of_device in found.items()
+            for masters in of_device.values() or ([],)
+        ]
 
     # Gradients
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients, where they are there."""
         factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
-        for master in self:
-            if master.grad is None:
-                continue
-            device = master.grad.device
+        for gradient in (master.grad for master in self if master.grad is not None):
+            device = gradient.device
             if device not in factors:
                 factors[device] = factor.to(device) if isinstance(factor, Tensor) else factor
-            master.grad.mul_(factors[device])
+            gradient.mul_(factors[device])
 
     def norm(self, wire: Wire, norm_type: float = 2.0) -> Tensor:
-        """() fp64 global norm of the gradients: :meth:`impl.engine.engine.Zero.grad_norm`.
-
-        Raises:
-            ZeroError: ``norm_type`` is neither inf nor in (0, 8].
-        """
+        """() fp64 global norm of the gradients: :meth:`impl.engine.engine.Zero.grad_norm`."""
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
             raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
@@ -85,15 +78,14 @@ class Masters:
             wide = gradient.double()
             return (wide.square() if power == 2 else wide.abs().pow(power)).sum()
 
-        device = wire.mesh.device
         sums: dict[torch.device, Tensor] = {}
         for unit in self._units:
             for gradient in unit.master_shard.own_gradients():
-                part, place = part_of(gradient), gradient.device
-                sums[place] = add(sums[place], part) if place in sums else part
-        total = torch.zeros((), dtype=torch.float64, device=device)
+                part, device = part_of(gradient), gradient.device
+                sums[device] = add(sums[device], part) if device in sums else part
+        total = torch.zeros((), dtype=torch.float64, device=wire.mesh.device)
         for part in sums.values():
-            total = add(total, part.to(device))
+            total = add(total, part.to(total.device))
         norm = torch.zeros_like(total)
         for part in wire.all_gather_small(total.view(1)).view(-1):  # NORM_BYTES of each rank
             norm = add(norm, part)
@@ -104,11 +96,7 @@ class Masters:
     # Steps
 
     def check_complete(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Refuse optimizers that do not hold all masters with gradients.
-
-        Raises:
-            ZeroError: counting those that are missing.
-        """
+        """Refuse, with a ZeroError that counts them, optimizers that lack masters with gradients."""
         held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         given = [master for master in self if master.grad is not None]
         missing = sum(id(master) not in held for master in given)
@@ -120,11 +108,11 @@ class Masters:
 
     def arrived(self) -> None:
         """A backward pass has brought all of them gradients."""
-        self._unused.update(map(id, self))
+        self._unused.update(self.numbers)
 
-    def stepped(self, masters: Iterable[Tensor]) -> None:
-        """An optimizer that holds ``masters``, among other tensors, has stepped."""
-        self._unused.difference_update(map(id, masters))
+    def stepped(self, held: set[int]) -> None:
+        """An optimizer that holds these tensors has stepped."""
+        self._unused -= held
 
     @property
     def unused_gradients(self) -> int:
@@ -142,15 +130,10 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class Stepped(NamedTuple):
-    """What became of a step.
+    """What became of a step."""
 
-    Attributes:
-        norm: global norm of the unscaled mean gradient, before clipping; None if nothing asked for it.
-        done: whether the optimizer stepped; False after an overflow, on all ranks alike.
-    """
-
-    norm: float | None
-    done: bool
+    norm: float | None  # global, of the unscaled mean gradient, before clipping; None if nothing asked for it
+    done: bool  # whether the optimizer stepped; False after an overflow, on all ranks alike
 
 
 class LossScaleError(ArithmeticError):
@@ -198,11 +181,7 @@ class LossScaler:
         self._unscaled, self.reached = 0, False
 
     def check_scaled(self) -> None:
-        """Refuse a step with gradients of losses that were not scaled: the scale would divide them too.
-
-        Raises:
-            ZeroError: counting their backward passes.
-        """
+        """Refuse, with a ZeroError that counts them, passes of losses that were not scaled."""
         if self._unscaled:
             raise ZeroError(
                 f"step() after {self._unscaled} backward passes whose loss was not scaled: it would divide "

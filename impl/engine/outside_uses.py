@@ -3,7 +3,7 @@
 [Note: saved tensors]
 Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
 applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass, of a tensor
-that lies in a unit's flat buffer (P,) only its :class:`~impl.unit.flat_buffer.Place` and the version of the
+that lies in a unit's flat buffer (P,) only its :class:`~impl.unit.flat_buffer.View` and the version of the
 weights are saved; unpacking it in backward gathers the unit if need be: a missed event costs time, never a
 crash.  The hooks switch torch's check of in-place changes off, so it is made here.
 """
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from impl.errors import ZeroError
 from impl.pytree import memory_of, tensors_in
 from impl.unit.context import Passes
-from impl.unit.flat_buffer import Place
+from impl.unit.flat_buffer import View
 from impl.unit.master_shard import Version
 from impl.unit.placeholder import Placeholder, values_of
 from impl.unit.unit import Unit
@@ -65,13 +65,11 @@ class OutsideUses:
             self.all_gather(unit)
 
     def _post_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        addresses = {memory_of(tensor) for tensor in tensors_in(output)}
-        kept = self.passes.schedule.kept if torch.is_grad_enabled() else ()
+        addresses, backward = {memory_of(tensor) for tensor in tensors_in(output)}, torch.is_grad_enabled()
         for unit in self.gathered.pop() if self.gathered else ():  # none if an earlier hook failed
-            if unit.flat.bounds[0] not in addresses:
-                self.passes.escaped.discard(unit.index)
-                if unit.index not in kept:
-                    unit.release()
+            self.passes.escaped.discard(unit.index)
+            if not unit.used_after(addresses, backward=backward):
+                unit.reshard()
 
     def all_gather(self, unit: Unit) -> None:
         """Gather a unit that is used outside of its module; it stays until the forward pass ends."""
@@ -98,7 +96,7 @@ def _use(uses_of: weakref.ref[OutsideUses], unit_of: weakref.ref[Unit], name: st
 
 # Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.
 _Kept = tuple[Tensor, int]  # a tensor that autograd keeps, and its version then
-_Found = tuple[Unit, Place, Version]  # a view of a unit's weights, of a version: not kept, but found again
+_Found = tuple[Unit, View, Version]  # a view of a unit's weights, of a version: not kept, but found again
 
 
 def _unpack(saved: _Kept | _Found) -> Tensor:

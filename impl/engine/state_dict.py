@@ -76,10 +76,9 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
             raise ZeroError(f"state {name!r} is {tuple(state[name].shape)}, expected {tuple(value.shape)}")
     names = {id(value): name for name, value in own.items()}
     for unit in units:
-        values = [state[names[id(parameter)]] for parameter in unit.visible]
+        values = [state[names.pop(id(parameter))] for parameter in unit.visible]
         device = unit.master_shard.held.device
         WholeValues(unit).load_shard(sliced(unit.geometry, unit.wire.mesh.rank, values, device))
-    sharded = {id(parameter) for unit in units for parameter in unit.visible}
     for name, value in own.items():
-        if id(value) not in sharded:
+        if id(value) in names:  # not sharded
             load_entry(model, name, value, state[name])

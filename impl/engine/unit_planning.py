@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     Where a block, or what lies outside all blocks, has more elements than ``most`` (0: no limit), its parts
     take its place, and theirs theirs, until they fit or have none.
     """
-    blocks = _outermost(model)
+    blocks = list(dict.fromkeys(_contained(model)))
     if not most:
         return blocks
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -49,21 +49,18 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     return [part for block in blocks for part in _cut(block, most)]
 
 
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    """What containers of the model hold."""
-    blocks: list[nn.Module] = []
+def _contained(module: nn.Module) -> Iterator[nn.Module]:
+    """What the outermost containers inside ``module`` hold, if it has parameters and may be called."""
+    contains = isinstance(module, nn.ModuleList | nn.Sequential)
+    for child in module.children():
+        if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
+            yield child
+        else:
+            yield from _contained(child)
 
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            callable_child = not isinstance(child, nn.ModuleList | nn.ModuleDict)  # those are never called
-            contained = isinstance(module, nn.ModuleList | nn.Sequential)
-            if contained and callable_child and any(True for _ in child.parameters()):
-                blocks.append(child)
-            else:
-                visit(child)
 
-    visit(model)
-    return list(dict.fromkeys(blocks))
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
@@ -91,20 +88,8 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)
-        elif any(True for _ in child.parameters()):
+        elif _has_parameters(child):
             yield child
-
-
-def _check_size(draft: Draft, largest: int) -> None:
-    """Refuse a unit of more than ``largest`` elements; 0 allows any, and small parameters stay together."""
-    numel, name = sum(spec.numel for spec in draft.specs), draft.name.removesuffix(FROZEN)
-    if not largest or numel <= largest or name == PERSISTENT:
-        return
-    what = "holds what lies outside all blocks" if name == ROOT else f"is one {type(draft.module).__name__}"
-    raise ZeroError(
-        f"unit {draft.name!r} {what}, with {numel:,} elements, but memory.largest_unit = {largest:,} (of a "
-        f"DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow {numel:,}"
-    )
 
 
 def check_shapes(model: nn.Module) -> None:
@@ -178,7 +163,15 @@ def drafts_of(
         in_slots = sorted(entries[name, trainable], key=lambda entry: entry[0].group)  # as geometry does
         unit = name if trainable else name + FROZEN
         drafts.append(Draft(unit, modules[name], trainable, *zip(*in_slots, strict=True)))
-        _check_size(drafts[-1], limits.largest_unit)
+        numel, most = sum(spec.numel for spec in drafts[-1].specs), limits.largest_unit
+        if most and numel > most and name != PERSISTENT:
+            kind = type(modules[name]).__name__
+            what = "holds what lies outside all blocks" if name == ROOT else f"is one {kind}"
+            raise ZeroError(
+                f"unit {unit!r} {what}, with {numel:,} elements, but memory.largest_unit = {most:,} (of a "
+                f"DeepSpeed configuration, stage3_max_live_parameters): it cannot be cut further; allow "
+                f"{numel:,}"
+            )
     return drafts
 
 

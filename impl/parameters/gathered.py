@@ -167,7 +167,7 @@ class _Sharded(_Place):
 
     def show(self) -> None:
         self._engine.hooks.check_idle("GatheredParameters")
-        if self._number in self._unit.flat.whole:
+        if self._number in self._unit.flat.shown:
             raise self._twice()
         whole = self._values.gather_member(self._number, self.before())
         self.shown = self._values.show(self._number, whole.to(self._member.placeholder.dtype))

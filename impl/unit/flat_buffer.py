@@ -41,7 +41,7 @@ class Holder(NamedTuple):
         return self.module._parameters.get(self.name)  # noqa: SLF001
 
 
-class Place(NamedTuple):
+class View(NamedTuple):
     """A view of a unit's flat buffer; ``conj`` and ``neg`` are torch's bits of views computed when read."""
 
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Member:
     parameter: nn.Parameter
     placeholder: nn.Parameter  # what modules see outside of their passes: same shape and type, no values
     holders: Sequence[Holder]  # where modules hold it
-    place: Place  # in the flat buffer
+    view: View  # of the flat buffer
     no_values: Tensor  # its values while there is no flat buffer: one NaN, seen everywhere
 
     def put(self, shown: nn.Parameter) -> None:
@@ -77,7 +77,7 @@ class FlatBuffer:
     Attributes:
         members: of the unit, in slot order.
         bounds: addresses where the gathered weights begin and end; equal while there is no memory.
-        whole: by number of a member, its values (shape) while GatheredParameters shows them.
+        shown: by number of a member, its values (shape) while GatheredParameters shows them.
         used_outside: the engine's, which gathers the unit, or refuses, where a parameter is used by name.
     """
 
@@ -95,7 +95,7 @@ class FlatBuffer:
             self._member(nowhere, number, original, where)
             for number, (original, where) in enumerate(zip(originals, holders, strict=True))
         ]
-        self.bounds, self.whole = (0, 0), dict[int, Tensor]()
+        self.bounds, self.shown = (0, 0), dict[int, Tensor]()
         self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
@@ -113,7 +113,7 @@ class FlatBuffer:
         release(placeholder, InUnit(self, name, number))
         keep(parameter, InUnit(self, name, number))
         strides = torch.empty(shape, device="meta").stride()
-        place = Place(nowhere.dtype, shape, strides, slot.offset)
+        place = View(nowhere.dtype, shape, strides, slot.offset)
         member = Member(parameter, placeholder, holders, place, no_values)
         member.put(placeholder)
         release(original, Taken(name))
@@ -133,7 +133,7 @@ class FlatBuffer:
     def detach(self) -> None:
         """Give the memory back, unless somebody looks at it ([Note: flat buffer])."""
         flat = self._flat
-        if flat is None or self.whole or _handles(flat) != self._own_views:
+        if flat is None or self.shown or _handles(flat) != self._own_views:
             return
         self._flat, self.bounds = None, (0, 0)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -147,8 +147,8 @@ class FlatBuffer:
             return
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for number, member in enumerate(self.members):
-                if number not in self.whole:
-                    place = member.place
+                if number not in self.shown:
+                    place = member.view
                     member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
 
     # What is seen of it
@@ -163,10 +163,10 @@ class FlatBuffer:
             for module, name in member.holders:
                 module._parameters[name] = parameter  # noqa: SLF001  # setattr would re-register
 
-    def conceal(self, *, released: bool) -> None:
-        """Let modules hold placeholders; once ``released``, who took a parameter asks for its values, too."""
+    def conceal(self, *, sharded: bool) -> None:
+        """Let modules hold placeholders; once ``sharded``, who took a parameter asks for its values, too."""
         for member in self.members:
-            if released:
+            if sharded:
                 member.parameter.__class__ = Placeholder
             for module, name in member.holders:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
@@ -179,23 +179,23 @@ class FlatBuffer:
         names = []
         for number, mark in enumerate(self._marks):
             parameter = self.members[number].parameter
-            if (parameter._version, parameter.data_ptr()) != mark and number not in self.whole:  # noqa: SLF001
+            if (parameter._version, parameter.data_ptr()) != mark and number not in self.shown:  # noqa: SLF001
                 names.append(self._geometry.slots[number].spec.name)
         return names
 
     def lay_member(self, number: int) -> None:
         """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""
         member = self.members[number]
-        member.parameter.data = member.no_values if self._flat is None else self.view(member.place)
+        member.parameter.data = member.no_values if self._flat is None else self.view(member.view)
         if self._marks:  # it may have been written
             self._marks[number] = member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
-    def locate(self, tensor: Tensor) -> Place:
+    def locate(self, tensor: Tensor) -> View:
         """Where ``tensor``, a view of the gathered weights, lies in them."""
         offset = int(tensor.storage_offset())
-        return Place(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+        return View(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
-    def view(self, place: Place) -> Tensor:
+    def view(self, place: View) -> Tensor:
         """The view of the gathered weights at ``place``."""
         assert self._flat is not None  # noqa: S101  # it is gathered
         flat = self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype)
@@ -208,14 +208,14 @@ class InUnit:
     """Keeper of a placeholder: the flat buffer, held weakly, whose member it stands for."""
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
-        self.name, self._flat, self._number = name, weakref.ref(flat), number
+        self.name, self.flat, self.number = name, weakref.ref(flat), number
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """The member's values, gathered or refused by its unit."""
-        if (flat := self._flat()) is None:
+        if (flat := self.flat()) is None:
             raise ZeroError(f"parameter {self.name!r} of a sharded model whose engine is gone")
         flat.used_outside(self.name)
-        return flat.members[self._number].parameter
+        return flat.members[self.number].parameter
 
 
 class Taken:

@@ -21,14 +21,13 @@ are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes 
 8. *The optimizer steps the masters* and clears their gradients.
 
 On a GPU steps 4 to 7 are queued on a side stream as soon as hop 1 is posted, and
-:meth:`GradientReduction.go_on` joins it.
+:meth:`GradientReduction.post_next_hop` joins it.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +47,15 @@ from impl.unit.flat_buffer import Member
 from impl.unit.master_shard import MasterShard
 
 
-class Progress(enum.Enum):
+class Progress(enum.IntEnum):
     """Of a unit's reduction, in one backward pass."""
 
-    IDLE = enum.auto()  # no gradient of this pass has arrived, and none is expected yet
-    COLLECTING = enum.auto()  # some are missing
-    READY = enum.auto()  # none is missing; it waits for its turn
-    REDUCING = enum.auto()  # hops are under way
-    REDUCED = enum.auto()  # the mean is in this rank's shard
-    FAILED = enum.auto()  # it was interrupted while hops were under way: its gradients are lost
-
-
-_STARTED: Final = (Progress.REDUCING, Progress.REDUCED, Progress.FAILED)
+    IDLE = 0  # no gradient of this pass has arrived, and none is expected yet
+    COLLECTING = 1  # some are missing
+    READY = 2  # none is missing; it waits for its turn
+    REDUCING = 3  # hops are under way
+    REDUCED = 4  # the mean is in this rank's shard
+    FAILED = 5  # it was interrupted while hops were under way: its gradients are lost
 
 
 class GradientReduction:
@@ -87,7 +83,7 @@ class GradientReduction:
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
-        self.phase, self.queue, self.missing = Progress.IDLE, queue, set[int]()
+        self.progress, self.queue, self.missing = Progress.IDLE, queue, set[int]()
         self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
         self._reserved = False  # whether that is of the reserve
         self._opened: Exchange | None = None  # the message in which they lie
@@ -130,24 +126,21 @@ class GradientReduction:
 
     def begin_collecting(self) -> None:
         """A backward pass will bring gradients: all are missing."""
-        if self.phase is Progress.IDLE:
-            self.phase = Progress.COLLECTING
+        if self.progress is Progress.IDLE:
+            self.progress = Progress.COLLECTING
             self.missing = set(range(len(self._members)))
 
     def collect(self, number: int) -> bool:
         """Take the gradient that has just arrived at member ``number``; True when none is missing."""
-        missing = self.missing
-        if not missing:  # of a unit without a module's event
-            self._refuse_started()
-            self.begin_collecting()
-            missing = self.missing
-        if len(missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
+        if not self.missing:  # of a unit without a module's event
+            self._begin_late()
+        if len(self.missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
-        missing.discard(number)
-        if not missing:
-            self.phase = Progress.READY
-        return not missing
+        self.missing.discard(number)
+        if not self.missing:
+            self.progress = Progress.READY
+        return not self.missing
 
     def collect_outside(self, number: int) -> None:
         """Take the gradient that arrived at the placeholder of member ``number``.
@@ -155,33 +148,33 @@ class GradientReduction:
         An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
         yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
         """
-        self._refuse_started()
-        self.begin_collecting()
+        self._begin_late()
         self._add(number, self._members[number].placeholder)
 
-    def _refuse_started(self) -> None:
-        """Refuse a gradient of a unit that this pass has reduced already."""
-        if self.phase in _STARTED:
+    def _begin_late(self) -> None:
+        """Begin collecting, or refuse a gradient of a unit that this pass has reduced already."""
+        if self.progress >= Progress.REDUCING:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
                 "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
                 "in parts, so use_reentrant=False there"
             )
+        self.begin_collecting()
 
     def _add(self, number: int, leaf: nn.Parameter) -> None:
-        """Move the gradient of ``leaf`` to the place of member ``number``; nothing need be cleared before."""
+        """Move the gradient of ``leaf`` to the part of member ``number``; nothing need be cleared before."""
         flat = self._open() if self._flat is None else self._flat
-        slot = self._members[number].place
-        place = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        slot = self._members[number].view
+        part = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
             gradient = leaf.grad
             assert gradient is not None  # noqa: S101  # just accumulated
             if gradient.layout is not torch.strided:  # of an embedding it may be sparse; messages are dense
                 gradient = gradient.to_dense()
             if number in self._written:
-                place.add_(gradient)
+                part.add_(gradient)
             else:
-                place.copy_(gradient)
+                part.copy_(gradient)
                 self._written.add(number)
             leaf.grad = None
 
@@ -192,7 +185,7 @@ class GradientReduction:
         """
         accumulating = self._passes.accumulating
         if not accumulating and not self.how.hops and self._in_place:  # one rank: the mean is the gradient
-            self._flat = self._master_shard.place()
+            self._flat = self._master_shard.gradient()
         elif not accumulating and self._collects and self.queue.is_next(self):
             self._opened = self.how.open_message()
             self._flat = self._opened.send.view(-1).view(self._dtype)
@@ -209,15 +202,14 @@ class GradientReduction:
         """Whether local gradients wait to be reduced."""
         return self._flat is not None
 
-    def _whole(self) -> Tensor:
+    def _completed(self) -> Tensor:
         """(P,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
         flat = self._open() if self._flat is None else self._flat
         for start, end in self._gaps:
             flat[start:end].zero_()
-        if len(self._written) < len(self._members):
-            for number, slot in enumerate(self._geometry.slots):
-                if number not in self._written:
-                    flat[slot.offset : slot.end].zero_()
+        for number in set(range(len(self._members))) - self._written:
+            slot = self._geometry.slots[number]
+            flat[slot.offset : slot.end].zero_()
         return flat
 
     def _forget(self) -> None:
@@ -233,7 +225,7 @@ class GradientReduction:
     def end_pass(self) -> None:
         """The backward pass is over; what it collected without reducing it stays."""
         self.missing.clear()
-        self.phase = Progress.IDLE
+        self.progress = Progress.IDLE
 
     # Reducing
 
@@ -246,25 +238,25 @@ class GradientReduction:
     def start(self) -> None:
         """Hand the gradient over, whatever of it has arrived, and post its first hop."""
         self.missing.clear()
-        self.phase = Progress.FAILED  # unless it gets through this
+        self.progress = Progress.FAILED  # unless it gets through this
         under_way = self._average = average(
             self.how,
-            self._whole(),
+            self._completed(),
             key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
-            errors=None if self._policy.feedback is None else self.feedback(),
+            errors=self.feedback(),
             opened=self._opened,
-            out=self._master_shard.place() if self._in_place else None,
+            out=self._master_shard.gradient() if self._in_place else None,
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
         if stream is not None and under_way.mean is None and self._wire.observer is None:
             with self._wire.beside(stream) as self._arrival:
-                self._take_mean(under_way.finish())
-        self.phase = Progress.REDUCING
+                self._take(under_way.finish())
+        self.progress = Progress.REDUCING
         if under_way.mean is not None and self._arrival is None:
-            self.go_on(finish=True)
+            self.post_next_hop(finish=True)
 
-    def go_on(self, *, finish: bool) -> None:
+    def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
 
         After a last hop inside a node the mean is taken; after one that crosses nodes that is left until it
@@ -272,7 +264,7 @@ class GradientReduction:
 
         Raises ZeroError: if it was interrupted.
         """
-        if self.phase is Progress.FAILED:
+        if self.progress is Progress.FAILED:
             raise ZeroError(
                 "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
                 "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
@@ -280,7 +272,7 @@ class GradientReduction:
         under_way, arrival = self._average, self._arrival
         if under_way is None or (arrival is not None and not finish):
             return
-        self.phase = Progress.FAILED  # unless it gets through this
+        self.progress = Progress.FAILED  # unless it gets through this
         if arrival is not None:
             self._wire.join(arrival)  # until then the average holds its memory
         else:
@@ -289,12 +281,12 @@ class GradientReduction:
             else:
                 under_way.post_next_hop()
             if under_way.mean is None:
-                self.phase = Progress.REDUCING
+                self.progress = Progress.REDUCING
                 return
-            self._take_mean(under_way.mean)
-        self._average, self.phase = None, Progress.REDUCED
+            self._take(under_way.mean)
+        self._average, self.progress = None, Progress.REDUCED
 
-    def _take_mean(self, mean: Tensor) -> None:
+    def _take(self, mean: Tensor) -> None:
         """Let this rank's shard take ``mean`` (S,)."""
         for start, end in self._pads:
             mean[start:end] = 0
@@ -306,16 +298,16 @@ class GradientReduction:
 
     def drop(self) -> None:
         """Forget what was collected and not reduced, and the errors that codecs carry."""
-        if self._opened is not None and self.phase is not Progress.FAILED:  # the other ranks count on it
+        if self._opened is not None and self.progress is not Progress.FAILED:  # the other ranks count on it
             self._opened.post()
             self._opened.wait()
             self._opened.close()
         self._forget()
         self.missing.clear()
-        if self.phase is Progress.FAILED:
+        if self.progress is Progress.FAILED:
             self._average = None
-        elif self.phase not in _STARTED:
-            self.phase = Progress.IDLE
+        elif self.progress < Progress.REDUCING:
+            self.progress = Progress.IDLE
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:
@@ -352,7 +344,7 @@ class ReductionQueue:
         self._bucket = bucket
         self._position = 0  # in the order, of the next to be started
         self._under_way: list[GradientReduction] = []  # as they were started
-        self._behind = False  # whether one was started since those under way last went on
+        self._behind = False  # whether one was started since those under way last posted
 
     def is_next(self, reduction: GradientReduction) -> bool:
         """Whether ``reduction`` is the next to be started."""
@@ -360,7 +352,7 @@ class ReductionQueue:
 
     def start_ready(self) -> None:
         """Start what has all its gradients, as far as everything before it in the order has been started."""
-        while self._position < len(self.order) and self.order[self._position].phase is Progress.READY:
+        while self._position < len(self.order) and self.order[self._position].progress is Progress.READY:
             self._start()
 
     def finish(self, *, start: bool) -> None:
@@ -368,7 +360,7 @@ class ReductionQueue:
         while start and self._position < len(self.order):
             self._start()
         for reduction in self._under_way:
-            reduction.go_on(finish=True)
+            reduction.post_next_hop(finish=True)
         self._under_way.clear()
         self._position, self._behind = 0, False
 
@@ -380,26 +372,26 @@ class ReductionQueue:
         if self._behind:
             self._behind = False
             for reduction in self._under_way:
-                reduction.go_on(finish=False)
+                reduction.post_next_hop()
 
     def drop_failed(self) -> None:
         """Forget those that were interrupted: their gradients are lost."""
-        self._under_way = [one for one in self._under_way if one.phase is not Progress.FAILED]
+        self._under_way = [one for one in self._under_way if one.progress is not Progress.FAILED]
 
     @property
     def elements_under_way(self) -> int:
         """Of the gradients whose reduction has begun and not ended."""
-        return sum(one.elements for one in self._under_way if one.phase is Progress.REDUCING)
+        return sum(one.elements for one in self._under_way if one.progress is Progress.REDUCING)
 
     def _start(self) -> None:
-        """Start the next, after the others have gone on by a message, within the limit on those under way."""
+        """Start the next, after the others have posted a message, within the limit on those under way."""
         self.post_next_hops()
         reduction = self.order[self._position]
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:
                 break
-            earlier.go_on(finish=True)
-        self._under_way = [one for one in self._under_way if one.phase is not Progress.REDUCED]
+            earlier.post_next_hop(finish=True)
+        self._under_way = [one for one in self._under_way if one.progress is not Progress.REDUCED]
         self._under_way.append(reduction)
         self._position, self._behind = self._position + 1, True
         reduction.start()

@@ -184,7 +184,7 @@ class MasterShard:
             return
         staged = self._host.stage(self._geometry.shard)
         staged.copy_(mean)
-        target = self.place()
+        target = self.gradient()
         if not self.fresh:
             if self._landed is None:
                 self._landed = self._host.empty(self._geometry.shard, torch.float32)
@@ -203,7 +203,7 @@ class MasterShard:
 
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients, where they lie."""
-        kept = self.place()
+        kept = self.gradient()
         if self.fresh:
             if mean is not kept:
                 kept.copy_(mean)
@@ -215,13 +215,13 @@ class MasterShard:
 
     def _gradients(self) -> Iterator[tuple[Tensor, int, int]]:
         """The masters' gradients, zeros where there was none, and where in the shard they lie."""
-        kept = self.place()
+        kept = self.gradient()
         for master, start, end in self._spans:
             if master.grad is None:
                 master.grad = kept[start:end].zero_()
             yield master.grad, start, end
 
-    def place(self) -> Tensor:
+    def gradient(self) -> Tensor:
         """(S,) fp32 where the masters' gradients lie."""
         if self._mean is None:
             numel, host = self._geometry.shard, self.placement.shard
@@ -245,4 +245,4 @@ class MasterShard:
         """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
         for _ in self._gradients():
             pass  # zeros where there was none
-        self.place()[start:end] = values
+        self.gradient()[start:end] = values

@@ -27,7 +27,6 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
-from impl.errors import ZeroError
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
 from impl.unit.context import UnitContext
@@ -165,16 +164,16 @@ class SecondaryShard:
         begun = torch.tensor([self.begun, self.settled(version)])
         return {"copy": self._values().clone(), "begun": begun}
 
-    def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse, with a ZeroError, what :meth:`state` does not give."""
-        held = None if self._differences is None or state.keys() != {"copy", "begun"} else self._values()
-        if state and (held is None or (state["copy"].shape, state["copy"].dtype) != (held.shape, held.dtype)):
-            raise ZeroError(f"unit {self._unit!r}: {', '.join(sorted(state))} is no state of its copy")
+    def wanted(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the state ``given``, what may be there, as :meth:`state` has it."""
+        if self._differences is None or "copy" not in given:
+            return {}
+        return {"copy": self._values(), "begun": torch.zeros(2, dtype=torch.int64)}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
         """Take over what :meth:`state` gave on the same rank of the weights that are now of ``version``."""
         self._version = self.begun = self._settled = None
-        if state:
+        if "copy" in state:
             self._values().copy_(state["copy"])
             self.begun, settled = map(int, state["begun"])
             self._settled = version[1] if settled else None

@@ -10,7 +10,7 @@ Outside of passes :mod:`~impl.unit.whole_values` shows and writes its values.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -66,7 +66,7 @@ class Unit:
         self.weight_gather = WeightGather(geometry, own, self.master_shard, self.flat)
         self.reduction = GradientReduction(geometry, own, self.master_shard, self.members, queue)
         self.state = State.SHARDED
-        self._stays = self.policy.stage < 3  # gathered until the weights change
+        self._persists = self.policy.stage < 3  # gathered until the weights change
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -85,18 +85,23 @@ class Unit:
         """All-gather the weights before the unit's module runs, and start gathering those that run next."""
         self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
-    def post_forward(self, outputs: Collection[int], *, stays: bool) -> Sequence[str]:
-        """Reshard the weights once the unit's module has run, unless they are to be used again.
+    def post_forward(self, outputs: Collection[int], *, backward: bool) -> Sequence[str]:
+        """End the use of the weights once the unit's module has run, unless they are :meth:`used_after`.
 
-        ``outputs`` are addresses of the memory that the module's outputs lie in; weights may stay if
-        ``stays``.  Returns names of the parameters that were written, which is an error.
+        Returns names of the parameters that were written, which is an error.
+        """
+        return () if self.used_after(outputs, backward=backward) else self.end_use()
+
+    def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
+        """Whether the weights are used after a module has run: in a ``backward`` pass, or outside of it.
+
+        ``outputs`` are addresses of the memory that the module's outputs lie in; what returns a parameter
+        (Megatron's bias) has it used outside.
         """
         passes = self._passes
         if self.gathered and self.flat.bounds[0] in outputs:
-            passes.escaped.add(self.index)  # a returned parameter (Megatron's bias) is used outside
-        if (stays and self.index in passes.schedule.kept) or self.index in passes.escaped:
-            return ()
-        return self.reshard()
+            passes.escaped.add(self.index)
+        return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
     def pre_backward(self) -> None:
         """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
@@ -106,7 +111,7 @@ class Unit:
 
     def post_backward(self) -> None:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
-        if written := self.reshard():
+        if written := self.end_use():
             self.refuse_written(written)
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
@@ -137,15 +142,14 @@ class Unit:
 
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are here, on their way, or, a ZeroError, seen whole."""
-        for number in self.flat.whole:
-            name = self.geometry.slots[number].spec.name
-            raise ZeroError(f"a pass inside GatheredParameters of {name!r}: leave its context first")
+        if self.flat.shown:
+            self.check_hidden("a pass inside")
         if self.state is State.GATHERING:
             return
         if self.state is not State.SHARDED:
             if self.weight_gather.version == self.master_shard.version:
                 return
-            self._end_use()  # a master was written by hand
+            self._become_sharded()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
             self._gather_earlier(phase)
         if self.master_shard.crosses:
@@ -165,7 +169,7 @@ class Unit:
                 return
             if not self._siblings[index].in_use:
                 self._siblings[index].start_gather(phase)
-                self._siblings[index].release()
+                self._siblings[index].reshard()
 
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
@@ -184,7 +188,7 @@ class Unit:
             self.flat.expose()
             self.state = State.UNSHARDED
 
-    def reshard(self) -> Sequence[str]:
+    def end_use(self) -> Sequence[str]:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
 
         Below stage 3 the weights stay until they change, unseen by modules.  Returns names of the parameters
@@ -192,19 +196,19 @@ class Unit:
         """
         if self.state is State.GATHERING:
             self.wait()
-        if self._stays or self.state is State.SHARDED:
+        if self._persists or self.state is State.SHARDED:
             self.hide()
             return ()
         written = self.flat.written()
         if written:
             self.flat.lay()
-        self._end_use()
+        self._become_sharded()
         self.flat.detach()
         return written
 
-    def release(self) -> None:
-        """:meth:`reshard`, which raises a WrittenError if parameters were written."""
-        if written := self.reshard():
+    def reshard(self) -> None:
+        """:meth:`end_use`, which raises a WrittenError if parameters were written."""
+        if written := self.end_use():
             self.refuse_written(written)
 
     def refuse_written(self, names: Sequence[str]) -> None:
@@ -214,12 +218,12 @@ class Unit:
     def hide(self) -> None:
         """Let modules hold placeholders from here on."""
         if self.state is State.UNSHARDED:
-            self.flat.conceal(released=False)
+            self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
         """The parameters that were written since they were gathered; none below stage 3, where they stay."""
-        if self._stays or self.state is State.SHARDED or self.state is State.GATHERING:
+        if self._persists or self.state is State.SHARDED or self.state is State.GATHERING:
             return ()
         return self.flat.written()
 
@@ -231,13 +235,13 @@ class Unit:
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:
-            self._end_use()
-        if not self._stays:
+            self._become_sharded()
+        if not self._persists:
             self.flat.detach()
 
-    def _end_use(self) -> None:
+    def _become_sharded(self) -> None:
         """The gathered weights are not to be used any more; their memory may be kept for the next ones."""
-        self.flat.conceal(released=True)
+        self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
@@ -259,7 +263,7 @@ class Unit:
         Raises ZeroError: while the parameter is seen whole, or if the unit was reduced in this pass already.
         """
         member = self.members[number]
-        if number in self.flat.whole:
+        if number in self.flat.shown:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 member.placeholder.grad = None
             name = self.geometry.slots[number].spec.name
@@ -282,7 +286,37 @@ class Unit:
         if self.master_shard.placement.shard:
             self.master_shard.land()
 
+    # What its codecs depend on beside weights: carried errors by hop, and copies that differences begin with
+
+    def communication_state(self) -> dict[str, Tensor]:
+        """This rank's, to be loaded again."""
+        errors = self.reduction.feedback()
+        copies = self.weight_gather.secondary.state(self.master_shard.version)
+        return copies if errors is None else copies | errors.state()
+
+    def check_communication_state(self, given: Mapping[str, Tensor]) -> None:
+        """Refuse, with a ZeroError that names this unit, a state of other hops, shapes or types."""
+        errors, wanted = self.reduction.feedback(), self.weight_gather.secondary.wanted(given)
+        wanted |= {} if errors is None else errors.state()
+        shapes, found = (
+            {name: (tuple(one.shape), one.dtype) for name, one in state.items()} for state in (wanted, given)
+        )
+        if shapes != found:
+            raise ZeroError(f"state of unit {self.geometry.name!r} is {found}, expected {shapes}")
+
+    def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
+        """Take over what was found to fit."""
+        if (errors := self.reduction.feedback()) is not None:
+            errors.load(given)
+        self.weight_gather.secondary.load(given, self.master_shard.version)
+
     # Refusals
+
+    def check_hidden(self, what: str) -> None:
+        """Refuse ``what``, with a ZeroError, while parameters are seen whole."""
+        for number in self.flat.shown:
+            name = self.geometry.slots[number].spec.name
+            raise ZeroError(f"{what} GatheredParameters of {name!r}: leave its context first")
 
     def check_unchanged(self, *, training: bool) -> None:
         """Refuse, with a ZeroError, parameters that were replaced, frozen or unfrozen, or given hooks."""

@@ -13,7 +13,7 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 from impl.unit.flat_buffer import InUnit
-from impl.unit.placeholder import Placeholder, release, restore
+from impl.unit.placeholder import Placeholder, release
 from impl.unit.unit import Unit
 
 
@@ -55,18 +55,18 @@ class WholeValues:
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
         unit.hide()
-        unit.flat.whole[number] = values
+        unit.flat.shown[number] = values
         unit.meter.add("gathered", values.nbytes)
-        restore(member.placeholder, values)
-        member.parameter.__class__ = nn.Parameter
-        member.parameter.data = values  # whoever took it during a pass
+        for one in (member.placeholder, member.parameter):  # whoever took that during a pass
+            one.__class__ = nn.Parameter
+            one.data = values
         return member.placeholder
 
     def end_showing(self, number: int) -> None:
         """End what :meth:`show` began; nothing is written back."""
         unit, member = self._unit, self._unit.members[number]
         member.put(member.placeholder)  # in place of what may have replaced it
-        unit.meter.add("gathered", -unit.flat.whole.pop(number).nbytes)
+        unit.meter.add("gathered", -unit.flat.shown.pop(number).nbytes)
         unit.flat.lay_member(number)
         torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))

@@ -117,7 +117,7 @@ def gathered(zero: Zero) -> list[Tensor]:
     for unit in zero.units:
         unit.all_gather("evaluate")
         found += [member.parameter.detach().clone() for member in unit.members]
-        unit.release()
+        unit.reshard()
     return found
 
 

@@ -101,16 +101,20 @@ def test_without_feedback_the_accumulated_error_grows() -> None:
     assert without > 10 * classic
 
 
+def _loss(zero: Zero, step: int, rank: int, scale: float = 1.0) -> Tensor:
+    return zero.model(batch(step, rank) * scale).square().mean()
+
+
+def _engine(mesh: Mesh, policy: Policy) -> Zero:
+    return shard(copy.deepcopy(NET), mesh=mesh, policy=policy, seed=5)
+
+
 def _train(zero: Zero, steps: range, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and communication state after these steps."""
     optimizer = sgd(zero.param_groups())
     for step in steps:
         update(optimizer, _loss(zero, step, rank))
     return zero.full_state_dict(), zero.communication_state()
-
-
-def _loss(zero: Zero, step: int, rank: int, scale: float = 1.0) -> Tensor:
-    return zero.model(batch(step, rank) * scale).square().mean()
 
 
 @pytest.mark.parametrize("text", ["int4:8", "int4:8:stochastic"])
@@ -128,10 +132,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(mesh: Mesh, text: str, feedba
     resumed, last = _train(again, range(2, 4), mesh.rank)
     assert all(torch.equal(through[name], resumed[name]) for name in through)
     assert all(torch.equal(end[name], last[name]) for name in end)
-
-
-def _engine(mesh: Mesh, policy: Policy) -> Zero:
-    return shard(copy.deepcopy(NET), mesh=mesh, policy=policy, seed=5)
 
 
 def _any_error(zero: Zero) -> bool:
@@ -173,7 +173,7 @@ def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh) -> None:
     before = zero.communication_state()
     *_, last = (name for name in before if "/hop" in name)
     given = {name: value + 1 for name, value in before.items()} | {last: before[last][..., 1:]}
-    with pytest.raises(ZeroError, match=r"^feedback state of unit '"):
+    with pytest.raises(ZeroError, match=r"^state of unit '"):
         zero.load_communication_state(given)
     after = zero.communication_state()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from impl.comm.watchdog import Stalls, Watchdog, WireError
+from impl.comm.watchdog import Watchdog, WireError
 from impl.plan.topology import Topology
 
 STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0)
@@ -56,35 +56,31 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return one
 
 
-def test_only_what_the_stream_waited_for_counts(stream: Stream) -> None:
+@pytest.fixture
+def watchdog(stream: Stream) -> Watchdog:
+    mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None)
+    return Watchdog(mesh, streams=True)
+
+
+def test_only_what_the_stream_waited_for_counts(stream: Stream, watchdog: Watchdog) -> None:
     """Not the work before; nothing before the device has come there; events do not pile up."""
-    stalls = Stalls()
     for _ in range(9):
         stream.queued.append(5.0)  # computing
-        with stalls.noted():
-            stream.queued.append(0.25)  # the message is not there yet
-        assert len(stalls._pending) == 1
-        before = stalls.seconds()
+        watchdog.wait(STEP, lambda: stream.queued.append(0.25))  # the message is not there yet
+        assert len(watchdog._stalls) == 1
+        before = watchdog.exposed_seconds
         stream.run()
-    assert stalls.seconds() == pytest.approx(before + 0.25) == pytest.approx(9 * 0.25)
+    assert watchdog.exposed_seconds == pytest.approx(before + 0.25) == pytest.approx(9 * 0.25)
 
 
-def test_a_wait_that_fails_is_not_counted(stream: Stream) -> None:
+def test_a_wait_that_fails_is_not_counted(stream: Stream, watchdog: Watchdog) -> None:
     """It has no end; the next ones count."""
-    watchdog = Watchdog(_mesh("cuda"), streams=True)
 
     def lost() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(WireError, match="could not finish"):
         watchdog.wait(STEP, lost)
-    stream.run()
-    assert watchdog.exposed_seconds == 0
     watchdog.wait(STEP, lambda: stream.queued.append(2.0))
-    assert watchdog.exposed_seconds == 0
     stream.run()
     assert watchdog.exposed_seconds == 2.0
-
-
-def _mesh(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), rank=0, topology=Topology(1, 1), store=lambda: None)

@@ -64,7 +64,7 @@ def test_a_copy_in_16_bits_is_the_decoded_frames_cast(
             unit.start_gather(phase)
             unit.wait()
             seen.append([member.parameter.detach().clone() for member in unit.members])
-            unit.release()
+            unit.reshard()
         first, *again = seen
         assert first
         for each in again:

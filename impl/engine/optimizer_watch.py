@@ -1,0 +1,95 @@
+"""Watches the optimizers of this process: a step changes weights, and some would train something else.
+
+No version counter shows that masters were stepped (fused AdamW leaves it alone), so every step is watched;
+the masters that an optimizer holds tell whose weights it changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from impl.errors import ZeroError
+from impl.unit.flat_buffer import InUnit
+from impl.unit.placeholder import keeper_of
+
+NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of :class:`~impl.engine.engine.Zero`
+_lock = threading.Lock()
+
+
+def watch_optimizers(engine: Any) -> None:
+    """From now on steps of optimizers that hold masters of ``engine`` are reported to it."""
+    with _lock:
+        _watch()
+        _engines.add(engine)
+
+
+def engines() -> list[Any]:
+    """Those that are there."""
+    with _lock:
+        return list(_engines)
+
+
+@functools.cache
+def _watch() -> None:
+    """Have torch call this file's hooks, and refuse its own gradient norms of masters: they are of shards.
+
+    ``clip_grad_norm_()`` looks that function up when it is called, however it was imported.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    own = clip_grad._get_total_norm  # noqa: SLF001  # torch has no hook there, and optimizers see it too late
+
+    @functools.wraps(own)
+    def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        held = {id(master.grad) for engine in engines() for master in engine.masters}
+        if any(id(one) in held for one in given):
+            raise ZeroError(
+                "torch.nn.utils.clip_grad_norm_() of masters, which are this rank's shards: their norm is "
+                "not the model's; use zero.step(max_norm=) or zero.clip_grad_norm_()"
+            )
+        return own(given, *args, **kwargs)
+
+    clip_grad._get_total_norm = total_norm  # noqa: SLF001
+
+
+def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
+    """What an optimizer holds, by :func:`id`, and the engines whose masters are among it."""
+    held = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held.add(id(parameter))
+            if isinstance(keeper_of(parameter), InUnit):
+                raise ZeroError(
+                    f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
+                    "change: construct it with Zero.param_groups()"
+                )
+    return held, [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    names = {kind.__name__ for kind in type(optimizer).__mro__} & NOT_ELEMENTWISE
+    for engine in _held(optimizer)[1]:
+        if names:
+            raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
+        engine.check_step()
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    held, stepped = _held(optimizer)
+    for engine in stepped:
+        engine.optimizer_stepped(held)
