@@ -5,13 +5,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import struct
-import threading
 import time
 from pathlib import Path
-from typing import Final
-
-# A POSIX record lock does not hold threads of one process apart, also not those of several pacers.
-_BOOKING: Final = threading.Lock()
 
 
 class Pacer:
@@ -38,14 +33,13 @@ class Pacer:
         """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte arrives."""
         if self.open:
             return time.monotonic() + self._latency
-        with _BOOKING:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
-            try:
-                (free_at,) = struct.unpack_from("d", self._memory, self._offset)
-                end: float = max(time.monotonic(), free_at) + nbytes * self._seconds_per_byte
-                struct.pack_into("d", self._memory, self._offset, end)
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 8, self._offset)
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
+        try:
+            (free_at,) = struct.unpack_from("d", self._memory, self._offset)
+            end: float = max(time.monotonic(), free_at) + nbytes * self._seconds_per_byte
+            struct.pack_into("d", self._memory, self._offset, end)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 8, self._offset)
         return end + self._latency
 
     def close(self) -> None:

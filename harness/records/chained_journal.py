@@ -39,18 +39,13 @@ def content_of(record: Record) -> str:
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
 
-def path_of(results: Path) -> Path:
-    """Path of the journal of a folder of records."""
-    return results / JOURNAL
-
-
 def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines() if path.exists() else []
 
 
 def append(results: Path, record: Record) -> Record:
     """Write a line and then the record, or raise a RecordError; returns the record with its line's number."""
-    path = path_of(results)
+    path = results / JOURNAL
     try:
         results.mkdir(parents=True, exist_ok=True)
         lines = _lines(path)
@@ -85,7 +80,7 @@ def _write_line(path: Path, line: bytes) -> None:
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
     """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
-    path = path_of(results)
+    path = results / JOURNAL
     try:
         entries, broken = _entries(_lines(path))
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,66 +27,35 @@ _ROUNDED: Final = 0.01  # seconds: of readings of the clock
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
 
 
-def first_difference(rank: int, found: Sequence[LedgerRow], expected: Sequence[LedgerRow]) -> str | None:
-    """The first row in which a rank's ledger is not its prediction, in words; None if they are equal."""
-    ours, theirs = (
-        {(row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in rows}
-        for rows in (found, expected)
-    )
-    for key in sorted(ours.keys() | theirs.keys()):
-        sent, predicted = ours.get(key, (0, 0)), theirs.get(key, (0, 0))
-        if sent != predicted:
-            return (
-                f"rank {rank} sent {sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}; "
-                f"predicted are {predicted[0]} bytes in {predicted[1]} messages"
-            )
-    return None
-
-
 def unpredicted(record: Record) -> str | None:
     """In what the ledgers on record are not the predictions on record; None if equal, or without a ledger."""
     if record.predicted is None:
         return None
-    if len(record.predicted.ledgers) != len(record.ranks):
-        return f"{len(record.predicted.ledgers)} ledgers are predicted for {len(record.ranks)} ranks"
-    for rank, ledger in zip(record.ranks, record.predicted.ledgers, strict=True):
-        if (words := first_difference(rank.rank, rank.ledger or [], ledger)) is not None:
-            return words
+    predicted = record.predicted.ledgers
+    if len(predicted) != len(record.ranks):
+        return f"{len(predicted)} ledgers are predicted for {len(record.ranks)} ranks"
+    for rank, ledger in zip(record.ranks, predicted, strict=True):
+        sent, expected = _by_key(rank.ledger or []), _by_key(ledger)
+        for key in sorted(sent.keys() | expected.keys()):
+            ours, theirs = sent.get(key, (0, 0)), expected.get(key, (0, 0))
+            if ours != theirs:
+                return (
+                    f"rank {rank.rank} sent {ours[0]} bytes in {ours[1]} messages for "
+                    f"{', '.join(filter(None, key))}; predicted are {theirs[0]} bytes in {theirs[1]} messages"
+                )
     return None if record.predicted.equal else "the record says that its ledgers are not its predictions"
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What one node's interface counted over the timed steps, beside what its ranks booked."""
-
-    node: int
-    counted: int  # bytes of the interface
-    ledger: int  # bytes that the node's ranks booked to other nodes, of what the interface counted
-    headers: int  # bytes of the packets' headers
-    control: int  # at most so many bytes gloo sends for itself: `CONTROL_BYTES` a message, and barriers
-
-    @property
-    def ratio(self) -> float:
-        """Counted over ledger and headers; NaN if there are none."""
-        stated = self.ledger + self.headers
-        return self.counted / stated if stated else math.nan
-
-    @property
-    def wrong(self) -> str | None:
-        """Why the counted bytes are not those of the ledger, in words; None if they may be."""
-        low, high = INTERFACE_WITHIN
-        stated = self.ledger + self.headers
-        if low * stated <= self.counted <= high * stated + self.control:
-            return None
-        return (
-            f"node {self.node}'s interface sent {self.counted} bytes in the timed steps, its ledger holds "
-            f"{self.ledger} and {self.headers} are the packets' headers: {self.ratio:.3f} of what is stated, "
-            f"allowed is {low:g} to {high:g}, and {self.control} bytes of gloo's own"
-        )
+def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
+    return {
+        (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
+    }
 
 
-def counted_nodes(record: Record) -> Iterator[Counted]:
-    """What the interface and the ledger of each node say, where it has both; validation is in neither."""
+def miscounted(record: Record) -> str | None:
+    """In what the interfaces on record are not the ledgers, where a node has both, validation being in
+    neither; None if they agree.
+    """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
@@ -102,18 +71,26 @@ def counted_nodes(record: Record) -> Iterator[Counted]:
         ]
         rounds = math.ceil(math.log2(world)) if world > 1 else 0
         barriers = _BARRIERS * (1 + validated) * rounds * len(ranks)
-        yield Counted(
-            node=counters.node,
-            counted=counters.tx_bytes,
-            ledger=sum(row.bytes for row in rows),
-            headers=header * counters.tx_packets,
-            control=CONTROL_BYTES * (sum(row.messages for row in rows) + barriers),
-        )
+        messages = sum(row.messages for row in rows) + barriers
+        booked, headers = sum(row.bytes for row in rows), header * counters.tx_packets
+        if (why := unlike_ledger(counters.tx_bytes, booked, headers, messages)) is not None:
+            return f"node {counters.node}'s interface {why}"
+    return None
 
 
-def miscounted(record: Record) -> str | None:
-    """In what the interfaces on record are not the ledgers; None if they agree, or are not there."""
-    return next((words for node in counted_nodes(record) if (words := node.wrong) is not None), None)
+def unlike_ledger(counted: int, ledger: int, headers: int, messages: int) -> str | None:
+    """Why bytes that an interface counted are not those of the ledger and of packets' headers, and at most
+    ``CONTROL_BYTES`` a message that gloo sends for itself; None if they may be.
+    """
+    low, high = INTERFACE_WITHIN
+    stated, control = ledger + headers, CONTROL_BYTES * messages
+    if low * stated <= counted <= high * stated + control:
+        return None
+    return (
+        f"sent {counted} bytes in the timed steps, its ledger holds {ledger} and {headers} are the packets' "
+        f"headers: {counted / stated if stated else math.nan:.3f} of what is stated, allowed is {low:g} to "
+        f"{high:g}, and {control} bytes of gloo's own"
+    )
 
 
 @dataclass(slots=True)

@@ -78,11 +78,8 @@ class Outcome:
 
     record: RankRecord
     validations: list[Validation]
-    # bytes that ``impl.plan.traffic`` predicts for the timed steps; None for peers
-    predicted: list[LedgerRow] | None
-    # counters of its node's interface over the timed steps, evaluations left out; from the first rank of a
-    # node
-    sent: InterfaceCounters | None
+    predicted: list[LedgerRow] | None  # as ``impl.plan.traffic`` has the timed steps; None for peers
+    sent: InterfaceCounters | None  # over the timed steps, evaluations left out; of a node's first rank
     probed: list[float]  # Mbit/s into its node
     compared: Compared  # with a single process and with exact values
     checked: Checked  # of training, step by step
@@ -91,8 +88,7 @@ class Outcome:
     parameters: int
     machine_use: NodeUse | None
     decoded: list[str]  # digests of what its generations decoded, warm-ups included
-    # processor seconds over the timed steps; of the first rank the machine's too, if all are on it
-    spent: Spent
+    spent: Spent  # over the timed steps; of the first rank the machine's too, if all are on it
     chosen: list[ChosenCodec]  # codecs, by a budget; the same on all ranks
 
 
@@ -144,11 +140,11 @@ class TrialRun:
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
-        # bytes and packets sent by evaluations and measurements so far, which belong to no step
-        self.apart = np.zeros(2, np.int64)
         self.peak_rss = 0  # before the last measurement, which may have held more
-        self.booked_before = self._booked() or 0  # by the checks before training, which is no training
-        self.before_training = self._count()
+        # What checks, evaluations and measurements sent, which belong to no step: by ledger, by interface.
+        self.booked_apart = self._booked() or 0
+        self.counts = assignment.count and rank.port.interface is not None
+        self.apart = self._count()
 
     def run(self) -> Outcome:
         """All of it."""
@@ -161,7 +157,7 @@ class TrialRun:
         predicted_before, ledger_before = self._predicted(), self.strategy.ledger()
         copied_before = self.strategy.copied()
         foreseen_before = self.strategy.predicted_copies(self.events)
-        counted_before = self._trained()
+        counted = -self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
         self.checked.untimed, begin = 0.0, time.perf_counter()
@@ -172,7 +168,7 @@ class TrialRun:
             self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
         dist.barrier()
         spent = processors.spent()
-        counted = self._trained()
+        counted += self._trained()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
         ledger, predicted = self.strategy.ledger(), self._predicted()
@@ -197,10 +193,8 @@ class TrialRun:
         ran = self._ran()
         self.strategy.close()
         units = [*self.strategy.units, *(() if self.judges is None else self.judges.units)]
-        sent = None
-        if counted is not None and counted_before is not None:
-            tx_bytes, tx_packets = (counted - counted_before).tolist()
-            sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
+        tx_bytes, tx_packets = counted.tolist()
+        sent = InterfaceCounters(node=self.rank.node, tx_bytes=tx_bytes, tx_packets=tx_packets)
         return Outcome(
             record=RankRecord(
                 rank=self.rank.rank,
@@ -214,7 +208,7 @@ class TrialRun:
             ),
             validations=self.validations,
             predicted=_rows(predicted, predicted_before),
-            sent=sent,
+            sent=sent if self.counts and self.rank.speaks else None,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked,
@@ -346,40 +340,34 @@ class TrialRun:
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
         """What the body sends belongs to no step, and passes an open link.  All ranks must call it."""
-        begin, before = time.perf_counter(), self._count()
+        begin = time.perf_counter()
+        self.apart -= self._count()
         with self.rank.open_link():
             yield
-        after = self._count()
-        if before is not None and after is not None:
-            self.apart += after - before
+        self.apart += self._count()
         dist.barrier()  # the next step begins on all ranks at once
         self.checked.untimed += time.perf_counter() - begin
 
-    def _count(self) -> NDArray[np.int64] | None:
-        """Read the node's interface counters, on its first rank.  All ranks must call it."""
-        if not self.assignment.count or self.rank.port.interface is None:
-            return None
-        dist.barrier()
-        found = counters(self.rank.port.interface) if self.rank.speaks else None
-        dist.barrier()  # else the node's other ranks could already send what comes next
+    def _count(self) -> NDArray[np.int64]:
+        """What the node's interface has sent, read on its first rank, else zeros.  All ranks must call it."""
+        found = np.zeros(2, np.int64)
+        if self.counts:
+            dist.barrier()
+            found = counters(str(self.rank.port.interface)) if self.rank.speaks else found
+            dist.barrier()  # else the node's other ranks could already send what comes next
         return found
 
-    def _trained(self) -> NDArray[np.int64] | None:
-        """The node's interface counters of training so far, evaluations left out."""
-        counted = self._count()
-        if counted is None or self.before_training is None:
-            return None
-        return counted - self.before_training - self.apart
+    def _trained(self) -> NDArray[np.int64]:
+        """What it has sent in training so far."""
+        return self._count() - self.apart
 
     def _inter_bytes(self) -> int | None:
         """Bytes that training sent between nodes so far: this rank's or, by the interface, its node's."""
-        booked = self._booked()
-        if booked is not None:
-            return booked - self.booked_before
-        if not self.assignment.count:
-            return 0 if self.rank.topology.nodes == 1 or self.trial.strategy == "single" else None
-        counted = self._trained()
-        return 0 if counted is None else int(counted[0])
+        if (booked := self._booked()) is not None:
+            return booked - self.booked_apart
+        if self.counts:
+            return int(self._trained()[0])
+        return 0 if self.rank.topology.nodes == 1 else None
 
     def _booked(self) -> int | None:
         """Bytes that this rank has booked to other nodes, evaluations left out; None without a ledger."""

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ from harness.cluster.link import (
     nccl_variables,
     open_link,
     opened,
-    slowest,
 )
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
@@ -96,26 +94,6 @@ def test_a_pacer_serves_one_message_after_the_other(
         each.close()
 
 
-def test_threads_share_a_pacer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes booked by threads of one process at once add up, whoever is held up in between."""
-    now = time.monotonic
-
-    def late() -> float:
-        time.sleep(1e-5)
-        return now()
-
-    monkeypatch.setattr("harness.cluster.pacer.time.monotonic", late)
-    path = Pacer.create(tmp_path / "file", 1)
-    pacers = [Pacer(path, 0, 8.0) for _ in range(2)]  # 1 byte a microsecond
-    start = now()
-    with ThreadPoolExecutor(4) as threads:
-        ends = [*threads.map(lambda number: pacers[number % 2].book(1000), range(2000))]
-    assert len(set(ends)) == 2000
-    assert max(ends) - start >= 2.0 - 1e-6
-    for pacer in pacers:
-        pacer.close()
-
-
 @pytest.mark.parametrize(
     ("cluster", "kind"),
     [
@@ -151,12 +129,6 @@ def test_what_a_link_cannot_have_is_refused(cluster: Cluster, words: str) -> Non
     """No link takes a rate or a latency in silence: it is held, or refused by its number."""
     with pytest.raises(LinkError, match=words):
         open_link(cluster, "abc123")
-
-
-def test_the_slowest_node_counts() -> None:
-    """A repetition's rate is that of its slowest node."""
-    assert slowest([[1.0, 5.0], [2.0, 4.0]]) == [1.0, 4.0]
-    assert slowest([]) == []
 
 
 @given(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.records import archive, chained_journal, record
+from harness.records.chained_journal import JOURNAL
 from harness.records.record import Failure, Record, signed
 from harness.suites.trial import Trial
 from tests.report.records import changed_steps, record_of
@@ -34,7 +35,7 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
     assert words(folder) == []
     found = archive.unpack(archive.pack(folder, tmp_path / "b"))
     assert words(found) == []
-    assert chained_journal.path_of(found).read_bytes() == chained_journal.path_of(folder).read_bytes()
+    assert (found / JOURNAL).read_bytes() == (folder / JOURNAL).read_bytes()
 
 
 def delete(folder: Path) -> None:
@@ -53,22 +54,22 @@ def scale_times(folder: Path) -> None:
 
 
 def cut_line(folder: Path) -> None:
-    lines = chained_journal.path_of(folder).read_bytes().splitlines(keepends=True)
-    chained_journal.path_of(folder).write_bytes(lines[0] + lines[2])
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(lines[0] + lines[2])
 
 
 def cut_tail(folder: Path) -> None:
-    lines = chained_journal.path_of(folder).read_bytes().splitlines(keepends=True)
-    chained_journal.path_of(folder).write_bytes(lines[0])
+    lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
+    (folder / JOURNAL).write_bytes(lines[0])
 
 
 def edit_line(folder: Path) -> None:
-    text = chained_journal.path_of(folder).read_text(encoding="utf-8")
-    chained_journal.path_of(folder).write_text(text.replace(MADE[1].id, MADE[2].id), encoding="utf-8")
+    text = (folder / JOURNAL).read_text(encoding="utf-8")
+    (folder / JOURNAL).write_text(text.replace(MADE[1].id, MADE[2].id), encoding="utf-8")
 
 
 def remove(folder: Path) -> None:
-    chained_journal.path_of(folder).unlink()
+    (folder / JOURNAL).unlink()
 
 
 @pytest.mark.parametrize(

@@ -144,16 +144,13 @@ def test_of_several_sweeps_the_spread_between_them_is_in_every_interval() -> Non
     three = paired_ratio_interval(above, below, of)
     assert (three.n, three.sweeps) == (18, FEWEST_SWEEPS)
     assert three.contains(2.81)
-    assert three.contains(3.03)
     assert not paired_ratio_interval(above, below).contains(2.81)
     assert not paired_ratio_interval({0: 2.8, 6: 2.9, 12: 3.0}, below, of).known  # three pairs are too few
-    ends = crossing({k: v - 2.7 for k, v in above.items()}, {k: v - 3.1 for k, v in above.items()}, of)
-    alone = crossing({k: v - 2.7 for k, v in above.items()}, {k: v - 3.1 for k, v in above.items()})
-    assert ends[2] - ends[1] > 2 * (alone[2] - alone[1])
-    assert not median_interval(list(above.values()), list(of.values())).known
-    of_six = [pair // 3 for pair in range(18)]
-    assert median_interval(list(above.values()), of_six).sweeps == 6
-    assert median_interval(list(above.values()), of_six).known
+    sides = [{key: value - by for key, value in above.items()} for by in (2.7, 3.1)]
+    (_, low, high), (_, inner, outer) = crossing(*sides, of), crossing(*sides)
+    assert high - low > 2 * (outer - inner)
+    for sweeps, known in ((of.values(), False), ([pair // 3 for pair in range(18)], True)):
+        assert median_interval(list(above.values()), list(sweeps)).known == known
 
 
 @pytest.mark.parametrize("n", [6, *nightly(20)])

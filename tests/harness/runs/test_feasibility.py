@@ -155,6 +155,8 @@ def test_hundred_billion() -> None:
         ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         ({"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})}, "our own wire only"),
+        ({"model": Model(name="vit-small"), "sequence": 64}, "reads images"),
+        ({"model": Model(name="vit-small"), "corpus": "glyphs"}, "sequence = 128 patches"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -179,15 +181,6 @@ def broken(sequence: int) -> None:
 def leaving(sequence: int) -> None:
     """A user's model that ends the process."""
     raise SystemExit(3)
-
-
-def test_a_module_that_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model's module that calls sys.exit when it is imported is a problem of that trial."""
-    (tmp_path / "leaving_at_import.py").write_text("import sys\nsys.exit('bye')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = one(model=Model(name="leaving_at_import:build")).problems
-    assert "SystemExit: bye" in problem
 
 
 def test_huge_accumulation() -> None:
@@ -284,15 +277,6 @@ def test_other_models_are_planned(name: str) -> None:
     found = one(model=Model(name=name), cluster=SHAPED, **images)
     assert found.problems == ()
     assert 3.2e6 < found.parameters < 3.4e6
-
-
-def test_data_of_another_form_are_a_problem() -> None:
-    """A vision model on text, and patches that make no image, cannot run, and plan says why."""
-    assert any(
-        "reads images" in problem for problem in one(model=Model(name="vit-small"), sequence=64).problems
-    )
-    (problem,) = one(model=Model(name="vit-small"), corpus="glyphs").problems
-    assert "sequence = 128 patches" in problem
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
