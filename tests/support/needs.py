@@ -22,7 +22,6 @@ FIXTURES: Final = {
     "libraries": ("c++",),
     "cuda_libraries": ("g++", "x86-64"),
     "predicted": ("CUDA compiler",),
-    "noted": ("CUDA compiler",),
     "host_pair": ("root", "namespaces", "ip", "nsenter"),  # an ordinary user may not shape interfaces
 }
 

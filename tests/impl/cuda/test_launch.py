@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -16,92 +14,54 @@ from impl.cuda import launch
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import ARGUMENTS, Launch, on_device
 
-
-class Noted:
-    """CuPy as far as it is asked; what it would launch is in ``launched``, on which device and stream."""
-
-    def __init__(self) -> None:
-        self.at: list[Any] = []  # device, then stream, inside their contexts
-        self.loaded: list[tuple[Path, str]] = []
-        self.launched: list[dict[str, Any]] = []
-        self.max_dynamic_shared_size_bytes = 0
-
-    @contextlib.contextmanager
-    def inside(self, what: Any) -> Iterator[None]:
-        self.at.append(what)
-        yield
-        self.at.pop()
-
-    def module(self, *, path: str) -> Noted:
-        self.loaded.append((Path(path), ""))
-        return self
-
-    def get_function(self, name: str) -> Noted:
-        self.loaded[-1] = self.loaded[-1][0], name
-        return self
-
-    def __call__(self, grid: Any, block: Any, args: Any, *, shared_mem: int) -> None:
-        said = {"grid": grid, "block": block, "arguments": args, "shared": shared_mem}
-        allowed = {"allowed": self.max_dynamic_shared_size_bytes}
-        self.launched.append({**said, **allowed, "device": self.at[0].number, "stream": self.at[1]})
+LAUNCHED = [
+    *("Stream.from_external", "Device", "Device().__enter__", "Stream.from_external().__enter__"),
+    "RawModule().get_function()",  # the kernel itself
+    *("Stream.from_external().__exit__", "Device().__exit__"),
+]
 
 
-@pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Noted]:
+@pytest.mark.needs("CUDA compiler")
+def test_a_launch_is_on_torchs_stream_of_the_tensors_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Grid, threads and the one argument as the launch says; a kernel is loaded once a device."""
     import cupy
 
-    found = Noted()
-
-    class Device:
-        compute_capability = "90"
-
-        def __init__(self, number: int) -> None:
-            self.number, self.context = number, found.inside(self)
-
-        def __enter__(self) -> None:
-            self.context.__enter__()
-
-        def __exit__(self, *said: object) -> None:
-            self.context.__exit__(*said)  # type: ignore[arg-type]
-
-    class Stream:
-        from_external = found.inside
-
+    gpu = MagicMock()
+    gpu.Device.return_value.compute_capability = "90"
+    for owner, name in ((cupy.cuda, "Device"), (cupy.cuda, "Stream"), (cupy, "RawModule")):
+        monkeypatch.setattr(owner, name, getattr(gpu, name))
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(cupy.cuda, "Device", Device)
-    monkeypatch.setattr(cupy.cuda, "Stream", Stream)
-    monkeypatch.setattr(cupy, "RawModule", found.module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(launch, "_LOADED", {})
     launch._kernel.cache_clear()
-    yield found
-    launch._kernel.cache_clear()
-
-
-def test_a_launch_is_on_torchs_stream_of_the_tensors_device(noted: Noted) -> None:
-    """Grid, threads and the one argument as the launch says; a kernel is loaded once a device."""
     launches: list[Launch] = []
     codec, x = parse("int8:256"), torch.zeros(5000)
     frame = torch.zeros(codec.frame_bytes(5000), dtype=torch.uint8)
     Kernels(lambda one, _: launches.append(one)).encode(codec, x, frame)
-    (one,) = launches
+    (one,), kernel, loaded = launches, gpu.RawModule.return_value.get_function.return_value, []
     for index, idle in ((1, 0), (0, 0), (1, 100 << 10)):
+        gpu.reset_mock()
         on_device(one, torch.device("cuda", index), idle_bytes=idle)
-        last = noted.launched[-1]
-        assert (last["device"], last["stream"]) == (index, f"stream of cuda:{index}")
-        assert (last["grid"], last["block"], last["shared"]) == (one.grid, (one.threads, 1, 1), idle)
-        assert last["allowed"] >= idle
-        (argument,) = last["arguments"]
+        loaded += gpu.RawModule.call_args_list
+        assert gpu.Device.call_args_list[0] == call(index)
+        gpu.Stream.from_external.assert_called_once_with(f"stream of cuda:{index}")
+        grid, block, (argument,) = kernel.call_args.args
+        assert (grid, block) == (one.grid, (one.threads, 1, 1))
+        assert kernel.call_args.kwargs == {"shared_mem": idle}
         assert argument.dtype.fields is None  # so that its description costs nothing
         assert argument.tobytes() == one.arguments.tobytes()
-        assert argument.itemsize == ARGUMENTS.itemsize
-        assert argument.size == 1  # CuPy passes such an array by value
-    assert len(noted.loaded) == 2
-    assert len({path.read_bytes() for path, _ in noted.loaded}) == 1  # one architecture
-    image = hashlib.sha256(noted.loaded[0][0].read_bytes()).hexdigest()
-    assert launch.loaded_sha256() == hashlib.sha256(image.encode()).hexdigest()
-    for path, name in noted.loaded:
-        assert path.read_bytes().startswith(b"\x7fELF")
-        assert name.startswith("_Z")
-        assert name.encode() + b"\0" in path.read_bytes()
-    assert not noted.at
+        assert (argument.itemsize, argument.size) == (ARGUMENTS.itemsize, 1)  # CuPy passes such by value
+    assert [name for name, *_ in gpu.mock_calls] == LAUNCHED
+    assert kernel.max_dynamic_shared_size_bytes == 100 << 10
+    assert len(loaded) == 2
+    assert loaded[0] == loaded[1]  # one architecture
+    path = Path(loaded[0].kwargs["path"])
+    name, image = path.suffixes[0][1:], path.read_bytes()
+    assert image.startswith(b"\x7fELF")
+    assert name.startswith("_Z")
+    assert name.encode() + b"\0" in image
+    digest = hashlib.sha256(image).hexdigest()
+    assert launch.loaded_sha256() == hashlib.sha256(digest.encode()).hexdigest()
+    launch._kernel.cache_clear()
