@@ -17,7 +17,7 @@ from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.python_calls import WIDTH, Block
+from tests.impl.engine.test_costs import BLOCK, blocks
 from tests.support.ranks import on_processes
 
 pytestmark = pytest.mark.bench
@@ -41,7 +41,7 @@ def test_step_of_one_rank(benchmark: Any, name: str) -> None:
 def _passes(mesh: Mesh, name: str) -> dict[str, float]:
     """Median seconds of forward and backward of a plain module, FSDP2's and ours, which take turns."""
     torch.set_num_threads(1)
-    plain = nn.Sequential(*(Block() for _ in range(UNITS)))
+    plain = blocks(UNITS)
     ours, peer = copy.deepcopy(plain), copy.deepcopy(plain)
     optimizers = {
         "ours": torch.optim.SGD(shard(ours, mesh=mesh, policy=preset(name)).param_groups(), lr=1e-3)
@@ -54,7 +54,7 @@ def _passes(mesh: Mesh, name: str) -> dict[str, float]:
         whose: torch.optim.SGD(models[whose].parameters(), lr=1e-3) for whose in ("plain", "FSDP2")
     }
     seconds: dict[str, list[float]] = {whose: [] for whose in models}
-    x = torch.ones(4, WIDTH)
+    x = torch.ones(4, BLOCK)
     for _ in range(STEPS):
         for whose, model in models.items():
             begun = time.perf_counter()

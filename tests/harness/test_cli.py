@@ -116,7 +116,7 @@ def test_bad_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "binary.toml").write_bytes(b"\x00\xff\xfe")
     (folder / "folder.toml").mkdir()
     for command in ("run", "plan", "show", "report"):
-        assert "not a text file" in refused(folder, capsys, command, "binary.toml")
+        assert "not TOML" in refused(folder, capsys, command, "binary.toml")
         assert "No such file" in refused(folder, capsys, command, "missing.toml")
         assert "Is a directory" in refused(folder, capsys, command, "folder.toml")
 
