@@ -23,7 +23,7 @@ from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, apart
 from impl.comm.all_gather import FrameGather, as_frames, placed
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction, average
+from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
 from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.shard_layout import chunked
@@ -155,17 +155,18 @@ def quantized_reduce_scatter(
     shard = math.prod(shape)
     if shard == 0:
         return torch.zeros(shape, device=x.device)
-    how = Reduction(
+    kind = Ring if reduce == "ring" else Reduction
+    reduction = kind(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=Tag("backward", "gradients"),
         piece=shard,
-        ring=reduce == "ring",
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
         lent=True,
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
-    return average(how, x.detach().reshape(-1), key=key).finish().view(shape)
+    reduction.start(x.detach().reshape(-1), key=key)
+    return reduction.finish().view(shape)
 
 
 def _checked(codecs: Sequence[CodecOrText], x: Tensor, key: Key | None) -> list[Codec]:

@@ -30,9 +30,9 @@ def spoil(zero: Zero, control: str | None) -> None:
         elif control == "late_secondary":
             _delay(unit.weight_gather.secondary)
         elif control == "unordered":
-            right = unit.reduction.how
+            right = unit.reduction.collective
             strides = [math.prod(right.sizes[hop + 1 :]) for hop in range(len(right.sizes))]
-            unit.reduction.how = replace(right, strides=strides)
+            unit.reduction.collective = replace(right, strides=strides)
 
 
 def _freeze(secondary: SecondaryShard) -> None:

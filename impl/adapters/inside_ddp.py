@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from impl.adapters.joined import HostError, Joined
-from impl.comm.reduce_scatter import Average, average
+from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
 from impl.plan.policy import Policy
@@ -57,7 +57,7 @@ class InDDP(Joined):
         self._places = {
             parameters[slot.spec.name]: (unit, slot) for unit in self._units for slot in unit.geometry.slots
         }
-        self._under_way: list[tuple[_Unit, Average]] = []
+        self._under_way: list[tuple[_Unit, Reduction]] = []
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         model.register_comm_hook(None, self._taker())
 
@@ -87,19 +87,21 @@ class InDDP(Joined):
             if len(unit.back) == len(unit.geometry.slots):
                 for _, under_way in self._under_way:  # the units under way go on by a hop
                     under_way.post_next_hop()
-                self._under_way.append((unit, self._average(unit)))
+                self._under_way.append((unit, self._started(unit)))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():
             self._finish()
         return future
 
-    def _average(self, unit: _Unit) -> Average:
-        """The mean of a unit's gradients under way."""
+    def _started(self, unit: _Unit) -> Reduction:
+        """The reduction of a unit's gradients, under way."""
         how = self._reduction(unit.geometry.name, unit.geometry.piece)
         axes, codec = self._replicas
         replicas = [(axis, axis.stride) for axis in axes]  # one rank has the whole mean
-        return average(replace(how, replicas=replicas, replica_codec=codec), unit.flat)
+        how = replace(how, replicas=replicas, replica_codec=codec)
+        how.start(unit.flat)
+        return how
 
     def _finish(self) -> None:
         """The last bucket is there: wait for everything and hand it back."""

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from impl.adapters.joined import HostError, Joined, fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.reference import NAMES
-from impl.comm.reduce_scatter import average
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ROOT
@@ -161,8 +160,9 @@ class _Scatter(_OfGroup, ReduceScatter):
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise HostError(f"FSDP2 reduces {name!r} by {op}; expected a mean or a sum")
-        how = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
-        mean = average(how, input_tensor).finish()  # (S,) fp32
+        reduction = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # its own
+        reduction.start(input_tensor)
+        mean = reduction.finish()  # (S,) fp32
         if (observer := joined.wire.observer) is not None:
             observer.averaged(name, joined.wire.mesh.rank * mean.numel(), mean)
         output_tensor.copy_(mean if op == dist.ReduceOp.AVG else mean.mul_(group.size()))

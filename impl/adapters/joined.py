@@ -13,7 +13,7 @@ from torch import nn
 
 from impl import ops
 from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
-from impl.comm.reduce_scatter import Reduction
+from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Policy
@@ -62,12 +62,12 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        return Reduction(
+        kind = Ring if self.policy.reduce == "ring" else Reduction
+        return kind(
             wire=self.wire,
             hops=self.policy.reduce_axes(self.wire.mesh.topology),
             tag=Tag("backward", "gradients", name),
             piece=piece,
-            ring=self.policy.reduce == "ring",
             chunks=chunks_of(self.policy, piece),
             lent=True,
         )

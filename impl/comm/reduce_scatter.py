@@ -4,13 +4,13 @@ A gradient seen as ``(axis 0, axis 1, ..., shard)`` is transposed while it is en
 summed in ascending source order, encoded again for axis 1, and so on; the result is the mean.
 Beside it a ring, and the gather of the mean between groups that hold copies.
 
-:func:`average` starts a reduction, :meth:`Average.post_next_hop` lets it go on by a message, and
-:meth:`Average.finish` gives the mean.  What is sent, and in which order, follows from the :class:`Reduction`.
+:meth:`Reduction.start` posts the first message, :meth:`Reduction.post_next_hop` lets it go on by one, and
+:meth:`Reduction.finish` gives the mean.
 
 [Note: deferred last hop]
 After a message of an earlier hop the caller comes back soon, for the next hop cannot be posted before this
 one has arrived and the link would idle.  After the last hop nothing is left to post: if it travels between
-nodes, on the slowest link, its wait is left to :meth:`Average.finish`; inside a node it is over by the time
+nodes, on the slowest link, its wait is left to :meth:`Reduction.finish`; inside a node it is over by the time
 that anybody asks.
 """
 
@@ -35,16 +35,22 @@ from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Reduction:
-    """How gradients of one size are reduced, beside their values."""
+    """Reduces gradients of one size, by an all-to-all a hop; one at a time is under way.
+
+    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
+    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
+    in this one order.
+
+    ``mean`` is there, once it was received, until :meth:`finish` gives it.
+    """
 
     wire: Wire
     # axes with their codecs, first hop first; together they number the world; none for one rank
     hops: Sequence[tuple[Axis, Codec]]
     tag: Tag
     piece: int  # elements that each rank ends with
-    ring: bool = False  # whether the only hop goes round a ring
     # along each hop, pieces from one rank's to its neighbour's; the axes' own by default
     strides: Sequence[int] = ()
     # (start, end) of the chunks of a piece, whose hops overlap; one by default
@@ -55,40 +61,37 @@ class Reduction:
     replica_codec: Codec = FP32  # in which they travel
     lent: bool = False  # whether raw frames may be sent from where the gradient lies, until the end
     sums: Sums = "fp32"  # type in which what a hop brings is added up
-    sizes: Sequence[int] = field(init=False)  # ranks along each hop
-    frames: Sequence[Sequence[int]] = field(init=False)  # bytes of a frame by hop and chunk
-    rows: Sequence[Sequence[int]] = field(init=False)  # bytes that a rank sends to another by hop and chunk
-    # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
-    by_hops: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
-    in_order: bool = field(init=False)  # whether pieces lie in the order of ranks
-    crosses: bool = field(init=False)  # whether the last message goes to other nodes
+    mean: Tensor | None = field(init=False, default=None)  # (S,) fp32 of this rank's shard
 
     def __post_init__(self) -> None:
         own = tuple(axis.stride for axis, _ in self.hops)
         self.strides, self.chunks = tuple(self.strides) or own, tuple(self.chunks) or ((0, self.piece),)
-        self.sizes, self.in_order = tuple(axis.size for axis, _ in self.hops), self.strides == own
+        self.sizes = tuple(axis.size for axis, _ in self.hops)  # ranks along each hop
+        self._in_order = self.strides == own  # whether pieces lie in the order of ranks
         last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
-        self.crosses = any(map(self.wire.mesh.topology.crosses, last))
+        self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last message does
         lengths = [end - start for start, end in self.chunks]
-        self.frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
+        # bytes of a frame, and of what a rank sends to another, by hop and chunk
+        self._frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
         self.rows = [
             [math.prod(self.sizes[hop + 1 :]) * frame for frame in frames]
-            for hop, frames in enumerate(self.frames)
+            for hop, frames in enumerate(self._frames)
         ]
-        self.by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
+        # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
+        self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
-    def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
+    def _noise(self, hop: int, start: int = 0) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
 
-        ``key`` has this rank as the source; the hop after the last is that between groups.
+        The hop after the last is that between groups.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
-        if key is None or not codec.stochastic:
+        if self._key is None or not codec.stochastic:
             return None
         rank, strides = self.wire.mesh.rank, [stride * apart(self.piece) for stride in self.strides]
         done = zip(self.hops[:hop], strides[:hop], strict=True)
         before = sum(axis.digit(rank) * stride for (axis, _), stride in done)
-        return replace(key, hop=hop).noise(before + start, tuple(strides[hop:]))
+        return replace(self._key, hop=hop).noise(before + start, tuple(strides[hop:]))
 
     def collects(self, dtype: torch.dtype) -> bool:
         """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
@@ -96,7 +99,7 @@ class Reduction:
         So they may, without error feedback, where frames are the elements themselves, and the ranks of the
         hop either get whole rows of it, or see each other's messages as a whole and pick their part.
         """
-        if not self.hops or len(self.chunks) > 1 or not self.in_order:
+        if not self.hops or len(self.chunks) > 1 or not self._in_order:
             return False
         (axis, codec), *rest = self.hops
         return are_elements(codec, dtype, self.piece) and (not rest or self.wire.shares_memory(axis))
@@ -105,36 +108,35 @@ class Reduction:
         """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
         return self.wire.all_to_all(self.hops[0][0], self.rows[0][0], self.tag)
 
-
-class Average:
-    """The mean of a gradient over all ranks under way, by an all-to-all a hop; made by :func:`average`.
-
-    A chunk goes on to its next hop as soon as the one after it was posted on this one, so that the link of
-    the last hop has something to carry while most of the gradient is still to be encoded.  All ranks post
-    in this one order.
-
-    Attributes:
-        mean: of this rank's shard, (S,) fp32, once it is there.
-    """
-
-    def __init__(
+    def start(
         self,
-        how: Reduction,
         gradient: Tensor,
         *,
-        key: Key | None,
-        errors: Errors | None,
-        opened: Exchange | None,
-        out: Tensor | None,
+        key: Key | None = None,
+        errors: Errors | None = None,
+        opened: Exchange | None = None,
+        out: Tensor | None = None,
     ) -> None:
-        self._how, self._key, self._errors, self._opened, self._out = how, key, errors, opened, out
-        self._observer = how.wire.observer
+        """Post the first messages of the mean of all ranks' gradients.
+
+        Args:
+            gradient: (world * piece,) of any floating-point type, of this rank, which may be overwritten once
+                this returns, unless it is ``lent``.
+            key: of stochastic codecs, with this rank as the source; the hop is filled in.
+            errors: of the gradient codecs, for error feedback.
+            opened: the first hop's exchange, in whose message the gradient lies already
+                (:meth:`open_message`).
+            out: (piece,) fp32 where the mean is written; a fresh tensor by default.
+        """
+        self._key, self._errors, self._opened, self._out = key, errors, opened, out
+        self._observer = self.wire.observer
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
-        self._left = len(how.hops)  # messages to be posted, before those between groups
-        self.mean: Tensor | None = None
+        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
+        self._left = len(self.hops)  # messages to be posted, before those between groups
+        self.mean = None
         if self._observer is not None:
-            self._observer.local(how.tag.unit, gradient)
-        if how.hops:
+            self._observer.local(self.tag.unit, gradient)
+        if self.hops:
             self._start(gradient)
         elif out is None:  # one rank
             self.mean = gradient.to(torch.float32, copy=True)
@@ -142,10 +144,8 @@ class Average:
             self.mean = out if gradient is out else out.copy_(gradient)
 
     def _start(self, gradient: Tensor) -> None:
-        """Post the first hop; from then on ``gradient`` may be overwritten."""
-        self._under_way: list[Exchange] = []  # of the last hop, chunk by chunk
         self._turn = 0
-        for index in range(len(self._how.chunks)):
+        for index in range(len(self.chunks)):
             self._send_first(gradient, index)
             self._forward()
 
@@ -155,49 +155,54 @@ class Average:
             return
         if self._left:
             self._forward()
-        elif self._gather is None and self._how.replicas:
+        elif self._gather is None and self.replicas:
             self._send_to_replicas()
         elif self._gather is not None and self._gather.left:
             self._gather.post_next_hop()
-        elif not self._how.crosses:
-            self.finish()
+        elif not self._crosses:
+            self.mean = self.finish()
 
     def finish(self) -> Tensor:
-        """(S,) fp32 mean of this rank's shard."""
-        if self.mean is None:
-            while self._left:
-                self._forward()
-            if self._how.replicas:
-                self.mean = self._receive_from_replicas(self._gather or self._send_to_replicas())
-            else:
-                self.mean = self._reduced(self._out)
-        return self.mean
+        """(S,) fp32 mean of this rank's shard, once."""
+        mean, self.mean = self.mean, None
+        if mean is not None:
+            return mean
+        while self._left:
+            self._forward()
+        if self.replicas:
+            return self._receive_from_replicas(self._gather or self._send_to_replicas())
+        return self._reduced(self._out)
+
+    def let_go(self) -> None:
+        """Drop what a reduction that is over has left; on a GPU once its stream was joined."""
+        self._under_way.clear()
+        self._opened = self._gather = None
 
     def _send_to_replicas(self) -> FrameGather:
         """Gather the groups' means (piece,) of their pieces."""
-        how, codec, hop, mean = self._how, self._how.replica_codec, len(self._how.hops), self._reduced(None)
-        axes = [axis for axis, _ in how.replicas]
-        gather = self._gather = FrameGather(how.wire, axes, codec.frame_bytes(how.piece))
-        message = gather.open(how.tag)
-        ops.encode(codec, mean, message, noise=how.noise(self._key, hop))
+        codec, hop, mean = self.replica_codec, len(self.hops), self._reduced(None)
+        axes = [axis for axis, _ in self.replicas]
+        gather = self._gather = FrameGather(self.wire, axes, codec.frame_bytes(self.piece))
+        message = gather.open(self.tag)
+        ops.encode(codec, mean, message, noise=self._noise(hop))
         if self._observer is not None:
             name = "+".join(axis.name for axis in axes)
-            self._observer.encoded(how.tag.unit, Hop(hop, name, codec), mean, message)
+            self._observer.encoded(self.tag.unit, Hop(hop, name, codec), mean, message)
         gather.post()
         return gather
 
     def _receive_from_replicas(self, gather: FrameGather) -> Tensor:
-        how, axes = self._how, [axis for axis, _ in self._how.replicas[::-1]]
-        numel = how.piece * math.prod(axis.size for axis in axes)
-        whole = torch.empty(numel, dtype=torch.float32, device=how.wire.mesh.device)
-        pieces = placed(whole, axes, how.piece, [stride for _, stride in how.replicas[::-1]])
-        ops.decode(how.replica_codec, gather.finish(), pieces)
+        axes = [axis for axis, _ in self.replicas[::-1]]
+        numel = self.piece * math.prod(axis.size for axis in axes)
+        whole = torch.empty(numel, dtype=torch.float32, device=self.wire.mesh.device)
+        pieces = placed(whole, axes, self.piece, [stride for _, stride in self.replicas[::-1]])
+        ops.decode(self.replica_codec, gather.finish(), pieces)
         gather.close()
         return whole
 
     def _forward(self) -> None:
         """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
-        hops, chunks = len(self._how.hops), len(self._how.chunks)
+        hops, chunks = len(self.hops), len(self.chunks)
         for hop in range(1, hops):
             if 0 <= self._turn - hop < chunks:
                 self._forward_chunk(hop, self._turn - hop)
@@ -206,87 +211,92 @@ class Average:
             self._left -= 1
 
     def _reduced(self, out: Tensor | None) -> Tensor:
-        how, device = self._how, self._how.wire.mesh.device
-        codec = how.hops[-1][1]
-        mean = torch.empty(how.piece, dtype=torch.float32, device=device) if out is None else out
-        for (start, end), exchange in zip(how.chunks, self._under_way, strict=True):
-            ops.decode_sum(codec, exchange.wait(), mean[start:end], sums=how.sums)  # (source, F)
+        device, codec = self.wire.mesh.device, self.hops[-1][1]
+        mean = torch.empty(self.piece, dtype=torch.float32, device=device) if out is None else out
+        for (start, end), exchange in zip(self.chunks, self._under_way, strict=True):
+            ops.decode_sum(codec, exchange.wait(), mean[start:end], sums=self.sums)  # (source, F)
             exchange.close()
-        return mean.div_(math.prod(how.sizes))
+        return mean.div_(math.prod(self.sizes))
 
     def _send_first(self, gradient: Tensor, index: int) -> None:
         """Encode a chunk of all shards, transposed, and send it along the first hop."""
-        how, exchange = self._how, self._opened
-        (axis, codec), (start, end), frame = how.hops[0], how.chunks[index], how.frames[0][index]
+        exchange = self._opened
+        (axis, codec), (start, end), frame = self.hops[0], self.chunks[index], self._frames[0][index]
         carried = None if self._errors is None else self._errors.carried(0, start, end)
-        slices = gradient.as_strided(*how.by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
+        slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
         values = slices if self._observer is None else _with_errors(slices, carried)
         frames: Tensor | None = None
         if exchange is None:
             source = None
-            if how.lent and len(how.hops) == len(how.chunks) == 1 and carried is None and how.in_order:
-                source = as_frames(codec, gradient, how.piece)
-            exchange = how.wire.all_to_all(axis, how.rows[0][index], how.tag, source=source)
-            frames = exchange.send.view(*how.sizes, frame)
+            if self.lent and len(self.hops) == len(self.chunks) == 1 and carried is None and self._in_order:
+                source = as_frames(codec, gradient, self.piece)
+            exchange = self.wire.all_to_all(axis, self.rows[0][index], self.tag, source=source)
+            frames = exchange.send.view(*self.sizes, frame)
             if source is None or exchange.send.data_ptr() != source.data_ptr():
-                ops.encode(codec, slices, frames, noise=how.noise(self._key, 0, start), carried=carried)
+                ops.encode(codec, slices, frames, noise=self._noise(0, start), carried=carried)
         if self._observer is not None:
-            self._observer.encoded(how.tag.unit, Hop(0, axis.name, codec), values, frames)
+            self._observer.encoded(self.tag.unit, Hop(0, axis.name, codec), values, frames)
         exchange.post()
         self._under_way.append(exchange)
 
     def _forward_chunk(self, hop: int, index: int) -> None:
         """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
-        how, received = self._how, self._under_way[index]
-        (_, before), (axis, codec) = how.hops[hop - 1 : hop + 1]
-        (start, end), rest = how.chunks[index], how.sizes[hop:]
-        exchange = how.wire.all_to_all(axis, how.rows[hop][index], how.tag)
-        send = exchange.send.view(*rest, how.frames[hop][index])
+        received = self._under_way[index]
+        (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
+        (start, end), rest = self.chunks[index], self.sizes[hop:]
+        exchange = self.wire.all_to_all(axis, self.rows[hop][index], self.tag)
+        send = exchange.send.view(*rest, self._frames[hop][index])
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
         else:
             rows = received.wait()
-            frames = rows.view(len(rows), *rest, how.frames[hop - 1][index])
+            frames = rows.view(len(rows), *rest, self._frames[hop - 1][index])
         carried = None if self._errors is None else self._errors.carried(hop, start, end)
         if self._observer is not None:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
-            ops.decode_sum(before, frames, held, sums=how.sums)
+            ops.decode_sum(before, frames, held, sums=self.sums)
             values = _with_errors(held, carried)
-        noise = how.noise(self._key, hop, start)
+        noise = self._noise(hop, start)
         ops.decode_sum_encode(
-            before, codec, frames, send, end - start, noise=noise, carried=carried, sums=how.sums
+            before, codec, frames, send, end - start, noise=noise, carried=carried, sums=self.sums
         )
         received.close()
         if self._observer is not None:
-            self._observer.encoded(how.tag.unit, Hop(hop, axis.name, codec), values, send)
+            self._observer.encoded(self.tag.unit, Hop(hop, axis.name, codec), values, send)
         exchange.post()
         self._under_way[index] = exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
         """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""
-        how, frame = self._how, self._how.frames[0][0]
+        frame = self._frames[0][0]
         assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected so nowhere else
         rows = exchange.messages()  # (source, world * F)
-        axes = [axis for axis, _ in how.hops]
-        first = axes[0].digit(how.wire.mesh.rank) * axes[0].stride * frame
+        axes = [axis for axis, _ in self.hops]
+        first = axes[0].digit(self.wire.mesh.rank) * axes[0].stride * frame
         strides = [axis.stride * frame for axis in axes[1:]]
-        shape = (len(rows), *how.sizes[1:], frame)
+        shape = (len(rows), *self.sizes[1:], frame)
         return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
 
 
-class _Ring(Average):
+@dataclass(kw_only=True, eq=False)
+class Ring(Reduction):
     """Round one ring over all ranks: ``world - 1`` steps, partial sums on the wire.
 
     Blind to nodes.  A partial sum is encoded again at every step, so errors add up (paper section 3.3).
     """
 
     def _start(self, gradient: Tensor) -> None:
-        ((axis, self._codec),) = self._how.hops
-        self._axis, self._me = axis, axis.digit(self._how.wire.mesh.rank)
+        ((axis, self._codec),) = self.hops
+        self._axis, self._me = axis, axis.digit(self.wire.mesh.rank)
         self._slices = gradient.view(axis.size, -1).to(torch.float32, copy=True)  # (rank, S)
         self._partial = self._slices[(self._me - 1) % axis.size].clone()
         self._step, self._left = 0, axis.size - 1
         self._post()
+
+    def let_go(self) -> None:
+        """See :meth:`Reduction.let_go`."""
+        super().let_go()
+        self._slices = self._partial = torch.empty(0)
 
     def _forward(self) -> None:
         """Add what a step brought to this rank's part, and send the sum on."""
@@ -298,16 +308,16 @@ class _Ring(Average):
         return torch.div(self._partial, self._axis.size, out=self._partial if out is None else out)
 
     def _post(self) -> None:
-        how, codec, size = self._how, self._codec, self._axis.size
-        exchange = self._exchange = how.wire.shift(self._axis, how.frames[0][0], how.tag)
+        codec, size = self._codec, self._axis.size
+        exchange = self._exchange = self.wire.shift(self._axis, self._frames[0][0], self.tag)
         noise = None
         if codec.stochastic and self._key is not None:
-            first = (self._me - 1 - self._step) % size * apart(how.piece)
+            first = (self._me - 1 - self._step) % size * apart(self.piece)
             noise = replace(self._key, hop=self._step).noise(first)
         ops.encode(codec, self._partial, exchange.send, noise=noise)
         if self._observer is not None:
             hop = Hop(self._step, self._axis.name, codec)
-            self._observer.encoded(how.tag.unit, hop, self._partial, exchange.send)
+            self._observer.encoded(self.tag.unit, hop, self._partial, exchange.send)
         exchange.post()
         self._left -= 1
 
@@ -316,31 +326,6 @@ class _Ring(Average):
         self._exchange.close()
         self._partial += self._slices[(self._me - 2 - self._step) % self._axis.size]
         self._step += 1
-
-
-def average(
-    how: Reduction,
-    gradient: Tensor,
-    *,
-    key: Key | None = None,
-    errors: Errors | None = None,
-    opened: Exchange | None = None,
-    out: Tensor | None = None,
-) -> Average:
-    """Start the mean of all ranks' gradients, gathered between groups that hold copies.
-
-    Args:
-        how: along which hops it is reduced and gathered, with which codecs.
-        gradient: (world * S,) of any floating-point type, of this rank, which may be overwritten once this
-            returns, unless it is :attr:`Reduction.lent`.
-        key: of stochastic codecs, with this rank as the source; the hop is filled in.
-        errors: of the gradient codecs, for error feedback.
-        opened: the first hop's exchange, in whose message the gradient lies already
-            (:meth:`Reduction.open_message`).
-        out: (piece,) fp32 where the mean is written; a fresh tensor by default.
-    """
-    kind = _Ring if how.ring else Average
-    return kind(how, gradient, key=key, errors=errors, opened=opened, out=out)
 
 
 def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:

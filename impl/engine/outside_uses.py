@@ -3,7 +3,7 @@
 [Note: saved tensors]
 Events of modules say when a unit is gathered and resharded, but a use of weights can escape them: a block
 applied twice in a row, outputs that hide tensors, a detached copy.  So during a forward pass, of a tensor
-that lies in a unit's flat buffer (P,) only its :class:`~impl.unit.flat_buffer.View` and the version of the
+that lies in a unit's flat buffer (P,) only its :data:`~impl.unit.flat_buffer.View` and the version of the
 weights are saved; unpacking it in backward gathers the unit if need be: a missed event costs time, never a
 crash.  The hooks switch torch's check of in-place changes off, so it is made here.
 """
@@ -109,13 +109,13 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
                 "operation"
             )
         return tensor
-    unit, place, stood = saved
+    unit, view, stood = saved
     if stood != unit.master_shard.version:
         raise ZeroError(
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
     unit.all_gather("backward")  # if its event has not
-    return unit.flat.view(place)
+    return unit.flat.view(view)
 
 
 class SavedTensors:
@@ -148,7 +148,11 @@ class SavedTensors:
         if index is not None:
             unit = self._units[index]
             if unit.gathered and unit.flat.bounds[0] == address:
-                return unit, unit.flat.locate(tensor), unit.master_shard.version
+                if tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
+                    tensor = tensor.detach().clone()  # seen as complex numbers, or negated when read
+                else:
+                    view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+                    return unit, view, unit.master_shard.version
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
         return tensor.detach(), tensor._version  # noqa: SLF001

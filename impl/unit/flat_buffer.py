@@ -41,15 +41,7 @@ class Holder(NamedTuple):
         return self.module._parameters.get(self.name)  # noqa: SLF001
 
 
-class View(NamedTuple):
-    """A view of a unit's flat buffer; ``conj`` and ``neg`` are torch's bits of views computed when read."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # in elements, as the strides
-    conj: bool = False
-    neg: bool = False
+View = tuple[torch.Size, tuple[int, ...], int]  # of a unit's flat buffer: shape, strides and offset
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +81,8 @@ class FlatBuffer:
         holders: Sequence[Sequence[Holder]],
     ) -> None:
         self._geometry, self._meter, self._reserve = geometry, context.meter, context.weights
-        self._dtype = DTYPES[context.policy.compute]
-        nowhere = torch.full((), math.nan, dtype=self._dtype, device=context.wire.mesh.device)
+        self.dtype = DTYPES[context.policy.compute]
+        nowhere = torch.full((), math.nan, dtype=self.dtype, device=context.wire.mesh.device)
         self.members = [
             self._member(nowhere, number, original, where)
             for number, (original, where) in enumerate(zip(originals, holders, strict=True))
@@ -112,9 +104,8 @@ class FlatBuffer:
         parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
         release(placeholder, InUnit(self, name, number))
         keep(parameter, InUnit(self, name, number))
-        strides = torch.empty(shape, device="meta").stride()
-        place = View(nowhere.dtype, shape, strides, slot.offset)
-        member = Member(parameter, placeholder, holders, place, no_values)
+        view = shape, torch.empty(shape, device="meta").stride(), slot.offset
+        member = Member(parameter, placeholder, holders, view, no_values)
         member.put(placeholder)
         release(original, Taken(name))
         return member
@@ -148,8 +139,7 @@ class FlatBuffer:
         with torch.inference_mode(mode=False), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for number, member in enumerate(self.members):
                 if number not in self.shown:
-                    place = member.view
-                    member.parameter.data = flat.as_strided(place.shape, place.stride, place.offset)
+                    member.parameter.data = flat.as_strided(*member.view)
 
     # What is seen of it
 
@@ -190,18 +180,10 @@ class FlatBuffer:
         if self._marks:  # it may have been written
             self._marks[number] = member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
-    def locate(self, tensor: Tensor) -> View:
-        """Where ``tensor``, a view of the gathered weights, lies in them."""
-        offset = int(tensor.storage_offset())
-        return View(tensor.dtype, tensor.shape, tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-
-    def view(self, place: View) -> Tensor:
-        """The view of the gathered weights at ``place``."""
-        assert self._flat is not None  # noqa: S101  # it is gathered
-        flat = self._flat if place.dtype == self._flat.dtype else self._flat.view(place.dtype)
-        view = flat.as_strided(place.shape, place.stride, place.offset)
-        view = view.conj() if place.conj else view
-        return torch._neg_view(view) if place.neg else view  # noqa: SLF001  # there is no public one
+    def view(self, view: View) -> Tensor:
+        """The gathered weights seen so."""
+        assert self._flat is not None  # noqa: S101  # they are here
+        return self._flat.as_strided(*view)
 
 
 class InUnit:

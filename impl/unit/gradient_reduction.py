@@ -9,7 +9,7 @@ are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes 
    without reducing add there, in fp32.
 2. *The last of the unit's gradients starts the reduction*, in the turn that the :class:`ReductionQueue` has
    for it, which is the same on all ranks.
-3. *Hop 1 stays inside the node*: :func:`impl.comm.reduce_scatter.average` encodes the slices in the order
+3. *Hop 1 stays inside the node*: :class:`impl.comm.reduce_scatter.Reduction` encodes the slices in the order
    (local, node, S), INT4 with qgZ (paper section 3.3), and sends each rank of the node its own,
    (node, F) = (2, F) uint8.
 4. *The sum is encoded again*, decoded, added in fp32 and encoded by one kernel, when the first gradient of
@@ -36,7 +36,7 @@ from impl.codecs.codec import Blocked, Codec, Raw
 from impl.codecs.reference import DTYPES
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
-from impl.comm.reduce_scatter import Average, Reduction, average
+from impl.comm.reduce_scatter import Reduction, Ring
 from impl.errors import ZeroError
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry, chunked
@@ -65,7 +65,7 @@ class GradientReduction:
     for it, in that message; of one rank, whose mean it is, where the mean lies.
 
     Attributes:
-        how: along which hops it is reduced, with which codecs.
+        collective: reduces it.
         queue: of the model's reductions, which starts this one in its turn.
         elements: of the gradient, padding included.
         missing: numbers of the members whose gradient has not arrived, while COLLECTING.
@@ -88,7 +88,6 @@ class GradientReduction:
         self._reserved = False  # whether that is of the reserve
         self._opened: Exchange | None = None  # the message in which they lie
         self._written: set[int] = set()  # members whose part of it holds something
-        self._average: Average | None = None  # while REDUCING
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
         self.follow(context.policy)
@@ -99,12 +98,12 @@ class GradientReduction:
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
-        self.how = Reduction(
+        kind = Ring if policy.reduce == "ring" else Reduction
+        self.collective = kind(
             wire=wire,
             hops=hops,
             tag=Tag("backward", "gradients", geometry.name),
             piece=geometry.piece,
-            ring=policy.reduce == "ring",
             strides=[geometry.piece_stride(axis.stride) for axis, _ in hops],
             chunks=chunked(geometry.piece, policy.chunks, policy.grain),
             replicas=[(axis, geometry.piece_stride(axis.stride)) for axis in replicas],
@@ -112,14 +111,14 @@ class GradientReduction:
             sums=policy.sums,
         )
         plain = policy.reduce != "ring" and policy.feedback is None and geometry.trainable
-        self._collects = plain and self.how.collects(DTYPES[policy.compute])
+        self._collects = plain and self.collective.collects(DTYPES[policy.compute])
         self._draws = any(codec.stochastic for codec in policy.gradients)
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
 
     def reserve(self) -> None:
         """Make room in shared memory for the largest messages."""
-        for (axis, _), rows in zip(self.how.hops, self.how.rows, strict=True):
+        for (axis, _), rows in zip(self.collective.hops, self.collective.rows, strict=True):
             self._wire.reserve(axis, axis.size * max(rows))
 
     # Collecting
@@ -164,8 +163,8 @@ class GradientReduction:
     def _add(self, number: int, leaf: nn.Parameter) -> None:
         """Move the gradient of ``leaf`` to the part of member ``number``; nothing need be cleared before."""
         flat = self._open() if self._flat is None else self._flat
-        slot = self._members[number].view
-        part = flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+        shape, strides, offset = self._members[number].view
+        part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
             gradient = leaf.grad
             assert gradient is not None  # noqa: S101  # just accumulated
@@ -184,10 +183,12 @@ class GradientReduction:
         If other passes will add to it, it is at least fp32.
         """
         accumulating = self._passes.accumulating
-        if not accumulating and not self.how.hops and self._in_place:  # one rank: the mean is the gradient
+        if (
+            not accumulating and not self.collective.hops and self._in_place
+        ):  # one rank: the mean is the gradient
             self._flat = self._master_shard.gradient()
         elif not accumulating and self._collects and self.queue.is_next(self):
-            self._opened = self.how.open_message()
+            self._opened = self.collective.open_message()
             self._flat = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self._flat.nbytes)
         else:
@@ -233,14 +234,14 @@ class GradientReduction:
     def _in_place(self) -> bool:
         """Whether the mean may be written where the masters' gradients lie."""
         shard = self._master_shard
-        return not self.how.replicas and not shard.placement.shard and shard.fresh
+        return not self.collective.replicas and not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
         """Hand the gradient over, whatever of it has arrived, and post its first hop."""
         self.missing.clear()
         self.progress = Progress.FAILED  # unless it gets through this
-        under_way = self._average = average(
-            self.how,
+        reduction = self.collective
+        reduction.start(
             self._completed(),
             key=self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None,
             errors=self.feedback(),
@@ -249,11 +250,11 @@ class GradientReduction:
         )
         self._forget()
         stream, self._arrival = self._wire.reductions, None
-        if stream is not None and under_way.mean is None and self._wire.observer is None:
+        if stream is not None and reduction.mean is None and self._wire.observer is None:
             with self._wire.beside(stream) as self._arrival:
-                self._take(under_way.finish())
+                self._take(reduction.finish())
         self.progress = Progress.REDUCING
-        if under_way.mean is not None and self._arrival is None:
+        if reduction.mean is not None:  # of one rank
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
@@ -269,22 +270,21 @@ class GradientReduction:
                 "a reduction that was interrupted cannot be finished: its gradients are lost on this rank; "
                 "call drop_gradients(), finish_backward() and zero_grad(), and run the step anew"
             )
-        under_way, arrival = self._average, self._arrival
-        if under_way is None or (arrival is not None and not finish):
+        arrival, reduction = self._arrival, self.collective
+        if self.progress is not Progress.REDUCING or (arrival is not None and not finish):
             return
         self.progress = Progress.FAILED  # unless it gets through this
         if arrival is not None:
-            self._wire.join(arrival)  # until then the average holds its memory
+            self._wire.join(arrival)
         else:
-            if finish:
-                under_way.finish()
-            else:
-                under_way.post_next_hop()
-            if under_way.mean is None:
-                self.progress = Progress.REDUCING
-                return
-            self._take(under_way.mean)
-        self._average, self.progress = None, Progress.REDUCED
+            if not finish:
+                reduction.post_next_hop()
+                if reduction.mean is None:
+                    self.progress = Progress.REDUCING
+                    return
+            self._take(reduction.finish())
+        reduction.let_go()
+        self.progress = Progress.REDUCED
 
     def _take(self, mean: Tensor) -> None:
         """Let this rank's shard take ``mean`` (S,)."""
@@ -304,9 +304,7 @@ class GradientReduction:
             self._opened.close()
         self._forget()
         self.missing.clear()
-        if self.progress is Progress.FAILED:
-            self._average = None
-        elif self.progress < Progress.REDUCING:
+        if self.progress < Progress.REDUCING:
             self.progress = Progress.IDLE
         self.clear_feedback()
 

@@ -15,7 +15,7 @@ from impl.codecs.codec import BF16, FP32, Codec, parse
 from impl.codecs.rounding_noise import Clock
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
-from impl.comm.reduce_scatter import Reduction, average
+from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import chunked
@@ -33,17 +33,17 @@ def reduced(
 ) -> torch.Tensor:
     """This rank's shard of the mean."""
     shard = gradient.numel() // mesh.topology.world
-    how = Reduction(
+    reduction = (Ring if policy.reduce == "ring" else Reduction)(
         wire=wire or Wire(mesh),
         hops=policy.reduce_axes(mesh.topology),
         tag=GRADIENTS,
         piece=shard,
         chunks=chunked(shard, policy.chunks, policy.grain),
         sums=policy.sums,
-        ring=policy.reduce == "ring",
     )
     key = Clock(7).gradients("u", mesh.rank)
-    return average(how, gradient, key=key, errors=errors).finish()
+    reduction.start(gradient, key=key, errors=errors)
+    return reduction.finish()
 
 
 SHAPES = [Topology(n, r) for n, r in itertools.product(range(1, 7), repeat=2)]
@@ -151,14 +151,14 @@ def test_a_chunk_goes_on_while_later_ones_are_encoded(mesh: Mesh, chunks: int, b
         return all_to_all(axis, *rest, **named)
 
     wire.all_to_all = noted  # type: ignore[method-assign]
-    how = Reduction(
+    under_way = Reduction(
         wire=wire,
         hops=Policy(gradients=codecs).reduce_axes(mesh.topology),
         tag=GRADIENTS,
         piece=8 * 64,
         chunks=chunked(8 * 64, chunks, 64),
     )
-    under_way = average(how, gradient)
+    under_way.start(gradient)
     assert len(opened) == before
     gradient.fill_(math.nan)
     assert torch.equal(under_way.finish(), expected)
