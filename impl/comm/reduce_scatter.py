@@ -169,11 +169,17 @@ class Reduction:
             return mean
         while self._left:
             self._forward()
-        if self.replicas:
-            return self._receive_from_replicas(self._gather or self._send_to_replicas())
-        return self._reduced(self._out)
+        if not self.replicas:
+            return self._reduced(self._out)
+        gather, axes = self._gather or self._send_to_replicas(), [axis for axis, _ in self.replicas[::-1]]
+        numel = self.piece * math.prod(axis.size for axis in axes)
+        whole = torch.empty(numel, dtype=torch.float32, device=self.wire.mesh.device)
+        pieces = placed(whole, axes, self.piece, [stride for _, stride in self.replicas[::-1]])
+        ops.decode(self.replica_codec, gather.finish(), pieces)
+        gather.close()
+        return whole
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """Drop what a reduction that is over has left; on a GPU once its stream was joined."""
         self._under_way.clear()
         self._opened = self._gather = None
@@ -190,15 +196,6 @@ class Reduction:
             self._observer.encoded(self.tag.unit, Hop(hop, name, codec), mean, message)
         gather.post()
         return gather
-
-    def _receive_from_replicas(self, gather: FrameGather) -> Tensor:
-        axes = [axis for axis, _ in self.replicas[::-1]]
-        numel = self.piece * math.prod(axis.size for axis in axes)
-        whole = torch.empty(numel, dtype=torch.float32, device=self.wire.mesh.device)
-        pieces = placed(whole, axes, self.piece, [stride for _, stride in self.replicas[::-1]])
-        ops.decode(self.replica_codec, gather.finish(), pieces)
-        gather.close()
-        return whole
 
     def _forward(self) -> None:
         """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
@@ -293,9 +290,9 @@ class Ring(Reduction):
         self._step, self._left = 0, axis.size - 1
         self._post()
 
-    def let_go(self) -> None:
-        """See :meth:`Reduction.let_go`."""
-        super().let_go()
+    def close(self) -> None:
+        """See :meth:`Reduction.close`."""
+        super().close()
         self._slices = self._partial = torch.empty(0)
 
     def _forward(self) -> None:

@@ -38,16 +38,12 @@ class Watchdog:
     """Knows which exchange this rank is in, times its waits, and asks the other ranks when one fails.
 
     With ``streams`` not the host waits for messages but the device's current stream, as with NCCL.
-
-    Attributes:
-        paused: whether the current stream is one whose waits hold back no computation.
-        timeline: is told of waits.
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
         self.collective_log = log = CollectiveLog()
-        self.paused = False
-        self.timeline: Timeline | None = None
+        self.paused = False  # whether the current stream is one whose waits hold back no computation
+        self.timeline: Timeline | None = None  # is told of waits
         self._rank, self._streams, self._waited = mesh.rank, streams, 0.0
         # of the stream's waits that the device has not behind it, the events around each
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()

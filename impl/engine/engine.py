@@ -36,10 +36,7 @@ class Zero:
     Attributes:
         units: the root's first, then in model order.
         clock: what stochastic codecs and feedback go by.
-        masters: what an optimizer steps.
-        buffers: the model's persistent ones, which are kept equal on all ranks.
-        renewal: of the codecs, where the policy has a budget.
-        hooks: what happens in forward and backward.
+        scaler: the loss scale.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
@@ -59,16 +56,10 @@ class Zero:
     def param_groups(self, options: Mapping[int, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
         """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
 
-        Args:
-            options: optimizer options of each group, by the number that ``group_of`` gave.
-
-        Returns:
-            One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly
-            none here), and the group's options.  A group of which some masters are offloaded is two dicts
-            on a GPU, one a device: torch steps a list of one device by fused or foreach kernels.
-
-        Raises:
-            ZeroError: for options that are no table of groups.
+        One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly none here), and
+        its ``options``, by the number that ``group_of`` gave; anything else is a ZeroError.  A group of which
+        some masters are offloaded is two dicts on a GPU, one a device: torch steps a list of one device by
+        fused or foreach kernels.
         """
         return self.masters.groups(options)
 
@@ -76,8 +67,7 @@ class Zero:
     def accumulating(self) -> Iterator[None]:
         """Backward passes inside add their gradients up locally, in fp32; the next one reduces the sum.
 
-        Raises:
-            ZeroError: if the policy reduces every micro-batch.
+        A ZeroError if the policy reduces every micro-batch.
         """
         self.accumulate(on=True)
         try:
@@ -86,11 +76,7 @@ class Zero:
             self.accumulate(on=False)
 
     def accumulate(self, *, on: bool) -> None:
-        """From here on backward passes add up locally, or reduce; see :meth:`accumulating`.
-
-        Raises:
-            ZeroError: if the policy reduces every micro-batch, or for what is neither True nor False.
-        """
+        """From here on backward passes add up locally, or reduce; see :meth:`accumulating`."""
         if not isinstance(on, bool):
             raise ZeroError(f"accumulate(on={on!r}): expected True or False")
         if on and self.policy.reduces_each_micro_batch:
@@ -118,8 +104,8 @@ class Zero:
         they held.  A parameter that no loss reached has a mean of zero, not none: whether another rank's loss
         reached it is not known without asking, so adaptive optimizers see a zero there.
 
-        Inside :meth:`accumulating` nothing is sent.  A pass that failed on one rank has its other ranks wait
-        for this one: this sends what they wait for, zeros after :meth:`drop_gradients`.
+        A pass that failed on one rank has its other ranks wait for this one: this sends what they wait for,
+        zeros after :meth:`drop_gradients`; inside :meth:`accumulating` nothing.
         """
         self.hooks.finish_backward()
 
@@ -128,10 +114,8 @@ class Zero:
         """Passes inside leave no trace: they are run for what is sent; the next ones are as without them.
 
         Gradients are dropped, and weights will be gathered anew; the errors that codecs carry, what
-        stochastic ones go by, buffers, and counts of passes and of copies are as before.
-
-        Raises:
-            ZeroError: while there are gradients, which would be dropped too.
+        stochastic ones go by, buffers, and counts of passes and of copies are as before.  A ZeroError while
+        there are gradients, which would be dropped too.
         """
         self.hooks.check_finished("rehearsing()")
         if any(master.grad is not None for master in self.masters):
@@ -204,14 +188,10 @@ class Zero:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
 
-        All ranks must call it: each sends its sum of powers, summed in rank order, so that all
-        have the same bits.  Offloaded gradients are summed where they lie, on the host.
-
-        Args:
-            norm_type: p of the p-norm, above 0 and at most 8, or ``inf`` for the largest absolute element.
-
-        Raises:
-            ZeroError: after a backward pass that failed, or for another ``norm_type``.
+        All ranks must call it: each sends its sum of powers, summed in rank order, so that all have the same
+        bits.  Offloaded gradients are summed where they lie, on the host.  ``norm_type`` is p of the p-norm,
+        above 0 and at most 8, or ``inf`` for the largest absolute element; another one, or a backward pass
+        that failed, is a ZeroError.
         """
         self.hooks.check_finished("grad_norm()")
         return self.masters.norm(self.wire, norm_type)
@@ -219,12 +199,8 @@ class Zero:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm (:meth:`grad_norm`) is at most ``max_norm``.
 
-        Returns:
-            () fp64 norm before scaling.  A norm that is not finite makes the gradients NaN, as
-            ``torch.nn.utils.clip_grad_norm_`` does.
-
-        Raises:
-            ZeroError: with a loss scale, whose gradients are unscaled and clipped in :meth:`step`.
+        Returns () fp64, the norm before.  One that is not finite makes the gradients NaN, as
+        ``torch.nn.utils.clip_grad_norm_`` does.  A ZeroError with a loss scale: :meth:`step` clips then.
         """
         if self.policy.loss_scale is not None:
             raise ZeroError("clip_grad_norm_() of scaled gradients: give max_norm to step() instead")
@@ -303,9 +279,8 @@ class Zero:
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank of the same topology and policy.
 
-        Raises:
-            ZeroError: for errors or copies that do not fit, naming their unit, and for those of another
-                budget; nothing is changed then.
+        A ZeroError for errors or copies that do not fit, naming their unit, and for those of another budget;
+        nothing is changed then.
         """
         states = []
         for unit in self.units:
@@ -334,9 +309,7 @@ class Zero:
     def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
         """Overwrite weights and buffers with those of the unsharded model.
 
-        Raises:
-            ZeroError: for missing, unexpected or misshapen entries, naming the first; while parameters are
-                seen whole.
+        A ZeroError names the first entry that is missing, unexpected or misshapen, or a parameter seen whole.
         """
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:

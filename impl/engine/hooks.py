@@ -32,19 +32,10 @@ from impl.unit.unit import Unit
 
 
 class Hooks:
-    """The passes of one sharded model on one rank, one after the other.
+    """The passes of one sharded model on one rank; ``finished`` are its backward passes so far.
 
-    Args:
-        units: the root's first, then in model order.
-        modules: of each unit, the module that it travels with.
-        reductions: of the backward pass under way.
-        casts_inputs: whether the model was given in another type than it computes in.
-
-    Attributes:
-        masters: told when new gradients are there.
-        buffers: the model's persistent ones; made equal before a forward pass.
-        scaler: of losses; told when a backward pass is over.
-        finished: backward passes so far.
+    ``units`` are the root's first, then in model order; ``modules`` those that they travel with.  Inputs are
+    cast if the model was given in another type than it computes in.
     """
 
     def __init__(
@@ -199,8 +190,11 @@ class Hooks:
                 self._called_alone = None
         if written:
             self._units[0].refuse_written(written)
-        if torch.is_grad_enabled() and module in self._units_of:
-            self._gather_before(module, outputs)
+        if torch.is_grad_enabled() and module in self._units_of:  # gather its units again before its backward
+            hook = self._weakly(Hooks.pre_backward, module)
+            for tensor in outputs:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Whether a backward pass can follow: none does if weights that stay for it were written."""
@@ -275,13 +269,6 @@ class Hooks:
         hook = self._weakly(Hooks.reshard_unused, module, [len(tensors)])
         for tensor in tensors:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _gather_before(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Gather a block's units again when the gradient of one of its outputs arrives."""
-        hook = self._weakly(Hooks.pre_backward, module)
-        for tensor in outputs:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def pre_backward(self, module: nn.Module) -> None:
         """The gradient of one of ``module``'s outputs is there."""

@@ -141,22 +141,14 @@ class LossScaleError(ArithmeticError):
 
 
 class LossScaler:
-    """The loss scale of one run.
-
-    Args:
-        setting: how it begins and moves; None keeps it at 1 and steps whatever comes.
-
-    Attributes:
-        skipped: steps that overflowed so far.
-        reached: whether the backward pass that is under way began at a loss that :meth:`scaled` gave.
-    """
+    """The loss scale of one run; without a ``setting`` it stays at 1, and all steps are taken."""
 
     def __init__(self, setting: LossScale | None) -> None:
         self._setting = setting
         self.scale = 1.0 if setting is None else setting.initial
-        self.skipped = 0
+        self.skipped = 0  # steps that overflowed so far
         self._since = 0  # steps since the scale last changed
-        self.reached = False
+        self._reached = False  # whether the backward pass under way began at a loss that scaled() gave
         self._unscaled = 0  # backward passes since the last step
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -169,16 +161,16 @@ class LossScaler:
         return scaled
 
     def _reach(self, _: Tensor) -> None:
-        self.reached = True
+        self._reached = True
 
     def passed(self) -> None:
         """A backward pass is over."""
-        self._unscaled += self.scale != 1.0 and not self.reached
-        self.reached = False
+        self._unscaled += self.scale != 1.0 and not self._reached
+        self._reached = False
 
     def forget(self) -> None:
         """The gradients of all passes since the last step are not used."""
-        self._unscaled, self.reached = 0, False
+        self._unscaled, self._reached = 0, False
 
     def check_scaled(self) -> None:
         """Refuse, with a ZeroError that counts them, passes of losses that were not scaled."""
@@ -193,9 +185,6 @@ class LossScaler:
         """By what gradients of this unscaled global norm are multiplied; None if the step is to be skipped.
 
         Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
-
-        Raises:
-            LossScaleError: for an overflow at the smallest scale of a dynamic one.
         """
         if not math.isfinite(norm) and self._setting is not None:
             self.skipped += 1

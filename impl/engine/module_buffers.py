@@ -19,17 +19,12 @@ class ModuleBuffers:
     Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
     mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's
     of all).  Buffers that are not persistent are derived from something else and left alone.
-
-    Attributes:
-        nbytes: of all of them: the size of a rank's message.
-        differ: whether a training pass may have changed them; until the first exchange nobody has said that
-            they are equal.
     """
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:
         self._model, self._wire = model, wire
-        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())
-        self.differ = True
+        self.nbytes = sum(buffer.nbytes for buffer in self._persistent())  # of a rank's message
+        self.differ = True  # whether a training pass may have changed them; at first nobody knows
 
     def _persistent(self) -> list[Tensor]:
         """Those with elements, each once, in the model's order."""

@@ -110,10 +110,7 @@ def drafts_of(
     ``blocks`` None are those that :func:`find_blocks` finds within the policy's ``largest_unit``.  Small
     parameters form a draft of their own, the root's neighbour, as far as ``persist_most`` allows.
 
-    Raises:
-        ZeroError: for lazy modules without shapes, a block outside the model, inside another or with a
-            reserved name, a unit larger than ``largest_unit``, or a parameter that is neither in fp32 nor in
-            the type that the policy computes in.
+    A ZeroError refuses blocks, units larger than ``largest_unit``, and types that cannot be.
     """
     check_shapes(model)
     if blocks is None:

@@ -59,16 +59,11 @@ class Progress(enum.IntEnum):
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank; the policy of ``context`` is this unit's own.
+    """The reductions of one unit on one rank, by its ``collective``, in the ``queue``'s turn for it.
 
     What this rank has collected and not sent lies in a buffer of the reserve or, once a message was opened
-    for it, in that message; of one rank, whose mean it is, where the mean lies.
-
-    Attributes:
-        collective: reduces it.
-        queue: of the model's reductions, which starts this one in its turn.
-        elements: of the gradient, padding included.
-        missing: numbers of the members whose gradient has not arrived, while COLLECTING.
+    for it, in that message; of one rank, whose mean it is, where the mean lies.  The policy of ``context`` is
+    this unit's own.
     """
 
     def __init__(
@@ -83,7 +78,8 @@ class GradientReduction:
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
-        self.progress, self.queue, self.missing = Progress.IDLE, queue, set[int]()
+        self.progress, self.queue = Progress.IDLE, queue
+        self.missing = set[int]()  # members whose gradient has not arrived, while COLLECTING
         self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
         self._reserved = False  # whether that is of the reserve
         self._opened: Exchange | None = None  # the message in which they lie
@@ -283,7 +279,7 @@ class GradientReduction:
                     self.progress = Progress.REDUCING
                     return
             self._take(reduction.finish())
-        reduction.let_go()
+        reduction.close()
         self.progress = Progress.REDUCED
 
     def _take(self, mean: Tensor) -> None:

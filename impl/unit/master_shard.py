@@ -44,13 +44,11 @@ class MasterShard:
     """One rank's ``shard`` (S,) fp32 of one unit; the policy of ``context`` is the unit's own.
 
     Attributes:
-        placement: what of it lies in host memory.
         held: what this rank keeps of its shard: (S,) fp32 masters, or their frame (F,) uint8.
         codes: that frame, of weights that are held as codes; None of others.
-        crosses: whether a gather brings bytes from the host.
         masters: leaf views of the master, one per optimizer group, empty where the group has no elements
             here, so that all ranks have as many: (group, view).
-        arrival: of what the last gather brought from the host.
+        arrival: of what the last gather brought from the host, if it ``crosses`` from there.
     """
 
     def __init__(

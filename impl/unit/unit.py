@@ -111,8 +111,7 @@ class Unit:
 
     def post_backward(self) -> None:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
-        if written := self.end_use():
-            self.refuse_written(written)
+        self.reshard()
         if not self._passes.accumulating:
             self.reduction.queue.start_ready()
 
