@@ -77,16 +77,12 @@ class CollectiveLog:
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
     """The first exchange that ranks remember differently, from their ``steps``; None if none differs."""
-    # by number, and by what was opened, the ranks
-    opened: dict[int, dict[tuple[str, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by number, who what
     for rank, steps in sorted(histories.items()):
-        for number, fields, fingerprint in steps:
-            opened[number][described(fields), fingerprint].append(rank)
+        for number, fields, _ in steps:
+            opened[number][described(fields)].append(rank)
     for number, sides in sorted(opened.items()):
-        if len({text for text, _ in sides}) > 1:
-            said = (f"{ranks_in_words(ranks)} opened {text}" for (text, _), ranks in sides.items())
-            return f"the ranks part at exchange {number}: {'; '.join(said)}"
         if len(sides) > 1:
-            known = f"exchange {number}, the oldest that all remember"
-            return f"the ranks parted before {known}: check the order more often"
+            said = (f"{ranks_in_words(ranks)} opened {text}" for text, ranks in sides.items())
+            return f"the ranks part at exchange {number}: {'; '.join(said)}"
     return None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.comm.fingerprint import REMEMBERED, CollectiveLog, Fields, described, parting
+from impl.comm.fingerprint import CollectiveLog, Fields, described, parting
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
@@ -60,19 +60,6 @@ def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: l
         alike = {one: [rank for rank, other in opened.items() if other == one] for one in opened.values()}
         told = [f"{ranks_in_words(ranks)} opened {described(fields)}" for fields, ranks in alike.items()]
         assert sides == "; ".join(told)
-
-
-@pytest.mark.parametrize("differs_at", [0, 3, 10, REMEMBERED])
-def test_a_parting_that_is_no_longer_remembered_is_said_to_be_earlier(differs_at: int) -> None:
-    """Histories end somewhere; what lies before is known to differ by the fingerprints alone."""
-    same: Fields = ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False)
-    other: Fields = ("all_to_all", "world", 4, 1, 16, "forward", "weights", "u", False)
-    total = REMEMBERED + 10
-    histories = {0: _collective_log([same] * total).steps}
-    histories[1] = _collective_log([other if n == differs_at else same for n in range(total)]).steps
-    found = parting(histories)
-    earlier = "the ranks parted before exchange 11, the oldest that all remember: "
-    assert found.startswith(earlier if differs_at < 10 else f"the ranks part at exchange {differs_at + 1}: ")
 
 
 Plan = list[tuple[str, int, int, str]]  # kind, which axis, bytes, unit

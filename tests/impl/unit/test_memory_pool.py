@@ -41,3 +41,18 @@ def test_a_reserve_never_holds_more_than_was_in_use_at_once(order: list[int], la
         reserve.give_back(buffer)
     reserve.trim()
     assert meter.now["gathered"] <= 4 * sum(last)
+
+
+@given(st.lists(SIZES, min_size=1, max_size=8))
+def test_the_same_sequence_again_asks_for_no_fresh_memory(sizes: list[int]) -> None:
+    """Units that are gathered together in each pass get in the second pass the buffers of the first."""
+    reserve = Reserve(torch.float32, torch.device("cpu"), Meter(), "gathered")
+    seen: list[set[int]] = []
+    kept: list[Tensor] = []  # so that no address is used again by chance
+    for _ in range(3):
+        taken = [reserve.take(size) for size in sizes]
+        kept += taken
+        seen.append({buffer.data_ptr() for buffer in taken})
+        for buffer in taken:
+            reserve.give_back(buffer)
+    assert seen[1] == seen[0] == seen[2]
