@@ -82,14 +82,14 @@ class WeightGather:
         # Messages arrive in the flat buffer where the wire lets go of their memory: a reference of its own
         # would look like somebody's view ([Note: flat buffer]).
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
-        whole = _Frames(self, policy.weights, in_place=in_place)
+        frames = _Frames(self, policy.weights, in_place=in_place)
         self._copy = _Copy(self, policy.kept) if between else None
         self._differences = None
-        self._weights: _Frames | _Between = whole
+        self._weights: _Frames | _Between = frames
         if policy.planes > 1 and isinstance(policy.weights, Blocked):
             self._weights = _Planes(self, policy.weights)
         if self._copy is not None:
-            self._weights = _Between(self, policy.weights, self._copy if policy.sends_copy else whole)
+            self._weights = _Between(self, policy.weights, self._copy if policy.sends_copy else frames)
             if policy.differences is not None:
                 self._differences = _Differences(self, policy.differences, self._copy)
         self._way: _Frames | _Between | None = None  # of the gather under way
