@@ -1,19 +1,13 @@
 """Predicts the seconds of a training step from its bytes, its computation and a machine.
 
-Pure: no torch.  A :class:`Machine` says what a cluster achieves, as measured or as published.  How a system
-overlaps belongs to its description, by name, and is never carried from one system to another:
+Pure: no torch.  A :class:`Machine` says what a cluster achieves, as measured or as published, and how the
+system overlaps: ``none`` (``step = compute + wire``), ``full`` (``max(compute, wire)``, which no schedule
+surpasses), or ``schedule``, this engine's own, unit by unit and hop by hop (:mod:`impl.plan.timeline`).
 
-``none``
-    Computation and the messages between nodes follow one another: ``step = compute + wire``.
-``full``
-    The longer of the two hides the other: ``step = max(compute, wire)``, which no schedule surpasses.
-``schedule``
-    This engine's own: unit by unit and hop by hop (:mod:`impl.plan.timeline`).
-
-The first two need only sums (:class:`Work`, :func:`step_time`), so that systems of which little is known are
-modelled, too.  Their computation is ``parameters * (fixed + tokens * per_token)`` seconds a rank: ``fixed``
-is what a step costs whatever the batch, such as messages inside a node, launches and the optimizer.  The
-wire is the bytes that leave one node over what its adapters carry together.
+The first two need only sums (:class:`Work`), so that systems of which little is known are modelled, too.
+Their computation is ``parameters * (fixed + tokens * per_token)`` seconds a rank: ``fixed`` is what a step
+costs whatever the batch, such as messages inside a node, launches and the optimizer.  The wire is the bytes
+that leave one node over what its adapters carry together.
 """
 
 from __future__ import annotations
@@ -28,12 +22,11 @@ from impl.codecs.codec import Codec
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.timeline import NOTHING, Collective, Hop, Load, PassTime, pass_time
+from impl.plan.timeline import NOTHING, Collective, Hop, Load, pass_time
 from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import destinations, reduction_hops, secondary_bytes
+from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
 Overlap = Literal["none", "full", "schedule"]
-_OVERLAPS: Final = ", ".join(get_args(Overlap))
 BACKWARD: Final = 2.0  # a backward pass computes so many times what a forward pass does
 FLOPS_PER_TOKEN: Final = 8  # of each parameter: forward 2, again for activation checkpointing 2, backward 4
 
@@ -91,7 +84,7 @@ class Machine:
         for wrong, why in (
             (not 0 < self.efficiency <= 1, f"efficiency is {self.efficiency}, not above 0 and at most 1"),
             (self.fixed + self.per_token == 0, "fixed and per_token are both 0, so nothing takes time"),
-            (self.overlap not in get_args(Overlap), f'overlap is "{self.overlap}", not {_OVERLAPS}'),
+            (self.overlap not in get_args(Overlap), f"overlap is {self.overlap}, not {get_args(Overlap)}"),
         ):
             if wrong:
                 raise ValueError(f"machine {self.name}: {why}")
@@ -139,13 +132,6 @@ class Work:
     egress_bytes: float  # that one node sends to all others in a step
     rate: float  # bytes a second that all adapters of one node carry nominally; infinite where nodes are one
 
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            least_is_zero = one.name == "egress_bytes"
-            if math.isnan(value) or value < 0 or (value == 0 and not least_is_zero):
-                raise ValueError(f"{one.name} of a step is {value}, not a number above 0")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
@@ -168,12 +154,7 @@ class StepTime:
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Returns the predicted step of a system of which only sums are known.
-
-    Raises ValueError: for a machine whose overlap is a schedule's.
-    """
-    if machine.overlap == "schedule":
-        raise ValueError(f'machine {machine.name}: overlap = "schedule" needs the units of a model')
+    """Returns the predicted step of a system of which only sums are known."""
     compute = machine.compute(work.parameters, work.tokens)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -210,118 +191,98 @@ class Step:
 
 
 def step_of(machine: Machine, step: Step) -> StepTime:
-    """Returns the predicted step of this engine, unit by unit, of the rank that sends most."""
+    """Returns the predicted step of this engine, unit by unit, of the rank that sends most.
+
+    Computation is divided by elements.  In the first pass after an optimizer step no copy of the weights is
+    kept.
+    """
     policy, topology, units = step.policy, step.topology, step.units
-    stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
-    forward = machine.compute(step.parameters, step.tokens, len(units)) * stretch / (1 + BACKWARD)
+    seconds = _Seconds(machine, topology, step.rate)
+    forward = machine.compute(step.parameters, step.tokens, len(units)) * seconds.stretch / (1 + BACKWARD)
     backward = forward * (BACKWARD + step.recompute)
-    schedule = Schedule.of(policy, units)
-    passes: list[PassTime] = []
+    elements, schedule, passes = sum(unit.padded for unit in units), Schedule.of(policy, units), []
     for index in range(step.micro_batches):
         reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
-        loads = loads_of(machine, step, forward=forward, backward=backward, first=index == 0, reduces=reduces)
+        loads = []
+        for unit in units:
+            own, share = policy.of(unit), unit.padded / elements
+            regather = seconds.gather(own, unit, again=True) if own.stage == 3 else NOTHING
+            load = Load(
+                forward=forward * share,
+                backward=backward * share,
+                gather=seconds.gather(own, unit, again=False) if index == 0 else regather,
+                regather=regather,
+                reduce=seconds.reduction(own, unit) if reduces and unit.trainable else NOTHING,
+                engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
+            )
+            loads.append(load)
         passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket))
-    optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
+    optimizer = machine.optimizer * seconds.stretch * sum(unit.shard for unit in units if unit.trainable)
+    halves = [(float(one.forward), float(one.seconds - one.forward)) for one in passes]
     return StepTime(
         compute=(forward + backward) * step.micro_batches + optimizer,
         wire=sum(one.adapter for one in passes),
-        seconds=sum(float(one.seconds) for one in passes) + optimizer,
+        seconds=sum(map(sum, halves)) + optimizer,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        forward=sum(float(one.forward) for one in passes),
-        backward=sum(float(one.backward) for one in passes),
+        forward=sum(ahead for ahead, _ in halves),
+        backward=sum(back for _, back in halves),
         exposed=sum(float(one.exposed) for one in passes),
         spread=machine.spread,
     )
 
 
-def loads_of(
-    machine: Machine, step: Step, *, forward: float, backward: float, first: bool = True, reduces: bool = True
-) -> list[Load]:
-    """Returns what each unit asks for in a pass of a step, whose computation is divided by elements.
-
-    In the ``first`` pass after an optimizer step no copy of the weights is kept.
-    """
-    elements = sum(unit.padded for unit in step.units)
-    seconds = _Seconds(machine, step.topology, step.rate)
-    loads = []
-    for unit in step.units:
-        policy = step.policy.of(unit)
-        share = unit.padded / elements
-        spared = policy.gather_axes(step.topology)[1] > 0
-        again = NOTHING if policy.stage < 3 else seconds.gather(policy, unit, again=spared)
-        loads.append(
-            Load(
-                forward=forward * share,
-                backward=backward * share,
-                gather=seconds.gather(policy, unit, again=False) if first else again,
-                regather=again,
-                reduce=seconds.reduction(policy, unit) if reduces and unit.trainable else NOTHING,
-                engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
-            )
-        )
-    return loads
-
-
-@dataclass(frozen=True, slots=True)
 class _Seconds:
     """Turns hops into seconds of one machine."""
 
-    machine: Machine
-    topology: Topology
-    rate: float
-
-    @property
-    def stretch(self) -> float:
-        return self.machine.stretch(self.topology.nodes, self.topology.ranks_per_node)
+    def __init__(self, machine: Machine, topology: Topology, rate: float) -> None:
+        self._machine, self._topology, self._rate = machine, topology, rate
+        self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
-        axes, spared = policy.gather_axes(self.topology)
-        codec = policy.differences or policy.weights  # of all gathers but the first
-        size = policy.planes * codec.frame_bytes(unit.shard)
-        before = policy.planes * self._coding(codec, unit.shard, "encode")
+        axes, spared = policy.gather_axes(self._topology)
+        again = again and spared > 0
+        codec = policy.kept if again else policy.differences or policy.weights  # of all gathers but the first
+        before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
-        for index, axis in enumerate(axes):
-            if index == spared and (again or policy.sends_copy):
+        sizes = gather_hops(policy, self._topology, unit, codec, again=again)
+        for index, (axis, size) in enumerate(sizes, spared if again else 0):
+            if index == spared and policy.sends_copy and not again:
                 elements = unit.shard * math.prod(one.size for one in axes[:index])
-                before = 0.0 if again else self._coding(codec, elements, "decode")
-                size, codec = secondary_bytes(policy, self.topology, unit), policy.kept
-            if axis.size > 1 and not (again and index < spared):
-                hops.append(self.hop(axis, size, ring=ring, before=before))
+                before, codec = self._coding(codec, elements, "decode"), policy.kept
+            if axis.size > 1:
+                hops.append(self._hop(axis, size, ring=ring, before=before))
                 before = 0.0
-            size *= axis.size
         return Collective(hops=tuple(hops), after=self._coding(codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
         """Of a unit's gradient, and of its mean between groups that hold copies."""
         hops, summed, ring = list[Hop](), 0.0, policy.reduce == "ring"
-        for axis, codec, slices, sizes in reduction_hops(policy, self.topology, unit.piece, policy.grain):
+        for axis, codec, slices, sizes in reduction_hops(policy, self._topology, unit.piece, policy.grain):
             elements = slices * axis.size * unit.piece
             before = summed + self._coding(codec, elements, "encode")
-            hops.append(self.hop(axis, sum(sizes), ring=ring, before=before))
+            hops.append(self._hop(axis, sum(sizes), ring=ring, before=before))
             summed = self._coding(codec, elements, "decode")
-        axes, codec = policy.replica_axes(self.topology)
+        axes, codec = policy.replica_axes(self._topology)
         size = codec.frame_bytes(unit.piece)
         for axis in axes:
-            hops.append(self.hop(axis, size, before=summed))
+            hops.append(self._hop(axis, size, before=summed))
             summed, size = 0.0, size * axis.size
         return Collective(hops=tuple(hops), after=summed)
 
-    def hop(self, axis: Axis, size: int, *, ring: bool = False, before: float = 0.0) -> Hop:
+    def _hop(self, axis: Axis, size: int, *, before: float, ring: bool = False) -> Hop:
         """One message of ``size`` bytes to every other rank along ``axis``."""
-        ranks = range(self.topology.ranks_per_node)  # of node 0; all nodes send the same
-        counts = [destinations(self.topology, axis, rank, ring=ring) for rank in ranks]
+        machine, ranks = self._machine, range(self._topology.ranks_per_node)  # of node 0; all send the same
+        counts = [destinations(self._topology, axis, rank, ring=ring) for rank in ranks]
         between = [size * count.get("inter", 0) for count in counts]
         inside = max(size * count.get("intra", 0) for count in counts)
-        messages = max(sum(count.values()) for count in counts)
-        posting = messages * self.machine.message + max(between) * self.machine.sent
+        posting = max(sum(count.values()) for count in counts) * machine.message + max(between) * machine.sent
         return Hop(
-            adapter=sum(between) / (self.rate * self.machine.efficiency),
-            inside=inside / self.machine.inside if self.machine.inside else 0.0,
-            latency=self.machine.latency,
+            adapter=sum(between) / (self._rate * machine.efficiency),
+            inside=inside / machine.inside if machine.inside else 0.0,
+            latency=machine.latency,
             before=before + posting * self.stretch,
         )
 
-    def _coding(self, codec: Codec, elements: int, way: str) -> float:
-        cost = self.machine.cost(codec)
-        return elements * self.stretch * (cost.encode if way == "encode" else cost.decode)
+    def _coding(self, codec: Codec, elements: int, way: Literal["encode", "decode"]) -> float:
+        return elements * self.stretch * float(getattr(self._machine.cost(codec), way))

@@ -14,7 +14,8 @@ and the adapter takes time, is the bound that no measurement undercuts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,6 +45,10 @@ class Collective:
     hops: tuple[Hop, ...] = ()
     after: float = 0.0
 
+    def bare(self) -> Collective:
+        """The same where nothing but the adapter takes time."""
+        return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in self.hops))
+
 
 NOTHING: Final = Collective()
 
@@ -60,77 +65,31 @@ class Load:
     engine: float = 0.0  # seconds of the processor in each of the two, for whatever else the engine does
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTime:
-    """Seconds of one forward and backward pass, until the last gradient is reduced."""
-
-    forward: Seconds
-    backward: Seconds
-    exposed: Seconds  # in which the processor waited for messages
-    adapter: float  # in which the node's adapter was busy
-
-    @property
-    def seconds(self) -> Seconds:
-        """Of the pass."""
-        return self.forward + self.backward
-
-
-def pass_time(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> PassTime:
-    """Predict one forward and backward pass, of loads by index, ``bucket`` elements being reduced at once.
-
-    Of the units around all others (an embedding before the blocks, a head after them) the computation lies
-    where the most of it is done: after the blocks in forward, before them in backward.
-    """
-    run, turned = _walk(schedule, loads, bucket)
-    return PassTime(forward=turned, backward=run.now - turned, exposed=run.exposed, adapter=run.adapter_busy)
-
-
-def least_pass_seconds(schedule: Schedule, loads: Sequence[Load], *, bucket: float = float("inf")) -> Seconds:
-    """Least seconds of one forward and backward pass: of computation and the adapter alone.
-
-    The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
-    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
-    """
-    bare = [
-        Load(
-            forward=0.0 if unit in schedule.outer else load.forward,
-            backward=0.0 if unit in schedule.outer else load.backward,
-            gather=_bare(load.gather),
-            regather=_bare(load.regather),
-            reduce=_bare(load.reduce),
-        )
-        for unit, load in enumerate(loads)
-    ]
-    least_forward = sum(load.forward for load in loads)
-    run, begin = _walk(schedule, bare, bucket, first_gradient=0.0, least_forward=least_forward)
-    return np.maximum(run.now, begin + sum(load.backward for load in loads))
-
-
-def _bare(collective: Collective) -> Collective:
-    return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in collective.hops))
-
-
-def _walk(
+def pass_time(
     schedule: Schedule,
     loads: Sequence[Load],
-    bucket: float,
     *,
+    bucket: float = math.inf,
     first_gradient: float = FIRST_GRADIENT,
     least_forward: Seconds = 0.0,
-) -> tuple[_Run, Seconds]:
-    """A pass that is over, and when it turned back, not before ``least_forward``."""
-    run = _Run(schedule, loads, bucket)
+) -> Pass:
+    """One forward and backward pass, of loads by index, ``bucket`` elements being reduced at once.
+
+    Of the units around all others (an embedding before the blocks, a head after them) the computation lies
+    where the most of it is done: after the blocks in forward, before them in backward, which does not begin
+    before ``least_forward``.
+    """
+    run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
         run.gather(unit, schedule.ahead_in_forward[unit])
     for unit in schedule.order:
         run.gather(unit, schedule.ahead_in_forward[unit])
         run.compute(loads[unit].forward + loads[unit].engine)
-    run.compute(sum(loads[unit].forward + loads[unit].engine for unit in schedule.outer))
-    run.now = turned = np.maximum(run.now, least_forward)
-    run.turn()
+    run.compute(sum(load.forward + load.engine for load in outer))
+    run.turn(least_forward)
     for unit in schedule.outer:
         run.gather(unit, schedule.ahead_in_backward[unit])
-    run.compute(sum(loads[unit].backward + loads[unit].engine for unit in schedule.outer))
+    run.compute(sum(load.backward + load.engine for load in outer))
     for unit in reversed(schedule.order):
         load = loads[unit]
         run.gather(unit, schedule.ahead_in_backward[unit])
@@ -140,8 +99,29 @@ def _walk(
         run.reduce(unit)
     for unit in schedule.outer:
         run.reduce(unit)
-    run.finish_reductions()
-    return run, turned
+    run.finish()
+    return run
+
+
+def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
+    """Least seconds of one forward and backward pass: of computation and the adapter alone.
+
+    The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
+    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
+    """
+    bare = [
+        Load(
+            forward=0.0 if unit in schedule.outer else load.forward,
+            backward=0.0 if unit in schedule.outer else load.backward,
+            gather=load.gather.bare(),
+            regather=load.regather.bare(),
+            reduce=load.reduce.bare(),
+        )
+        for unit, load in enumerate(loads)
+    ]
+    forward = sum(load.forward for load in loads)
+    least = pass_time(schedule, bare, first_gradient=0.0, least_forward=forward)
+    return np.maximum(least.seconds, least.forward + sum(load.backward for load in loads))
 
 
 @dataclass(slots=True)
@@ -153,13 +133,21 @@ class _UnderWay:
     arrival: Seconds
 
 
-class _Run:
-    """A pass under way."""
+class Pass:
+    """A pass under way, in seconds since it began.
+
+    Attributes:
+        seconds: until now; in the end, until the last gradient is reduced.
+        forward: of them, until it turned back.
+        exposed: of them, waited for messages.
+        adapter: of them, the node's adapter was busy.
+    """
 
     def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
-        self.now: Seconds = 0.0  # since it began
-        self.exposed: Seconds = 0.0  # of it, waited
-        self.adapter_busy = 0.0
+        self.seconds: Seconds = 0.0
+        self.forward: Seconds = 0.0
+        self.exposed: Seconds = 0.0
+        self.adapter = 0.0
         self._schedule, self._loads, self._bucket = schedule, loads, bucket
         self._backward = False
         self._adapter_free: Seconds = 0.0  # when each will have sent what was posted
@@ -169,12 +157,12 @@ class _Run:
 
     def compute(self, seconds: Seconds) -> None:
         """The processor works."""
-        self.now = self.now + seconds
+        self.seconds = self.seconds + seconds
 
-    def turn(self) -> None:
+    def turn(self, least: Seconds) -> None:
         """The forward pass is over: of what is gathered only what the schedule keeps is used again."""
-        kept: Collection[int] = self._schedule.kept
-        self._gathers = {unit: under_way for unit, under_way in self._gathers.items() if unit in kept}
+        self.seconds = self.forward = np.maximum(self.seconds, least)
+        self._gathers = {unit: one for unit, one in self._gathers.items() if unit in self._schedule.kept}
         self._backward = True
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
@@ -183,8 +171,7 @@ class _Run:
             if index not in self._gathers:
                 load = self._loads[index]
                 self._gathers[index] = self._start(load.regather if self._backward else load.gather)
-        under_way = self._gathers[unit]
-        if under_way is not None:
+        if (under_way := self._gathers[unit]) is not None:
             self._finish(under_way)
             self._gathers[unit] = None
 
@@ -204,13 +191,13 @@ class _Run:
         for under_way in self._reductions.values():
             self._post(under_way)
 
-    def finish_reductions(self) -> None:
+    def finish(self) -> None:
         """Wait for all reductions."""
         for under_way in self._reductions.values():
             self._finish(under_way)
 
     def _start(self, collective: Collective) -> _UnderWay:
-        under_way = _UnderWay(list(collective.hops), collective.after, self.now)
+        under_way = _UnderWay(list(collective.hops), collective.after, self.seconds)
         self._post(under_way)
         return under_way
 
@@ -227,16 +214,17 @@ class _Run:
         self._wait(under_way.arrival)
         hop = under_way.left.pop(0)
         self.compute(hop.before)
-        under_way.arrival = self.now
+        under_way.arrival = self.seconds
         if hop.adapter:
-            under_way.arrival = self._adapter_free = np.maximum(self._adapter_free, self.now) + hop.adapter
-            self.adapter_busy += hop.adapter
+            self._adapter_free = np.maximum(self._adapter_free, self.seconds) + hop.adapter
+            under_way.arrival = self._adapter_free
+            self.adapter += hop.adapter
         if hop.inside:
-            self._inside_free = np.maximum(self._inside_free, self.now) + hop.inside
+            self._inside_free = np.maximum(self._inside_free, self.seconds) + hop.inside
             under_way.arrival = np.maximum(under_way.arrival, self._inside_free)
         under_way.arrival = under_way.arrival + hop.latency
 
     def _wait(self, until: Seconds) -> None:
-        waited = np.maximum(until - self.now, 0.0)
+        waited = np.maximum(until - self.seconds, 0.0)
         self.exposed = self.exposed + waited
-        self.now = self.now + waited
+        self.seconds = self.seconds + waited

@@ -147,6 +147,23 @@ class Book:
                 self.exchange(Tag("backward", "gradients", unit), axis, size, ring=policy.reduce == "ring")
 
 
+def gather_hops(
+    policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
+) -> Iterator[tuple[Axis, int]]:
+    """Each hop of a unit's weight gather, whose own policy it is, and the bytes of a rank's message in it.
+
+    ``codec`` is that of the hops before an hpZ group; a gather ``again`` goes on from hpZ's copy.
+    """
+    axes, spared = policy.gather_axes(topology)
+    size = policy.planes * codec.frame_bytes(unit.shard)
+    for index, axis in enumerate(axes):
+        if spared == index > 0 and (again or policy.sends_copy):
+            size = secondary_bytes(policy, topology, unit)
+        if index >= spared or not again:
+            yield axis, size
+        size *= axis.size
+
+
 def reduction_hops(
     policy: Policy, topology: Topology, piece: int, grain: int
 ) -> Iterator[tuple[Axis, Codec, int, list[int]]]:
@@ -311,35 +328,29 @@ class _Sender:
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """The weights are needed; afterwards they stay, or go."""
-        policy, book, placement, name = self.policy, self.book, self.placement, self.unit.name
+        policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
-            axes, spared = policy.gather_axes(book.topology)
-            size = policy.planes * policy.weights.frame_bytes(self.unit.shard)
-            secondary = secondary_bytes(policy, book.topology, self.unit)
-            tag = Tag(phase, "persistent" if self.unit.persistent else "weights", name)
-            if self.current:
-                axes, size = axes[spared:], secondary
-            elif placement.shard and (placement.frames or not self.uploaded):
-                book.copied[CopyKey("to_device", "weights", name)] += size
+            if placement.shard and not self.current and (placement.frames or not self.uploaded):
+                frames = policy.planes * policy.weights.frame_bytes(unit.shard)
+                book.copied[CopyKey("to_device", "weights", unit.name)] += frames
                 self.uploaded = True
-            if placement.frames and secondary:
+            if placement.frames and (secondary := secondary_bytes(policy, book.topology, unit)):
                 direction: Direction = "to_device" if self.current else "to_host"
-                book.copied[CopyKey(direction, "secondary", name)] += secondary
-            if spared and policy.sends_copy and not self.current:
-                self._begin(tag, axes[:spared])
-                axes, size = axes[spared:], secondary
-            book.gather(tag, axes, size, ring=policy.gather == "flat")
-            self.current = spared > 0
+                book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
+            tag = Tag(phase, "persistent" if unit.persistent else "weights", unit.name)
+            for axis, size in gather_hops(policy, book.topology, unit, self._sent(), again=self.current):
+                book.exchange(tag, axis, size, ring=policy.gather == "flat")
+            self.current = policy.gather_axes(book.topology)[1] > 0
         self.gathered = keep or policy.stage < 3
 
-    def _begin(self, tag: Tag, axes: Sequence[Axis]) -> None:
-        """The hops before an hpZ group inside which the copy is sent: of weights, or of differences."""
-        codec, differences, refresh = self.policy.weights, self.policy.differences, self.policy.refresh
-        if differences is not None and self.steps is not None and not (refresh and self.steps >= refresh):
-            codec = differences
-        else:
+    def _sent(self) -> Codec:
+        """What the hops before an hpZ group send next: weights, or how they differ from its copy."""
+        policy = self.policy
+        if policy.differences is not None and not self.current:
+            if self.steps is not None and not (policy.refresh and self.steps >= policy.refresh):
+                return policy.differences
             self.steps = 0
-        self.book.gather(tag, axes, codec.frame_bytes(self.unit.shard))
+        return policy.weights
 
     def reduce(self) -> None:
         """The gradient is there."""
