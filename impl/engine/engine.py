@@ -6,7 +6,6 @@ What runs by itself meanwhile, during passes, is :mod:`impl.engine.hooks`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from impl.engine.masters import Stepped, clip_factor
 from impl.engine.optimizer_watch import engines, watch_optimizers
 from impl.errors import ZeroError
 from impl.plan.policy import Offload
-from impl.plan.traffic import CopyKey, realised
+from impl.plan.traffic import CopyKey
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import InUnit
 from impl.unit.placeholder import keeper_of
@@ -363,10 +362,7 @@ def describe(zero: Zero) -> dict[str, Any]:
     if (warning := ops.warning_of(device)) is not None:
         said["kernels_warning"] = warning
     if policy.offload != Offload():
-        # The shares that whole units come to, and what the host's memory is here.
-        placements = [unit.master_shard.placement for unit in units]
-        shares = realised(policy, placements, [unit.geometry for unit in units])
-        said["offload"] = {**dataclasses.asdict(shares), "memory": units[0].host.nature}
+        said["offload"] = {"memory": units[0].host.nature}  # what the host's memory is here
     if policy.loss_scale is not None:
         said["loss_scale"] = zero.scaler.state_dict()
     return said

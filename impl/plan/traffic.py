@@ -275,21 +275,6 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
     ]
 
 
-def realised(policy: Policy, placements: Iterable[Placement], units: Sequence[UnitGeometry]) -> Offload:
-    """The shares of elements of which something lies in host memory.
-
-    Of weights there is nothing to offload of trained units whose master stays on the device, without hpZ.
-    """
-    trained = stepped = framed = 0
-    for placement, unit in zip(placements, units, strict=True):
-        own = policy.of(unit)
-        trained += unit.padded * unit.trainable
-        stepped += unit.padded * (placement.shard and unit.trainable)
-        framed += unit.padded * (placement.frames and bool(placement.shard or own.secondary))
-    held = sum(unit.padded for unit in units)
-    return Offload(optimizer=stepped / max(trained, 1), weights=framed / max(held, 1))
-
-
 def _chosen(sizes: Sequence[int], share: float) -> frozenset[int]:
     """The first units, by index, that hold at least ``share`` of the sum of ``sizes``; none of no size."""
     wanted = share * sum(sizes)

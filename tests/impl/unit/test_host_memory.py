@@ -214,12 +214,10 @@ def _on_gpu(mesh: Mesh, policy: Policy) -> tuple[list[float], dict[str, Tensor]]
 
 @each_rank(1, 2)
 def test_the_record_says_what_the_hosts_memory_was(mesh: Mesh) -> None:
-    """On a CPU it is accounting, and said to be that; shares are those that whole units come to."""
+    """On a CPU it is accounting, and said to be that."""
     plain, moved = (
         describe(shard(model(), mesh=mesh, policy=Policy(memory=ROOMY, offload=offload)))
         for offload in (Offload(), Offload(optimizer=0.4))
     )
-    assert moved["offload"]["memory"] == ACCOUNTING
-    assert 0.4 <= moved["offload"]["optimizer"] < 1
-    assert moved["offload"]["weights"] == 0
+    assert moved["offload"] == {"memory": ACCOUNTING}
     assert "offload" not in plain
