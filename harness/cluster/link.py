@@ -237,16 +237,6 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
     return {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
 
 
-def join(port: Port) -> None:
-    """Move this process, which must be single-threaded, into a node's namespaces; else raise a LinkError."""
-    if port.holder is None:
-        return
-    try:
-        netns_shaper.enter(port.holder)
-    except OSError as error:
-        raise LinkError(f"cannot enter the namespaces of process {port.holder}: {error}") from error
-
-
 @contextlib.contextmanager
 def opened(control: str) -> Iterator[None]:
     """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies."""

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from harness.cluster.keeper import answer, keeping
+from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
 
 CLONE_NEWNET: Final = 0x40000000
@@ -112,13 +113,16 @@ def _setns(file: IO[bytes], kind: int) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of ``process``, or an OSError."""
+    """Move this process, which must be single-threaded, into namespaces of ``process``; or a LinkError."""
     there, same = Path(f"/proc/{process}/ns"), Path("/proc/self/ns/user")
-    # Both are opened before the first move: afterwards /proc is seen with other rights.
-    with (there / "user").open("rb") as user, (there / "net").open("rb") as net:
-        if not (there / "user").samefile(same):
-            _setns(user, CLONE_NEWUSER)
-        _setns(net, CLONE_NEWNET)
+    try:
+        # Both are opened before the first move: afterwards /proc is seen with other rights.
+        with (there / "user").open("rb") as user, (there / "net").open("rb") as net:
+            if not (there / "user").samefile(same):
+                _setns(user, CLONE_NEWUSER)
+            _setns(net, CLONE_NEWNET)
+    except OSError as error:
+        raise LinkError(f"cannot enter the namespaces of process {process}: {error}") from error
 
 
 def die_with_parent(parent: int) -> None:
@@ -329,12 +333,8 @@ def _keep(request: Request) -> None:
         _serve(request, holders, listening)
 
 
-def _request(text: str) -> Request:
-    asked = json.loads(text)
-    shapes = [shape and Shape(*shape) for shape in (*asked["shapes"], asked["inner"])]
-    return Request(asked["prefix"], shapes[:-1], asked["latency_ms"], shapes[-1])
-
-
 if __name__ == "__main__":
     with keeping():
-        _keep(_request(sys.argv[1]))
+        asked = json.loads(sys.argv[1])
+        *shapes, inner = (shape and Shape(*shape) for shape in (*asked["shapes"], asked["inner"]))
+        _keep(Request(asked["prefix"], shapes, asked["latency_ms"], inner))

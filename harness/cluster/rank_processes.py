@@ -32,7 +32,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from harness.cluster import netns_shaper
 from harness.cluster.control import Place
-from harness.cluster.link import Port, join, nccl_variables
+from harness.cluster.link import Port, nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, LinkError, Refusal
@@ -328,7 +328,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     try:
         tails: dict[bytes, list[str]] = {}
         for rank in launch.ranks:
-            log = _log_of(scratch, rank)
+            log = scratch / f"rank{rank}.log"
             tail = log.read_bytes()[-_LOG_BYTES:] if log.exists() else b""
             tails.setdefault(tail, []).append(str(rank))
         launch.log.parent.mkdir(parents=True, exist_ok=True)
@@ -338,10 +338,6 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
     except OSError:
         return None
     return launch.log
-
-
-def _log_of(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank{rank}.log"
 
 
 def _out_of_memory_kills() -> int:
@@ -363,7 +359,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     # processor within whatever is timed then.
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
-    log = os.open(_log_of(scratch, number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
@@ -371,11 +367,10 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        with _in_group(number, launch, scratch, pipe) as rank:
-            pipe.send(_End(target(rank, argument)))
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
+        pipe.send(_End(target(_join(number, launch, scratch, pipe), argument)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
     except BaseException as error:  # the process boundary: whatever it was goes on the record
         with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
             traceback.print_exc()
@@ -385,16 +380,15 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
         os._exit(1)  # without waiting for peers that no longer answer
 
 
-@contextlib.contextmanager
-def _in_group(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Iterator[Rank]:
+def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     """Be a rank on its node: in its namespaces, and in the process group of all."""
     import torch
-
-    from impl.comm.mesh import default_group
+    import torch.distributed as dist
 
     node = launch.topology.node_of(number)
     port = launch.ports[node]
-    join(port)
+    if port.holder is not None:
+        netns_shaper.enter(port.holder)
     _die_with_sweep()
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
@@ -403,16 +397,16 @@ def _in_group(number: int, launch: Launch, scratch: Path, pipe: Connection) -> I
     pacer = None
     if launch.paced_mbit is not None:
         pacer = Pacer(scratch / "pacer", node, launch.paced_mbit, launch.paced_latency_ms)
-    report = pipe.send if number == 0 else lambda _: None
-    with default_group(
+    dist.init_process_group(
         _registered(launch.backend),
         store=_meet(launch, scratch),
         rank=number,
         world_size=launch.topology.world,
         # Later than the launch's own end, which says where every rank stood.
         timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
-    ):
-        yield Rank(number, launch.topology, port, pacer, report, launch.threads)
+    )
+    report = pipe.send if number == 0 else lambda _: None
+    return Rank(number, launch.topology, port, pacer, report, launch.threads)
 
 
 def _registered(backend: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
-from harness.records.record import Record, RecordError, digest_of, write
+from harness.records.record import Record, RecordError, digest_of, write, write_whole
 from harness.suites.labels import counted
 
 JOURNAL: Final = "journal.jsonl"
@@ -39,52 +38,33 @@ def content_of(record: Record) -> str:
     return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.exists() else []
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: cannot read: {error}") from error
 
 
 def append(results: Path, record: Record) -> Record:
     """Write a line and then the record, or raise a RecordError; returns the record with its line's number."""
     path = results / JOURNAL
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-        lines = _lines(path)
-        record = record.model_copy(update={"entry": len(lines)})
-        entry = Entry(
-            number=len(lines),
-            trial=record.id,
-            content=content_of(record),
-            failure="" if record.failure is None else record.failure.kind,
-            before=_hash(lines[-1]) if lines else "",
-        )
-        _write_line(path, entry.model_dump_json().encode() + b"\n")
-    except OSError as error:
-        raise RecordError(f"{path}: cannot write there: {error.strerror or error}") from error
+    lines = _lines(path)
+    record = record.model_copy(update={"entry": len(lines)})
+    entry = Entry(
+        number=len(lines),
+        trial=record.id,
+        content=content_of(record),
+        failure="" if record.failure is None else record.failure.kind,
+        before=_hash(lines[-1]) if lines else "",
+    )
+    write_whole(path, "\n".join([*lines, entry.model_dump_json()]) + "\n")
     write(results, record)
     return record
 
 
-def _write_line(path: Path, line: bytes) -> None:
-    """Append a whole line, or nothing."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        size = os.fstat(handle).st_size
-        written = os.write(handle, line)
-        if written != len(line):
-            os.ftruncate(handle, size)
-            raise OSError(f"{written} of {len(line)} bytes could be written")
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
     """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
-    path = results / JOURNAL
-    try:
-        entries, broken = _entries(_lines(path))
-    except OSError as error:
-        raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
+    entries, broken = _entries(_lines(results / JOURNAL))
     of_trial: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         of_trial[entry.trial].append(entry)
@@ -116,7 +96,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
     return found
 
 
-def _entries(lines: Sequence[bytes]) -> tuple[list[Entry], str | None]:
+def _entries(lines: Sequence[str]) -> tuple[list[Entry], str | None]:
     """The lines up to the first that does not follow the one before, and what is wrong with that."""
     found: list[Entry] = []
     before = ""
@@ -132,5 +112,5 @@ def _entries(lines: Sequence[bytes]) -> tuple[list[Entry], str | None]:
     return found, None
 
 
-def _hash(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+def _hash(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()

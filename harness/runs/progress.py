@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from rich import progress as bars
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from harness.cluster.rank import Progress
 from harness.errors import one_line
@@ -22,7 +21,7 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Progress of a sweep into ``results``, of at least ``total`` trials; a live line while it is entered."""
+    """Progress of a sweep into ``results``, of at least ``total`` trials; a live line in a terminal."""
 
     def __init__(self, console: Console, results: Path, total: int = 0) -> None:
         self._console, self._results = console, results
@@ -31,9 +30,15 @@ class Display:
         self._durations: list[float] = []  # of trials
         self._began = time.monotonic()
         self._trial: Trial | None = None
-        self._progress = Progress("set-up")
-        self._live: Live | None = None
         self._said: set[str] = set()
+        self._live = bars.Progress(
+            bars.TimeElapsedColumn(),
+            bars.TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._line = self._live.add_task("")
 
     def say(self, line: str) -> None:
         """Print a line as it is, however long."""
@@ -59,25 +64,24 @@ class Display:
             self.say(f"  {record.id} {outcome(record)}")
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live = Live(
-                console=self._console, get_renderable=self._line, refresh_per_second=4, transient=True
-            )
-            self._live.start()
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._live.stop()
 
     def began(self, trial: Trial) -> None:
         """A trial begins."""
-        self._trial, self._progress = trial, Progress("set-up")
-        self._began = time.monotonic()
+        self._trial, self._began = trial, time.monotonic()
+        self._live.reset(self._line)
+        self.progress(Progress("set-up"))
 
     def progress(self, progress: Progress) -> None:
         """The trial under way got this far; what it says is printed once, whatever trial says it again."""
-        self._progress = progress
+        step = f" {progress.step}/{progress.steps}" if progress.steps else ""
+        left = f" (about {eta} left)" if (eta := self._eta()) else ""
+        shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name()}"
+        self._live.update(self._line, description=shown)
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
             self.say(progress.text)
@@ -101,6 +105,7 @@ class Display:
         left = f", {eta} left" if (eta := self._eta()) else ""
         self.say(f"[{self._done}/{self._trials}] {self._name()}: {end} ({seconds:.1f} s{left})")
         self._trial = None
+        self._live.update(self._line, description="")
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
@@ -125,17 +130,6 @@ class Display:
             return ""
         seconds = statistics.fmean(self._durations[1:]) * (self._trials - self._done)
         return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-
-    def _line(self) -> Text:
-        if self._trial is None:
-            return Text("")
-        stage = self._progress.stage
-        if self._progress.steps:
-            stage += f" {self._progress.step}/{self._progress.steps}"
-        left = f", about {eta} left" if (eta := self._eta()) else ""
-        passed = f"({time.monotonic() - self._began:.0f} s{left})"
-        line = f"[{self._done + 1}/{self._trials}] {stage} {passed} {self._name()}"  # what moves comes first
-        return Text(line, overflow="ellipsis", no_wrap=True)
 
 
 def outcome(record: Record, folder: Path | None = None) -> str:

@@ -20,7 +20,6 @@ from harness.cluster.link import (
     Link,
     Port,
     choose_hcas,
-    join,
     message_bytes,
     nccl_in_words,
     nccl_variables,
@@ -227,7 +226,7 @@ def test_impossible_namespaces_say_why() -> None:
 def test_joining_a_process_that_is_gone_is_refused() -> None:
     """The namespaces of a missing process raise a LinkError."""
     with pytest.raises(LinkError, match="4194304"):
-        join(Port("x", "", holder=4194304))
+        netns_shaper.enter(4194304)
 
 
 def test_a_paced_exchange_achieves_its_rate(tmp_path: Path) -> None:
