@@ -36,7 +36,6 @@ from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
 from harness.lab import command as lab
 from harness.laws import command as check
-from harness.laws.before_a_run import check_laws
 from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
 from harness.records import bench_record, reproduce, run_record
@@ -233,7 +232,7 @@ def run(
     there = check_folder(folder)
     check_inputs(folder, asked)
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
-    own = check_laws(asked)
+    own = check.check_laws(asked)
 
     from harness.runs.further_repeats import Batch, batches, seconds_in
     from harness.runs.sweep import run_sweep

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import contextlib
+from dataclasses import replace
 from functools import lru_cache
-from typing import Final, get_args
+from random import Random
+from typing import Final, NamedTuple, get_args
 
 import hypothesis
 import torch
-from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis import Phase, Verbosity
 from hypothesis import strategies as st
+from hypothesis.errors import Flaky, NoSuchExample
 from torch import Tensor
 
 from harness.laws import ELEMENTS
@@ -103,12 +106,11 @@ def cases(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What came of a claim."""
 
     cases: int  # rows that it was tried on
-    violation: Violation | None = None  # of the smallest row that was found to break it; None if it holds
+    violation: Violation | None  # of the smallest row that was found to break it; None if it holds
 
 
 @lru_cache(maxsize=1)  # one codec's claims follow one another
@@ -146,46 +148,31 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
     """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most;
-    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, which are not shrunk.
+    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, which Hypothesis does not
+    shrink.
     """
-    costly, tried = claim is Law.UNBIASED, 0
-    for case in [] if costly else standing(subject, claim, elements):
-        tried += 1
-        if violation_of(subject, claim, case):
-            return Outcome(tried, smallest(subject, claim, case))
-    failed: list[Case] = []  # the last is the smallest
+    costly, tried, broken = claim is Law.UNBIASED, 0, list[Case]()
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=max(2, examples // FEWER) if costly else examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
-    @hypothesis.given(cases(subject.block, subject.kinds, min(elements, LONGEST)))
-    def every(case: Case) -> None:
+    def breaks(case: Case) -> bool:
         nonlocal tried
         tried += 1
-        violation = violation_of(subject, claim, case)
-        if violation is not None:
-            failed.append(case)
-            raise violation
+        if found := violation_of(subject, claim, case) is not None:
+            broken.append(case)
+        return found
 
-    try:
-        every()
-    except Violation as violation:
-        return Outcome(tried, smallest(subject, claim, failed[-1]) if costly else violation)
-    except hypothesis.errors.Flaky:
-        return Outcome(tried, _once(claim, failed[-1]))
-    return Outcome(tried)
-
-
-def _once(claim: Claim, case: Case) -> Violation:
-    return Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)
+    if costly or not any(map(breaks, standing(subject, claim, elements))):
+        settings = hypothesis.settings(
+            max_examples=max(2, examples // FEWER) if costly else examples,
+            database=None,
+            deadline=None,
+            derandomize=False,
+            phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
+            verbosity=Verbosity.quiet,
+        )
+        rows = cases(subject.block, subject.kinds, min(elements, LONGEST))
+        with contextlib.suppress(NoSuchExample, Flaky):
+            hypothesis.find(rows, breaks, settings=settings, random=Random(seed))
+    return Outcome(tried, smallest(subject, claim, broken[-1]) if broken else None)
 
 
 def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None:
@@ -220,4 +207,4 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
                 break
         else:
             size = size // 2 // grain * grain
-    return found or _once(claim, case)
+    return found or Violation(f"{title(claim)} broke once, and not when the same row was tried again", case.x)

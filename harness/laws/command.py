@@ -20,6 +20,7 @@ from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.laws import ELEMENTS
 from harness.suites.labels import NONE
+from harness.suites.trial import Trial
 from impl.codecs.codec import Codec, Law
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 VIOLATED: Final = 1
 EXAMPLES: Final = 40
+_BEFORE_A_RUN: Final = 50  # examples of each claim of a suite's own codecs
 _MOST_SHOWN: Final = 64  # elements or bytes of a violation
 
 app = typer.Typer(help="Try the laws that codecs declare.", rich_markup_mode=None)
@@ -77,6 +79,34 @@ def codecs(
         out.print(escape(line), soft_wrap=True)
     if any(one.violation for each in found.values() for one in each.values()):
         raise typer.Exit(VIOLATED)
+
+
+def check_laws(trials: Sequence[Trial]) -> list[str]:
+    """Try a suite's own codecs before its first trial; returns the names of those that trials send.
+
+    The first declared law that one breaks is a Refusal.
+    """
+    codecs = {
+        codec
+        for trial in trials
+        if (policy := trial.resolved_policy()) is not None
+        for codec in policy.own_codecs
+    }
+    if not codecs:
+        return []
+    from harness.laws.adversarial_rows import outcome
+    from harness.laws.subject import of_own
+
+    for codec in sorted(codecs, key=str):
+        subject = of_own(codec)
+        for claim in subject.claims:
+            found = outcome(subject, claim, examples=_BEFORE_A_RUN, seed=0, elements=5000)
+            if found.violation is not None:
+                lines = in_lines(subject, claim, found.violation)
+                raise Refusal(
+                    f"{lines[0]}; `zeropp check codecs --codec {codec}` shows the row: {lines[1].strip()}"
+                )
+    return sorted(map(str, codecs))
 
 
 def show(found: Mapping[Subject, Mapping[Claim, Outcome]], out: Console) -> None:

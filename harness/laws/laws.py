@@ -33,8 +33,8 @@ _MODERATE: Final = 2.0**64  # a bound of a block of such magnitudes is finite in
 SOURCES: Final = (1, 2, 5)  # frames of a sum: alone, a pair, and more than kernels add in one go
 _QUIET: Final = Noise((0, 0, 0, 0))
 _HERE: Final = Path(__file__).resolve().parents[1]
-_OURS: Final = (_HERE, _HERE.parent / "impl")
-_LIBRARIES: Final = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+_LIBRARIES: Final = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+_OTHERS: Final = (_HERE, _HERE.parent / "impl", *_LIBRARIES)  # where no user's code is
 
 
 class Duty(enum.Enum):
@@ -125,22 +125,13 @@ def title(claim: Claim) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Where an exception was raised, the innermost line of user code, else of ours: ``mine.py line 12, in
-    encode: ...``.
-    """
-    trace = traceback.extract_tb(error.__traceback__)
-    lines = [line for line in trace if not _stands_in(line.filename, _LIBRARIES)]
-    for ours in (_OURS, _OURS[:1]):
-        for line in reversed(lines):
-            if not _stands_in(line.filename, ours):
-                file = Path(line.filename)
-                name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-                return f"{name} line {line.lineno}, in {line.name}: {line.line}".removesuffix(": ")
+    """Where user code raised an exception, or called what did: ``mine.py line 12, in encode: ...``."""
+    for line in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(line.filename)
+        if not line.filename.startswith("<frozen ") and not any(map(file.is_relative_to, _OTHERS)):
+            name = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+            return f"{name} line {line.lineno}, in {line.name}: {line.line}".removesuffix(": ")
     return ""
-
-
-def _stands_in(file: str, folders: tuple[Path, ...]) -> bool:
-    return file.startswith("<frozen ") or any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def block_slices(block: Block, numel: int) -> Iterator[slice]:
@@ -321,12 +312,8 @@ def _frame(subject: Subject, case: Case) -> None:
         read = frame.cpu() != trip.frame
         trip.refuse(read, lambda i: f"decoding changed byte {i} of {size} that it read")
         trips.append(replace(trip, decoded=decoded.cpu().clone()))
-        frame.fill_(rubbish)
-        if bool((around != rubbish).any()):
-            raise Violation(f"bytes beyond the frame's {size} were written", x, trip.frame)
-        decoded.fill_(number)
-        if not bool(_same(wide, torch.full_like(wide, number)).all()):
-            raise Violation(f"elements beyond the row's {numel} were written", x, trip.frame)
+        _refuse_beyond(around, rubbish, f"bytes beyond the frame's {size}", trip)
+        _refuse_beyond(wide, number, f"elements beyond the row's {numel}", trip)
     trip, again = trips
     trip.refuse(
         trip.frame != again.frame,
@@ -351,6 +338,13 @@ def _frame(subject: Subject, case: Case) -> None:
             f"{_text(later[i])} once another row was encoded"
         ),
     )
+
+
+def _refuse_beyond(around: Tensor, held: float, what: str, trip: _Trip) -> None:
+    """Raise a violation if the guards around what was written no longer hold what they held."""
+    guards = torch.cat([around[:_GUARD], around[-_GUARD:]])
+    if not bool(_same(guards, torch.full_like(guards, held)).all()):
+        raise Violation(f"{what} were written", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
@@ -458,9 +452,7 @@ def _sum(subject: Subject, case: Case) -> None:
                 f"{_text(wanted[i])}"  # noqa: B023
             ),
         )
-        got.fill_(7.0)
-        if bool((wide != 7.0).any()):
-            raise Violation(f"elements beyond the row's {numel} were written", case.x, trip.frame)
+        _refuse_beyond(wide, 7.0, f"elements beyond the row's {numel}", trip)
 
 
 def _fused(subject: Subject, case: Case) -> None:
@@ -481,9 +473,7 @@ def _fused(subject: Subject, case: Case) -> None:
                 f"first {wanted[i]:02x}"  # noqa: B023
             ),
         )
-        got.fill_(0xA5)
-        if bool((around != 0xA5).any()):
-            raise Violation(f"bytes beyond the frame's {frames.shape[1]} were written", case.x, trip.frame)
+        _refuse_beyond(around, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
 
 _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
