@@ -16,8 +16,9 @@ from typing import Final
 
 from report import page
 from report.data.frames import ReportError, load
-from report.data.metrics import Derived, derive, records_of
-from report.draw import files, theme
+from report.data.metrics import derive, records_of
+from report.draw import theme
+from report.draw.figure import style_of
 from report.figures import all_figures
 from report.tables import all_tables as tables
 from report.tables import latex
@@ -41,7 +42,16 @@ def build(
     """
     derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
-    return publish(results, lambda folder: _write(folder, derived, shown, width))
+
+    def page_of(folder: Path) -> str:
+        style = style_of(derived, width)
+        found = (one.draw(derived, folder / "figures", style) for one in all_figures.FIGURES)
+        drawn = [one for one in found if one is not None]
+        macros = latex.numbers(shown, lambda row: records_of(derived, row))
+        (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
+        return page.render(derived, drawn, shown)
+
+    return publish(results, shown, page_of)
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
@@ -55,8 +65,8 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     return list(found.values())
 
 
-def publish(results: Path, write: Callable[[Path], None]) -> Path:
-    """Let ``write`` fill a folder, rename its files into ``results``, and return where the page is.
+def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
+    """Write tables, and the page that ``page_of`` makes with its files in a folder; returns where it is.
 
     Raises:
         ReportError: if the folder cannot be written; what was there before is then still there.
@@ -66,7 +76,9 @@ def publish(results: Path, write: Callable[[Path], None]) -> Path:
             staging = Path(name)
             for folder in _FOLDERS:
                 (staging / folder).mkdir()
-            write(staging)
+            for table in shown:
+                latex.write(table, staging / "tables")
+            (staging / PAGE).write_text(page_of(staging), encoding="utf-8", newline="\n")
             for path in (path for path in staging.rglob("*") if path.is_file()):
                 with path.open("rb") as file:  # stored before it is renamed
                     os.fsync(file.fileno())
@@ -74,18 +86,6 @@ def publish(results: Path, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
     return results / PAGE
-
-
-def _write(folder: Path, derived: Derived, shown: Sequence[Table], width: float) -> None:
-    """Write the page, figures and tables."""
-    style = files.style_of(derived, width)
-    found = (files.draw(one, derived, folder / "figures", style) for one in all_figures.FIGURES)
-    drawn = [one for one in found if one is not None]
-    for table in shown:
-        latex.write(table, folder / "tables")
-    macros = latex.numbers(shown, lambda row: records_of(derived, row))
-    (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
-    (folder / PAGE).write_text(page.render(derived, drawn, shown), encoding="utf-8", newline="\n")
 
 
 def _swap_in(staging: Path, results: Path) -> None:

@@ -31,7 +31,7 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
     ids = records_of(derived, raw)
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
     beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    lines = [f"{shown.title}, {' | '.join(cells[: shown.leading])}, {title}: {told}"]
+    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {title}: {told}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
     lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(key)]
     files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"

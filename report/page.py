@@ -9,12 +9,12 @@ from typing import Any, Final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from report.answer.lead import answer
-from report.data import emulation, footnotes, warnings
+from report.data import caveats
 from report.data.contender import NAMES
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
-from report.draw.files import Drawn
+from report.draw.figure import Drawn
 from report.tables.provenance import essentials
 from report.tables.table import Table
 
@@ -26,7 +26,9 @@ _FACTS: Final = {  # in the page's head, by their names on record
     "code.commit": "commit",
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
-_OPTIONAL: Final = ("note", "questions", "shows", "marked", "summary", "last", "failures")
+_OPTIONAL: Final = (
+    "note", "questions", "answer", "shows", "marked", "summary", "figures", "last", "failures",
+)  # fmt: skip
 _LONGEST_NAMES: Final = 60  # characters of contenders in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
@@ -48,11 +50,11 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         questions=frames.questions,
         answer=found.sentences,
         shows=shows,
-        emulated=emulation.of_trials(frames),
+        emulated=caveats.emulated_by_trials(frames),
         facts=facts(derived),
-        warnings=warnings.of_page(derived),
+        warnings=caveats.warnings(derived),
         figures=[figure for figure in drawn if figure is not shows],
-        note=footnotes.modelled_in_words(derived),
+        note=caveats.modelled_in_words(derived),
         marked=derived.disturbed,
         summary=first,
         tables=[table for table in tables if table not in apart],
@@ -64,7 +66,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 def fill(**parts: Any) -> str:
     """Fill the template, without the parts that are not given and that a page may lack."""
-    return rendered("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, "") | parts)
+    return rendered("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 
 
 def rendered(template: str, parts: Mapping[str, Any]) -> str:
@@ -113,7 +115,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
     shown = [(told, known.get(fact)) for fact, told in _FACTS.items()]
     found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
-    if (taken := footnotes.taken_fact(derived)) is not None:
+    if (taken := caveats.taken_fact(derived)) is not None:
         found.append(("processors taken by others", taken))
     if "true" in str(known.get("code.dirty")):
         found.append(("checkout", "changed since its commit"))

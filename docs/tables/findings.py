@@ -167,7 +167,7 @@ def _accuracy(derived: Derived) -> str:
 
 
 def _parity(derived: Derived) -> str:
-    rows = speedups.parity(derived.frames, derived.trials)
+    rows = speedups.parity(derived.trials)
     found = [speedups.parity_interval(mine) for _, mine in rows.groupby(["cell", "full_rate"])]
     low, high = min(found, key=lambda one: one.estimate), max(found, key=lambda one: one.estimate)
     return f"{ratio(low)} to {ratio(high)} of ZeRO-3's tokens/s at the full rate"

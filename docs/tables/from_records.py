@@ -28,8 +28,7 @@ from report.data.contender import NAMES, PROPOSED
 from report.data.frames import load
 from report.data.metrics import Derived, derive
 from report.data.text import counted
-from report.draw import files
-from report.draw.figure import Figure
+from report.draw.figure import Figure, style_of
 from report.figures.all_figures import FIGURES as DRAWINGS
 from report.tables import all_tables as tables
 from report.tables.table import markdown
@@ -117,7 +116,7 @@ def wanted(root: Path, found: Mapping[str, Derived]) -> dict[Path, bytes]:
 
 def _figure(derived: Derived, folder: Path) -> bytes:
     """The figure that shows the answer of a suite, as SVG."""
-    drawn = files.draw(_shows(derived), derived, folder, files.style_of(derived), ("svg",))
+    drawn = _shows(derived).draw(derived, folder, style_of(derived), ("svg",))
     assert drawn is not None  # noqa: S101  # it has rows
     return drawn.svg
 

@@ -11,7 +11,7 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.question import LEAST_STEPS
 from report.answer import by_seconds, effects, parts
-from report.answer.effects import OPEN
+from report.answer.effects import NO, OPEN, YES
 from report.answer.parts import Found, apart, g3, spelled
 from report.data import loss_verdicts
 from report.data.metrics import Derived
@@ -20,7 +20,7 @@ from report.draw.names_of_rows import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
 Row = dict[str, Any]
-_VERDICTS = {"not inferior": parts.YES, "inferior": parts.NO}
+_VERDICTS = {"not inferior": YES, "inferior": NO}
 _WORDS = {
     "not inferior": "not inferior: ",
     "inferior": "inferior: ",

@@ -10,7 +10,7 @@ import pandas as pd
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
 from report.answer import effects, parts
-from report.answer.effects import OPEN, Effect
+from report.answer.effects import NO, OPEN, Effect
 from report.answer.parts import Found, apart, g3, listed_most, ratio, seconds, spelled, strategy, too_few
 from report.data import decoding, sizes, speedups
 from report.data.contender import NAMES, PROPOSED
@@ -18,8 +18,6 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, sentence, with_interval
 from report.tables import peers
-
-_VERDICTS = {"faster": parts.YES, "slower": parts.NO, "cannot be told": OPEN}
 
 
 def step(derived: Derived) -> Found:
@@ -50,14 +48,13 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     every: Sequence[Effect] = ()
     settings = ""
     others = len({one.contender for one in found})
+    by_ratio = sorted(found, key=lambda one: one.ratio.estimate)
     if len(found) > parts.MOST_NAMED and others > 1 and not parts.is_named(derived, found[0].contender):
-        every, by_ratio = found, sorted(found, key=lambda one: one.ratio.estimate)
-        fastest = {one.cell: one for one in by_ratio}  # the last of a cell
+        every, fastest = found, {one.cell: one for one in by_ratio}  # the last of a cell
         found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
         settings = f"; the fastest of {others} in each setting"
     elif len(found) > parts.MOST_NAMED:  # the first contender, where it gains least and most
-        mine = [one for one in found if one.contender == found[0].contender]
-        mine.sort(key=lambda one: one.ratio.estimate)
+        mine = [one for one in by_ratio if one.contender == found[0].contender]
         settings = f"; the least and the most of {len(mine)} settings" if len(mine) > 2 else ""
         found = [mine[0], mine[-1]] if len(mine) > 1 else found
     main = found[0]
@@ -88,7 +85,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     told = [one for one in found if one.verdict != OPEN]
     unclear = [one for one in found if one.verdict == OPEN]
     named = [one for one in found if parts.is_named(derived, one.contender)] or found
-    verdicts = [_VERDICTS[one.verdict] for one in named]
+    verdicts = [one.verdict for one in named]
     if not told:
         text = f"Cannot be told ({parts.would_tell(found)}): {claim(found)}."
         return Found(text, verdicts, found, [seconds(main)])
@@ -99,9 +96,10 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
         word = "nobody is told to be faster, and nearest is" if every else "no difference can be told:"
         text += f"; {word} {listed(said)} ({parts.would_tell(unclear)})"
         there = {one.cell for one in unclear}
-        mine = [one for one in every if one.contender == names[0] and one.cell in there]
-        rest = [one for one in mine if one not in unclear]
-        text += "".join(f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest)
+        rest = [one for one in every if one.contender == names[0] and one.cell in there]
+        text += "".join(
+            f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest if one not in unclear
+        )
     return Found(sentence(text), verdicts, found, [seconds(main)])
 
 
@@ -144,12 +142,12 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
 
     took = g3(speedups.middle(first.pairs, "baseline_seconds"))
     place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
-    if not times("slower"):
+    if not times(NO):
         shortest = f"the shortest step of {strategy(first.base)}{place}, {took} s, is that with {base}"
         others = f"others take longer by a factor of {times(OPEN)}"
         return Found(f"Cannot be told ({parts.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
     text = f"{strategy(first.base)} is fastest with {base}, at {took} s a step{place}; "
-    text += f"it takes longer by a factor of {times('slower')}"
+    text += f"it takes longer by a factor of {times(NO)}"
     text += f"; it cannot be told from {times(OPEN)}" if times(OPEN) else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
     more = [f"The engine holds {listed(held)} on the fullest rank."]
@@ -177,16 +175,17 @@ def _beside_peers(derived: Derived) -> Found | None:
     ran = {family_of(one) for one in derived.trials["strategy"]}
     families = [name for name in peers.FAMILIES if name in ran]
     rows = peers.peers(derived).data.to_dict("records") if len(families) > 1 else []
-    told = {}
+    told: dict[tuple[str, str], str] = {}
     for row in rows:
-        over = [
-            f"{ratio(row[f'over_{name}'])} times as fast as {_setting(row[f'best_{name}'])}"
-            for name in families
-            if isinstance(row.get(f"over_{name}"), Interval)
-        ]
+        over = []
+        for family in families:
+            if isinstance(row.get(f"over_{family}"), Interval):
+                library, _, setting = row[f"best_{family}"].partition(", ")
+                best = f"{library} ({setting})" if setting else library
+                over.append(f"{ratio(row[f'over_{family}'])} times as fast as {best}")
         if over:
-            name, carried = key = row["contender"], row["carried"]
-            told[key] = f"{name}, carried by {carried}, is {listed(over)}"
+            name, carried = row["contender"], row["carried"]
+            told[name, carried] = f"{name}, carried by {carried}, is {listed(over)}"
     if not told:
         return None
     main = next((key for key in told if key[0] == NAMES[PROPOSED]), next(iter(told)))
@@ -194,12 +193,6 @@ def _beside_peers(derived: Derived) -> Found | None:
     few = "" if pairs >= FEWEST else f" ({counted(pairs, 'pair')} each, where an interval takes {FEWEST})"
     more = [f"{text}." for (name, _), text in told.items() if name != main[0]]
     return Found(f"{told[main]}, the fastest setting of each library{few}.", more=more[:2])
-
-
-def _setting(name: str) -> str:
-    """``FSDP2 (kept, prefetch)``."""
-    family, _, settings = name.partition(", ")
-    return f"{family} ({settings})" if settings else family
 
 
 def rate(derived: Derived) -> Found:
@@ -215,17 +208,18 @@ def rate(derived: Derived) -> Found:
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     others: list[str] = []  # break-evens of further contenders
     for row in speedups.break_even(derived.pairs).to_dict("records"):
-        at, low, high = (row[f"break_even_{end}mbit"] for end in ("", "low_", "high_"))
+        at: Interval = row["break_even_mbit"]
         size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
         size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
-        break_even = f"{with_interval(Interval(at, low, high, 0), _mbit)} Mbit/s {size}"
+        crossing = with_interval(at, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
+        break_even = f"{crossing} Mbit/s {size}"
         if row["contender"] != name:
-            bounded = math.isfinite(low) or math.isfinite(high)
+            bounded = math.isfinite(at.low) or math.isfinite(at.high)
             others += [f"{spelled(row['contender'])} at {break_even}"] if bounded else []
             continue
         here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
-        verdicts += [_VERDICTS[one.verdict] for one in here]
-        if not math.isnan(at):
+        verdicts += [one.verdict for one in here]
+        if not math.isnan(at.estimate):
             crossed.append(break_even)
         else:
             times = "" if kept else f" times as fast as {base}'s"
@@ -243,10 +237,6 @@ def rate(derived: Derived) -> Found:
     more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
     more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
     return Found(f"{text}.", verdicts, found[:1], more)
-
-
-def _mbit(value: float) -> str:
-    return "beyond what was measured" if math.isinf(value) else g3(value)
 
 
 def rate_of(effect: Effect) -> str:
@@ -295,14 +285,11 @@ def tokens(derived: Derived) -> Found:
     told = [f"{ratio(best)} times as fast as {base}"]
     told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
     ours, theirs = (speedups.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
-    verdicts = [
-        OPEN if not one.known or one.contains(1) else parts.YES if one.estimate > 1 else parts.NO
-        for name, one in speeds.items()
-        if parts.is_named(derived, name) or not any(parts.is_named(derived, other) for other in speeds)
-    ]
+    named = [name for name in speeds if parts.is_named(derived, name)] or list(speeds)
     pace = f"decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)}"
     more = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]
     later = mine[first]["later_bytes"].max()
     more += [f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
     few = "" if best.known else f" ({too_few(best)})"
+    verdicts = [effects.is_faster(speeds[name]) for name in named]
     return Found(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)

@@ -6,7 +6,7 @@ import math
 
 from harness.records.confidence_intervals import FEWEST
 from report.answer import by_seconds, effects, parts
-from report.answer.effects import OPEN
+from report.answer.effects import NO, OPEN, YES
 from report.answer.parts import Found, apart, g2, g3, listed_most, spelled
 from report.data import sizes, speedups
 from report.data.frames import groups
@@ -119,8 +119,8 @@ def trials(derived: Derived) -> Found:
         of = counted(ran + stopped, "trial")
         return Found(f"Cannot be told: {stopped} of {of} were interrupted.", [OPEN])
     if failed:
-        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [parts.NO])
-    return Found(f"All {counted(ran, 'trial')} finished.", [parts.YES], effects.effects(derived))
+        return Found(f"{failed} of {counted(ran + failed, 'trial')} failed.", [NO])
+    return Found(f"All {counted(ran, 'trial')} finished.", [YES], effects.effects(derived))
 
 
 def bytes_(derived: Derived) -> Found:
@@ -129,5 +129,5 @@ def bytes_(derived: Derived) -> Found:
     known = [effect for effect in found if not math.isnan(effect.bytes_ratio)]
     if not known:
         return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
-    verdicts = [parts.YES if effect.bytes_ratio < 1 else parts.NO for effect in known]
+    verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
     return Found(parts.sent(known), verdicts, known, [parts.seconds(known[0])])

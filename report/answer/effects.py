@@ -17,6 +17,8 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted
 
+YES: Final = "yes"
+NO: Final = "no"
 OPEN: Final = "cannot be told"
 MOST_PAIRS: Final = 200  # beyond which no number of further pairs is named
 
@@ -33,10 +35,8 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """``faster``, ``slower``, or ``cannot be told``."""
-        if not self.ratio.known or self.ratio.contains(1.0):
-            return OPEN
-        return "faster" if self.ratio.estimate > 1 else "slower"
+        """Whether the contender is faster."""
+        return is_faster(self.ratio)
 
     @property
     def cell(self) -> str:
@@ -59,6 +59,13 @@ class Effect:
         """Bytes between nodes over the baseline's, by the ledger, else by the interfaces; NaN of neither."""
         ledger = float(self.pairs["bytes_ratio"].median())
         return float(self.pairs["interface_ratio"].median()) if math.isnan(ledger) else ledger
+
+
+def is_faster(found: Interval) -> str:
+    """``yes`` if a ratio lies above 1, ``no`` if below, else and without an interval ``cannot be told``."""
+    if not found.known or found.contains(1.0):
+        return OPEN
+    return YES if found.estimate > 1 else NO
 
 
 def effects(derived: Derived) -> list[Effect]:

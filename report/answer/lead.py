@@ -15,7 +15,7 @@ from typing import Final
 
 from harness.suites.question import Quantity, quantity
 from report.answer import by_loss, by_seconds, by_size, effects, parts
-from report.answer.effects import OPEN, Effect
+from report.answer.effects import NO, OPEN, YES, Effect
 from report.answer.parts import Found, apart, is_named, ratio, spelled
 from report.data import metrics, speedups
 from report.data.frames import load
@@ -30,6 +30,7 @@ _POLAR: Final = frozenset(
 _WORSE: Final = frozenset(
     "slower worse longer lose loses cost costs hurt hurts fail fails more".split()  # noqa: SIM905
 )
+_FASTER: Final = {YES: "it is faster", NO: "it is slower", OPEN: "it cannot be told who is faster"}
 _WORDS: Final = ("A", "All", "Between", "By", "In", "No", "The")  # with which first sentences begin
 
 
@@ -95,10 +96,9 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     told = [] if asked == "bytes" else [parts.sent(found)]
     if asked in ("loss", "memory", "trials") and not derived.mostly_disturbed:
         main = found[0]
-        word = "it cannot be told who is faster" if main.verdict == OPEN else f"it is {main.verdict}"
         told.append(
-            f"By seconds {word}: a step of {spelled(main.contender)} is {ratio(main.ratio)} times as fast as "
-            f"{spelled(main.base)}'s ({main.count})."
+            f"By seconds {_FASTER[main.verdict]}: a step of {spelled(main.contender)} is {ratio(main.ratio)} "
+            f"times as fast as {spelled(main.base)}'s ({main.count})."
         )
     if asked != "loss":
         told.append(by_loss.in_short(derived, names))

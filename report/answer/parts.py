@@ -24,7 +24,6 @@ _FEW: Final = 2  # contenders that are told apart with the names of their fields
 _HOST: Final = "on the host"  # ends the names of fields
 _USUAL: Final = {"chunks": "1", f"optimizer {_HOST}": "0", f"weights {_HOST}": "0", "hpZ copy": "frames"}
 MOST_NAMED: Final = 9  # contenders in a sentence
-YES, NO = "yes", "no"
 g3: Final = number(3)
 g2: Final = number(2)
 
@@ -105,7 +104,7 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     trials = {name: derived.frames.ran[str(ran.loc[name, "id"])] for name in names}
     if len(set(names)) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
         return own
-    fields = {name: fields_of(trial) for name, trial in trials.items()}
+    fields = {name: fields_of(trial.resolved_policy(), trial.topology()) for name, trial in trials.items()}
     keys = [key for key in fields[names[0]] if len({one.get(key) for one in fields.values()}) > 1]
     blocks = {name: _block([one[key] for key in keys]) for name, one in fields.items()}
     shapes = {str([one[key].split(":")[0] for key in keys]) for one in fields.values()}

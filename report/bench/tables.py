@@ -31,10 +31,6 @@ OPERATIONS: Final = {
     "encode_carried": "encode with carried error", "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
 }  # fmt: skip
-_SPEED: Final = Column("speed", "speed, copy = 1", number(3), formula("speed"))
-_TIMES: Final = Column("times", "times gloo", number(3), formula("times gloo"))
-_OF_ALONE: Final = Column("of_alone", "times compute alone", number(3), formula("times compute alone"))
-_HIDDEN: Final = Column("hidden", "shorter hop hidden", number(3), formula("hidden"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,6 @@ class Measured:
     # labels of a sample, ``where`` and ``contender`` among them, and its measures, (rounds,) each
     values: Callable[[Sample], dict[str, Any]]
     columns: tuple[Column, ...]
-    drawn: Column  # that of the figures
-    log: bool = True  # their axis
 
 
 def _median(name: str, title: str, says: str = "") -> Column:
@@ -139,11 +133,10 @@ KINDS: Final[dict[Kind, Measured]] = {
             _median("rate", "GB/s", formula("bytes moved", "GB/s")),
             _median("copy_rate", "copy, GB/s"),
             _median("of_copy", "of copy's", formula("of the copy's rate")),
-            _SPEED,
+            Column("speed", "speed, copy = 1", number(3), formula("speed")),
             _ROUNDS,
             Column("other", "other arithmetic"),
         ),
-        _SPEED,
     ),
     "collective": Measured(
         "collectives",
@@ -158,13 +151,12 @@ KINDS: Final[dict[Kind, Measured]] = {
             Column("carried", "transport"),
             _median("milliseconds", "ms"),
             _median("gloo_milliseconds", "gloo's ms"),
-            _TIMES,
+            Column("times", "times gloo", number(3), formula("times gloo")),
             Column("sent_mb", "MB sent", number(3), formula("MB sent")),
             Column("sent_inter_mb", "between nodes", number(3)),
             Column("reference_sent_mb", "gloo's MB", number(3)),
             _ROUNDS,
         ),
-        _TIMES,
     ),
     "step": Measured(
         "steps",
@@ -178,10 +170,9 @@ KINDS: Final[dict[Kind, Measured]] = {
             _median("alone_milliseconds", "alone, ms"),
             _median("room_forward", "room, forward", formula("room")),
             _median("room_backward", "backward"),
-            _OF_ALONE,
+            Column("of_alone", "times compute alone", number(3), formula("times compute alone")),
             _ROUNDS,
         ),
-        _OF_ALONE,
     ),
     "hops": Measured(
         "hops",
@@ -195,11 +186,9 @@ KINDS: Final[dict[Kind, Measured]] = {
             _median("one_chunk_milliseconds", "in one, ms"),
             _median("first_milliseconds", "hop 1, ms"),
             _median("second_milliseconds", "hop 2, ms"),
-            _HIDDEN,
+            Column("hidden", "shorter hop hidden", number(3), formula("hidden")),
             _ROUNDS,
         ),
-        _HIDDEN,
-        log=False,
     ),
 }
 

@@ -7,7 +7,6 @@ measured have what ranks did in their steps while they did not wait.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -28,15 +27,19 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
     The longest of any rank in every sample or timed step, then the median over them.
     """
-    achieved = frames.trials.set_index("id")["achieved_mbit"]
+    achieved = frames.finished.set_index("id")["achieved_mbit"]
     found = {}
     for identity, mine in computations(frames).groupby("id"):
-        bound = _bound_of(frames, str(identity), achieved[identity], int(steps.loc[identity]))
         parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
-        if bound is not None and not np.isnan(parts).any():
-            seconds = pd.Series(bound(*parts.T), index=mine["index"])
-            found[identity] = seconds.groupby(level=0).max().median()
+        if not np.isnan(parts).any():
+            bound = _bound(frames, str(identity), achieved[identity], int(steps.loc[identity]), parts)
+            found[identity] = pd.Series(bound, index=mine["index"]).groupby(level=0).max().median()
     return pd.Series(found, dtype=float)
+
+
+def timed(steps: pd.DataFrame) -> pd.DataFrame:
+    """Steps, or tokens, after the warm-ups."""
+    return steps[~steps["warmup"].astype(bool)]
 
 
 def computations(frames: Frames) -> pd.DataFrame:
@@ -47,29 +50,29 @@ def computations(frames: Frames) -> pd.DataFrame:
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
     by_itself = alone[["id"]].assign(
-        index=alone["sample"],
+        index=alone.groupby(["id", "rank"]).cumcount(),
         forward=alone["forward"] * passes,
         backward=alone["backward"] * passes,
         rest=alone["optimizer"],
         cpu_seconds=alone["cpu_seconds"] * passes + alone["optimizer_cpu_seconds"],
         alone=True,
     )
-    timed = frames.steps[~frames.steps["warmup"].astype(bool) & ~frames.steps["id"].isin(alone["id"])]
-    rest = timed["total"] - timed["forward"] - timed["backward"]
-    in_steps = timed[["id", "index"]].assign(
-        forward=timed["forward"] - pd.to_numeric(timed["exposed_forward"]),
-        backward=timed["backward"] - pd.to_numeric(timed["exposed_backward"]),
-        rest=rest - before_training(timed, "exposed_generate", "exposed_score"),
-        cpu_seconds=pd.to_numeric(timed["cpu_seconds"]).astype(float),
+    steps = timed(frames.steps[~frames.steps["id"].isin(alone["id"])])
+    rest = steps["total"] - steps["forward"] - steps["backward"]
+    in_steps = steps[["id", "index"]].assign(
+        forward=steps["forward"] - pd.to_numeric(steps["exposed_forward"]),
+        backward=steps["backward"] - pd.to_numeric(steps["exposed_backward"]),
+        rest=rest - before_training(steps, "exposed_generate", "exposed_score"),
+        cpu_seconds=pd.to_numeric(steps["cpu_seconds"]).astype(float),
         alone=False,
     )
     found = [part for part in (by_itself, in_steps) if len(part)]
     return pd.concat(found, ignore_index=True) if found else in_steps
 
 
-def before_training(timed: pd.DataFrame, *names: str) -> pd.Series[float]:
+def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
     """Sums of columns of steps that workload ``rlhf`` alone has; 0 for others."""
-    found: pd.Series[float] = timed[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
+    found: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
     return found
 
 
@@ -81,22 +84,22 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))
     of_trials = of_steps.groupby("id").agg(lambda steps: steps.median(skipna=False))
-    return of_trials / frames.trials.set_index("id")["processors"].reindex(of_trials.index)
+    return of_trials / frames.finished.set_index("id")["processors"].reindex(of_trials.index)
 
 
-def _bound_of(
-    frames: Frames, identity: str, mbit: float, steps: int
-) -> Callable[[_Seconds, _Seconds, _Seconds], _Seconds] | None:
-    """One trial's bound: from seconds of forward, backward and the rest (n,) to those of a step (n,).
+def _bound(frames: Frames, identity: str, mbit: float, steps: int, parts: _Seconds) -> _Seconds | float:
+    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3).
 
-    None for strategies without a policy, for steps that do more than train, and at a rate that is not known.
+    NaN for strategies without a policy, for steps that do more than train, and at a rate that is not known.
     """
     trial, units, sent = frames.ran[identity], frames.units[identity], frames.unit_bytes[identity]
     policy, rate = trial.resolved_policy(), mbit * BITS_PER_MBIT
     if policy is None or trial.workload != "train" or not units or (sent and math.isnan(rate)):
-        return None
+        return math.nan
     passes, topology = trial.accumulation, trial.topology()
     between = any(topology.crosses(axis) for axis, _ in policy.reduce_axes(topology)[1:])
+    elements = sum(size for _, size, _ in units)
+    forward, backward, rest = parts.T
 
     def link(unit: str, phase: str, *purposes: str) -> Collective:
         nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
@@ -104,23 +107,17 @@ def _bound_of(
         later = "gradients" in purposes and between  # the hop inside the node comes first
         return Collective(hops=(Hop(adapter=0.0), hop) if later else (hop,))
 
-    elements = sum(size for _, size, _ in units)
     geometries = [
         UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN)) for name, _, padded in units
     ]
-    schedule = Schedule.of(policy, geometries)
-
-    def bound(forward: _Seconds, backward: _Seconds, rest: _Seconds) -> _Seconds:
-        loads = [
-            Load(
-                forward=forward * (size / elements / passes),
-                backward=backward * (size / elements / passes),
-                gather=link(unit, "forward", "weights", "persistent"),
-                regather=link(unit, "backward", "weights", "persistent"),
-                reduce=link(unit, "backward", "gradients"),
-            )
-            for unit, size, _ in units
-        ]
-        return passes * least_pass_seconds(schedule, loads) + rest
-
-    return bound
+    loads = [
+        Load(
+            forward=forward * (size / elements / passes),
+            backward=backward * (size / elements / passes),
+            gather=link(unit, "forward", "weights", "persistent"),
+            regather=link(unit, "backward", "weights", "persistent"),
+            reduce=link(unit, "backward", "gradients"),
+        )
+        for unit, size, _ in units
+    ]
+    return passes * least_pass_seconds(Schedule.of(policy, geometries), loads) + rest

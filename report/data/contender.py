@@ -119,28 +119,13 @@ def name_of(strategy: str) -> str:
 
 def order_of(strategy: str) -> int:
     """Sort key of a strategy in lists; unknown ones come last."""
-    names = list(NAMES)
-    return names.index(strategy) if strategy in names else len(names)
+    return list(NAMES).index(strategy) if strategy in NAMES else len(NAMES)
 
 
-def fields_of(trial: Trial) -> dict[str, str]:
-    """Policy fields that affect what is computed and sent, as text; empty without a policy."""
-    policy = trial.resolved_policy()
-    return {} if policy is None else _fields(policy, trial.topology())
-
-
-def changes_of(trial: Trial) -> dict[str, str]:
-    """Fields of the policy that differ from the strategy's preset on this topology, as text."""
-    policy, base = trial.resolved_policy(), trial.base_policy()
-    return {} if policy is None or base is None else _differing(policy, base, trial.topology())
-
-
-def _differing(policy: Policy, base: Policy, topology: Topology) -> dict[str, str]:
-    usual = _fields(base, topology)
-    return {name: value for name, value in _fields(policy, topology).items() if value != usual[name]}
-
-
-def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
+def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
+    """Fields of a policy that affect what is computed and sent, as text; empty without a policy."""
+    if policy is None:
+        return {}
     return {
         "stage": str(policy.stage),
         "group": str(policy.group_ranks(topology)),
@@ -170,6 +155,13 @@ def _fields(policy: Policy, topology: Topology) -> dict[str, str]:
     }
 
 
+def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
+    """Fields of a trial's policy that differ from ``base``, else its strategy's preset, as text."""
+    usual = fields_of(base or trial.base_policy(), trial.topology())
+    mine = fields_of(trial.resolved_policy(), trial.topology())
+    return {name: value for name, value in mine.items() if value != usual[name]}
+
+
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """Changes of execution from the presets that all policies of a folder share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
@@ -182,12 +174,13 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it."""
-    name = name_of(trial.strategy)
-    changes = changes_of(trial)
-    if trial.strategy == RECIPE:
-        changes = _asked(trial) | changes
-    said = [told(key, value) for key, value in changes.items() if key not in shared]
-    said += [told(key, value) for key, value in _of_peer(trial).items()]
+    name, changes = name_of(trial.strategy), changes_of(trial)
+    if trial.strategy == RECIPE:  # told by its stage, and its policy's changes from the bare stage
+        stage = trial.recipe().policy.stage
+        bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy
+        changes = {"stage": str(stage)} | changes_of(trial, bare)
+    said = [told(*change) for change in changes.items() if change[0] not in shared]
+    said += [told(*change) for change in _of_peer(trial).items()]
     if trial.control is not None:
         said.append(f"control: {trial.control.replace('_', ' ')}")
     return f"{name} ({', '.join(said)})" if said else name
@@ -218,10 +211,3 @@ def _of_peer(trial: Trial) -> dict[str, str]:
     found = settings | {"compute": trial.peer.compute}
     usual = {"stage": "3", "compute": "fp32"}
     return {name: value for name, value in found.items() if value != usual.get(name)}
-
-
-def _asked(trial: Trial) -> dict[str, str]:
-    """The stage of a DeepSpeed configuration, and its policy's changes from the bare stage."""
-    policy, topology = trial.recipe().policy, trial.topology()
-    bare = recipe({"zero_optimization": {"stage": policy.stage}}, topology=topology).policy
-    return {"stage": str(policy.stage)} | _differing(policy, bare, topology)

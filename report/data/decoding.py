@@ -7,6 +7,7 @@ import math
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, geometric_interval, paired_ratio_interval
+from report.data import best_step
 from report.data.contender import is_baseline, with_baseline
 from report.data.frames import Frames
 from report.data.speedups import geometric
@@ -15,14 +16,13 @@ PAIR = ("cell", "sweep", "seed", "repeat", "step")  # generations that ran under
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """One row per timed generation, beside the columns of ``frames.generators``.
+    """One row per timed generation, beside the columns of ``frames.finished``.
 
     ``exposed`` is the share of ``seconds`` that the slowest rank waited; ``first_bytes`` and ``later_bytes``
     are what all ranks sent between nodes for the first token and each later one (NaN without a ledger);
     ``speedup`` is over ``baseline``'s generation of the same number.
     """
-    timed = frames.tokens[~frames.tokens["warmup"].astype(bool)]
-    timed = timed.astype({"inter_bytes": float, "exposed": float})
+    timed = best_step.timed(frames.tokens).astype({"inter_bytes": float, "exposed": float})
     by_token = timed.groupby(["id", "step", "index"])
     tokens = timed.loc[by_token["seconds"].idxmax()].set_index(["id", "step", "index"])  # of the slowest rank
     tokens["bytes"] = by_token["inter_bytes"].sum(min_count=1)
@@ -39,16 +39,14 @@ def generations(frames: Frames) -> pd.DataFrame:
             "later_bytes": later["bytes"].sum(min_count=1) / later["seconds"].size(),
         }
     ).reset_index()
-    table = frames.generators.merge(found, on="id")
+    table = frames.finished.merge(found, on="id")
     table["sequences"] = table["tokens_per_rank"] // table["sequence"]
     table["tokens_per_second"] = table["sequences"] * table["tokens"] / table["seconds"]
     later_tokens = table["sequences"] * (table["tokens"] - 1)
     table["later_tokens_per_second"] = later_tokens / table["later_seconds"]
-    table["first"] = table.groupby("contender")["order"].transform("min")
     of = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
     table = with_baseline(table, is_baseline(table), PAIR, "left", **of)
-    table["speedup"] = table["tokens_per_second"] / table["baseline_tokens_per_second"]
-    return table.sort_values(["nodes", "ranks_per_node", "cell", "place", "first", "seed", "repeat", "step"])
+    return table.assign(speedup=table["tokens_per_second"] / table["baseline_tokens_per_second"])
 
 
 def speedup(group: pd.DataFrame) -> Interval:

@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,9 +19,10 @@ from harness.records import chained_journal, consistency
 from harness.records import record as schema
 from harness.records.record import LedgerRow, Record, RecordError, joules, read_all
 from harness.records.trace_record import Trace, read_traces
+from harness.suites import labels
 from harness.suites.question import Said
 from harness.suites.repeat_order import CONTENDER
-from harness.suites.suite_file import flatten
+from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN
 from report.data.contender import label_of, order_of, shared_changes
@@ -35,9 +36,9 @@ _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", 
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
-_OF_RANK: Final = ("rank", "node", "local")
-_SUMMED: Final = ("bytes", "messages", "padding", "headers")
-_BY: Final = ("id", "source", "rank", "node", "phase", "purpose", "link", "hop")  # of these sums
+_SUMMED: Final = ["bytes", "messages", "padding", "headers"]
+_BY: Final = ["id", "source", "rank", "node", "phase", "purpose", "link", "hop"]  # of these sums
+_INTERFACES: Final = ("id", "header_bytes", *schema.InterfaceCounters.model_fields)
 
 
 class ReportError(RecordError):
@@ -48,8 +49,9 @@ class ReportError(RecordError):
 class Frames:
     """A results folder as tables; columns are the fields of records, units in their names.
 
-    In ``trials``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines), and
-    ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them.
+    In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
+    ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
+    and ``place`` and ``first`` the order in which contenders are listed.
     """
 
     suite: str  # its name, or names joined by a comma
@@ -59,8 +61,8 @@ class Frames:
     pools: tuple[str, ...]  # hashes of machine and code
     left_out: int  # failures of another pool, without measurements
     interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
-    trials: pd.DataFrame  # one row per finished trial that trained
-    generators: pd.DataFrame  # the same of those that generated; their raw values are in ``tokens`` alone
+    finished: pd.DataFrame  # one row per finished trial, by its place and then by contender
+    # The next ones are of trials that trained, ``tokens`` of those that generated.
     steps: pd.DataFrame  # per rank and optimizer step; seconds
     # Sent over the timed steps, by all its columns; source: ledger or predicted.  ``padding`` is how much of
     # the bytes is of padding, ``headers`` what a real network's packets would add to them.
@@ -80,7 +82,7 @@ class Frames:
     failures: pd.DataFrame  # one row per trial without a result
     facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
     ran: dict[str, Trial]  # by id
-    journal: list[str]  # what is unlike the folder's journal; none of records of no folder
+    journal: Sequence[str]  # what is unlike the folder's journal; none of records of no folder
     shared: dict[str, str]  # changes that all policies share, which names leave out
     units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
     # What the busiest node sent to others over the timed steps, by id, then unit, phase and purpose.
@@ -118,21 +120,15 @@ def frames_of(
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
     cells = _cells(records, trials)
-    everything = [_trial_row(r, trials[r.id], shared) | cells[r.id] for r in records]
+    rows = {one.id: _trial_row(one, trials[one.id], shared) | cells[one.id] for one in records}
     ended = [record for record in records if record.failure is None]
-    finished = [record for record in ended if trials[record.id].workload != "generate"]
-    generated = [record for record in ended if trials[record.id].workload == "generate"]
-
-    pools = {(record.id, record.pool) for record in finished}
+    trained = [record for record in ended if trials[record.id].workload != "generate"]
+    failed = [(r.id, r.failure) for r in records if r.failure and r.failure.kind != "interrupted"]
+    failures = [rows[identity] | failure.model_dump() for identity, failure in failed]
+    pools = {(record.id, record.pool) for record in trained}
     shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
-    all_trials = pd.DataFrame(everything).astype(dict.fromkeys(_FLOATS, float))
-    failed = {
-        one.id: one.failure.model_dump()
-        for one in records
-        if one.failure is not None and one.failure.kind != "interrupted"
-    }
-    failures = [row | failed[row["id"]] for row in everything if row["id"] in failed]
-    answers, counters = {record.answer for record in records}, schema.InterfaceCounters.model_fields
+    answers = {record.answer for record in records}
+    columns = list(rows[records[0].id])
     return Frames(
         suite=", ".join(sorted({record.suite for record in records})),
         questions=tuple(sorted({record.question for record in records if record.question})),
@@ -141,54 +137,49 @@ def frames_of(
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
         interrupted=len(records) - len(ended) - len(failed),
-        trials=all_trials[all_trials["id"].isin([record.id for record in finished])].reset_index(drop=True),
-        generators=all_trials[all_trials["id"].isin([one.id for one in generated])].reset_index(drop=True),
-        steps=_of_ranks(finished, schema.Step, "steps", _OF_RANK),
-        bytes=_bytes_frame(finished),
-        interfaces=_frame(finished, ("header_bytes", *counters), _interface_rows),
-        memory=_frame(finished, ("rank", "source", "part", "bytes"), _memory_rows),
-        tokens=_of_ranks(generated, schema.Token, "tokens", _OF_RANK),
-        alone=_of_ranks(finished, schema.Alone, "alone", ("rank", "sample")),
-        validations=_parts(finished, schema.Validation, "validations"),
-        quantisation=_parts(finished, schema.QuantisationError, "quantisation"),
-        communication_errors=_parts(finished, schema.CommunicationError, "communication_errors"),
-        chosen_codecs=_parts(finished, schema.ChosenCodec, "chosen_codecs"),
+        finished=_listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns)),
+        steps=_parts(trained, schema.Step, "steps", "rank"),
+        bytes=_bytes_frame(trained),
+        interfaces=pd.DataFrame(_interface_rows(trained), columns=_INTERFACES),
+        memory=pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"]),
+        tokens=_parts(ended, schema.Token, "tokens", "rank"),
+        alone=_parts(trained, schema.Alone, "alone", "rank"),
+        validations=_parts(trained, schema.Validation, "validations"),
+        quantisation=_parts(trained, schema.QuantisationError, "quantisation"),
+        communication_errors=_parts(trained, schema.CommunicationError, "communication_errors"),
+        chosen_codecs=_parts(trained, schema.ChosenCodec, "chosen_codecs"),
         traces=_traces_frame(shown),
         stale_traces=len(traces) - len(shown),
         links=_links_frame(ended),
-        failures=pd.DataFrame(failures, columns=[*everything[0], *schema.Failure.model_fields]),
+        failures=pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields]),
         facts=_facts_frame(records),
         ran=trials,
-        journal=list(verified),
+        journal=verified,
         shared=shared,
-        units={r.id: r.units for r in ended},
-        unit_bytes={r.id: _unit_bytes(r) for r in finished},
+        units={record.id: record.units for record in ended},
+        unit_bytes={record.id: _unit_bytes(record) for record in trained},
     )
 
 
-def _frame(
-    records: list[Record], columns: Iterable[str], rows: Callable[[Record], Iterable[dict[str, Any]]]
-) -> pd.DataFrame:
-    """Rows of all records, each with its record's id, as a frame that has all columns even without rows."""
-    found = [{"id": record.id, **row} for record in records for row in rows(record)]
-    return pd.DataFrame(found, columns=["id", *columns])
+def _listed(table: pd.DataFrame) -> pd.DataFrame:
+    """Trials in the order of tables: by size, rate and cell, then by contender, with its ``first``."""
+    table = table.astype(dict.fromkeys(_FLOATS, float))
+    table["first"] = table.groupby("contender")["order"].transform("min")
+    table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
+    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
+    ordered = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
+    return ordered.drop(columns="_where")
 
 
-def _parts(records: list[Record], part: type[BaseModel], name: str) -> pd.DataFrame:
-    """The parts of records that their field ``name`` lists, a row each."""
-    return _frame(records, part.model_fields, lambda r: (one.model_dump() for one in getattr(r, name)))
-
-
-def _of_ranks(records: list[Record], part: type[BaseModel], name: str, of: tuple[str, ...]) -> pd.DataFrame:
-    """The parts of ranks that their field ``name`` lists, a row each, with fields of the rank."""
-
-    def rows(record: Record) -> Iterator[dict[str, Any]]:
-        for rank in record.ranks:
-            whose = {"rank": rank.rank, "node": rank.node, "local": rank.local}
-            for number, one in enumerate(getattr(rank, name)):
-                yield whose | {"sample": number, **one.model_dump()}
-
-    return _frame(records, (*of, *part.model_fields), rows)
+def _parts(records: list[Record], part: type[BaseModel], name: str, *of: str) -> pd.DataFrame:
+    """What the field ``name`` of records lists, a row each; with ``of``, fields of ranks, that of ranks."""
+    rows = [
+        {"id": record.id, **{field: getattr(whose, field) for field in of}, **one.model_dump()}
+        for record in records
+        for whose in (record.ranks if of else [record])
+        for one in getattr(whose, name)
+    ]
+    return pd.DataFrame(rows, columns=["id", *of, *part.model_fields])
 
 
 def _trial(record: Record) -> Trial:
@@ -214,11 +205,7 @@ def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, 
     found, shapes = {}, defaultdict[str, set[str]](set)
     for trial in trials.values():
         shapes[trial.model.name].add(called(trial.model.name, trial.model.arguments))
-    varying = [
-        key
-        for key in sorted({key for cell in cells.values() for key in cell} - {*_ALWAYS_TOLD})
-        if len({json.dumps(cell.get(key), sort_keys=True) for cell in cells.values()}) > 1
-    ]
+    varying = sorted({*differing(list(cells.values()))} - {*_ALWAYS_TOLD})
     for record in records:
         trial, cell = trials[record.id], cells[record.id]
         model = trial.model
@@ -254,43 +241,33 @@ def _modelled(record: Record) -> bool:
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Rows by equal ``keys``, in the order of first appearance, with the keys' values."""
-    first = data.drop_duplicates(keys)[keys].astype(object)
-    number = data.groupby(keys, sort=False, dropna=False).ngroup()
-    return [(tuple(key), data[number == place]) for place, key in enumerate(first.to_numpy())]
+    return list(data.groupby(keys, sort=False, dropna=False))
 
 
 def rate_text(mbit: float | None) -> str:
     """``50 Mbit/s``, ``1.6 Gbit/s`` or ``unshaped``."""
-    if mbit is None or pd.isna(mbit):
-        return "unshaped"
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+    return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
 def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[str, Any]:
     topology, policy, link = trial.topology(), trial.resolved_policy(), record.link
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
+    here = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
+    asked = ("strategy", "workload", "seed", "repeat", "tokens_per_rank", "sequence", "accumulation")
     return {
-        **{name: getattr(record, name) for name in ("id", "suite", "order", "started", "pool")},
-        "strategy": trial.strategy,
+        **{name: getattr(record, name) for name in here},
+        **{name: getattr(trial, name) for name in asked},
+        **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "contender": label_of(trial, shared),
         "place": order_of(trial.strategy),
-        "seed": trial.seed,
-        "repeat": trial.repeat,
-        "sweep": record.sweep,
-        "role": record.role,
-        **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "processes": len(record.ranks),
-        **{name: getattr(trial, name) for name in ("tokens_per_rank", "sequence", "accumulation")},
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
         "secondary": policy.secondary_ranks(topology) if policy else 0,
-        "parameters": record.parameters,
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
-        "padded": sum(padded for _, _, padded in record.units),
         "padding_share": record.padding,
-        "reference_loss": record.reference_loss,
         "predicted_equal": consistency.unpredicted(record) is None if record.predicted else None,
         "miscounted": consistency.miscounted(record) or "",
         "off_rate": consistency.off_rate(record) or "",
@@ -315,15 +292,13 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
 
-    def mean(values: Iterable[float]) -> float:
-        return math.fsum(values) / len(gpus) if gpus else math.nan
+    def mean(name: str) -> float:
+        return math.fsum(getattr(gpu, name) for gpu in gpus) / len(gpus) if gpus else math.nan
 
     return {
         "gpus": len(gpus),
         "joules_per_token": math.nan if energy is None else energy / tokens,
-        "watts": mean(gpu.watts for gpu in gpus),
-        "utilisation": mean(gpu.utilisation for gpu in gpus),
-        "clock_mhz": mean(gpu.clock_mhz for gpu in gpus),
+        **{name: mean(name) for name in ("watts", "utilisation", "clock_mhz")},
         "throttled": max((max(gpu.throttled.values(), default=0.0) for gpu in gpus), default=math.nan),
         "gpu_others": max((gpu.others for gpu in gpus), default=0),
     }
@@ -345,33 +320,37 @@ def _processors(record: Record, trial: Trial) -> int | None:
     return cores if isinstance(cores, int) and cores > 0 else None
 
 
-def _interface_rows(record: Record) -> Iterator[dict[str, Any]]:
-    headers = record.link.details.get("header_bytes") if record.link else None
-    for counters in record.interfaces or []:
-        yield {"header_bytes": headers, **counters.model_dump()}
+def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    for record in records:
+        headers = record.link.details.get("header_bytes") if record.link else None
+        for counters in record.interfaces or []:
+            yield {"id": record.id, "header_bytes": headers, **counters.model_dump()}
 
 
-def _bytes_frame(records: list[Record]) -> pd.DataFrame:
+def _bytes_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Ledger and prediction, summed over units; messages are of padding as their unit's elements are."""
-
-    def rows(record: Record) -> Iterator[dict[str, Any]]:
+    rows = []
+    for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
-        predicted = dict(enumerate(record.predicted.ledgers if record.predicted else []))
-        for place, rank in enumerate(record.ranks):
-            where = {"rank": rank.rank, "node": rank.node}
-            for source, ledger in (("ledger", rank.ledger), ("predicted", predicted.get(place))):
-                for entry in ledger or []:
-                    yield {
-                        "source": source,
-                        **where,
-                        **entry.model_dump(exclude={"unit", "phase"}),
-                        "phase": _phase(record, entry),
-                        "padding": entry.bytes * pads.get(entry.unit, 0.0),
-                        "headers": consistency.segmented(entry),
-                    }
-
-    frame = _frame(records, (*_BY[1:], *_SUMMED), rows)
-    return frame.groupby(list(_BY), as_index=False, sort=False)[list(_SUMMED)].sum()
+        predicted = record.predicted.ledgers if record.predicted else []
+        ledgers = [("ledger", rank, rank.ledger or []) for rank in record.ranks]
+        ledgers += [("predicted", *one) for one in zip(record.ranks, predicted, strict=False)]
+        rows += [
+            {
+                "id": record.id,
+                "source": source,
+                "rank": rank.rank,
+                "node": rank.node,
+                **entry.model_dump(),
+                "phase": _phase(record, entry),
+                "padding": entry.bytes * pads.get(entry.unit, 0.0),
+                "headers": consistency.segmented(entry),
+            }
+            for source, rank, ledger in ledgers
+            for entry in ledger
+        ]
+    frame = pd.DataFrame(rows, columns=[*_BY, *_SUMMED])
+    return frame.groupby(_BY, as_index=False, sort=False)[_SUMMED].sum()
 
 
 def _phase(record: Record, entry: LedgerRow) -> str:
@@ -391,24 +370,23 @@ def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
     return {key: max(nodes.values()) for key, nodes in sent.items()}
 
 
-def _memory_rows(record: Record) -> Iterator[dict[str, Any]]:
-    for rank in record.ranks:
-        memory = rank.memory
-        timed = max(1, sum(not step.warmup for step in rank.steps))
-        device = {} if memory.peak_device is None else {"peak_device": memory.peak_device}
-        parts = {
-            "engine": memory.engine,
-            "formula": memory.formula,
-            "process": {"peak_rss": memory.peak_rss, **device},
-            "copied": {name: size // timed for name, size in memory.copied.items()},
-            "copied_formula": {name: size // timed for name, size in memory.copied_formula.items()},
-        }
-        for source, sizes in parts.items():
-            for part, size in sizes.items():
-                yield {"rank": rank.rank, "source": source, "part": part, "bytes": size}
+def _memory_rows(records: Iterable[Record]) -> Iterator[tuple[str, int, str, str, int]]:
+    for record in records:
+        for rank in record.ranks:
+            memory, timed = rank.memory, max(1, sum(not step.warmup for step in rank.steps))
+            device = {} if memory.peak_device is None else {"peak_device": memory.peak_device}
+            parts = {
+                "engine": memory.engine,
+                "formula": memory.formula,
+                "process": {"peak_rss": memory.peak_rss, **device},
+                "copied": {name: size // timed for name, size in memory.copied.items()},
+                "copied_formula": {name: size // timed for name, size in memory.copied_formula.items()},
+            }
+            for source, sizes in parts.items():
+                yield from ((record.id, rank.rank, source, part, size) for part, size in sizes.items())
 
 
-def _traces_frame(traces: Sequence[Trace]) -> pd.DataFrame:
+def _traces_frame(traces: Iterable[Trace]) -> pd.DataFrame:
     rows = [
         (about.trial, rank, span.lane, span.name, span.begin, span.end, about.seconds, about.before)
         for about, spans in ((trace.otherData, trace.spans()) for trace in traces)
@@ -418,22 +396,22 @@ def _traces_frame(traces: Sequence[Trace]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _links_frame(records: list[Record]) -> pd.DataFrame:
+def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Measurements of links; a calibration, which all records of its sweep repeat, once."""
-
-    def rows(record: Record) -> Iterator[dict[str, Any]]:
-        if (link := record.link) is not None:
-            fixed = {"order": record.order, **link.model_dump(include={"kind", "requested_mbit"})}
-            for when, values in (("calibrated", link.calibrated_mbit), ("probed", link.probed_mbit)):
-                yield from (fixed | {"when": when, "achieved_mbit": value} for value in values)
-
-    columns = ("order", "kind", "requested_mbit", "when", "achieved_mbit")
-    found = _frame(records, columns, rows).astype({"requested_mbit": float, "achieved_mbit": float})
+    rows = [
+        (record.id, link.kind, link.requested_mbit, when, achieved)
+        for record in records
+        if (link := record.link) is not None
+        for when, values in (("calibrated", link.calibrated_mbit), ("probed", link.probed_mbit))
+        for achieved in values
+    ]
+    found = pd.DataFrame(rows, columns=["id", "kind", "requested_mbit", "when", "achieved_mbit"])
+    found = found.astype({"requested_mbit": float, "achieved_mbit": float})
     again = found.duplicated(["kind", "requested_mbit", "when", "achieved_mbit"])
     return found[~(found["when"].eq("calibrated") & again)]
 
 
-def _facts_frame(records: list[Record]) -> pd.DataFrame:
+def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Each distinct value of each fact (machine, code, what ran) in each pool, with its number of records."""
     rows = []
     for record in records:
@@ -445,7 +423,7 @@ def _facts_frame(records: list[Record]) -> pd.DataFrame:
             text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
             rows.append((record.pool, fact, text))
     found = pd.DataFrame(rows, columns=["pool", "fact", "value"])
-    return found.groupby(["pool", "fact", "value"]).size().rename("records").reset_index()
+    return found.groupby(["pool", "fact", "value"]).size().reset_index(name="records")
 
 
 def _without_old_failures(records: list[Record]) -> list[Record]:
@@ -457,22 +435,21 @@ def _without_old_failures(records: list[Record]) -> list[Record]:
 
 def _check_pools(records: list[Record]) -> None:
     """Refuse records of other code or kernels, and of two machines in one sweep, naming the differences."""
-    firsts = {record.pool: record for record in reversed(records)}
-    of = {(record.code.get("source"), record.sweep, record.pool) for record in records if record.measured}
+    measured = [record for record in records if record.measured]
+    of = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
     mixed = len({sweep for _, sweep, _ in of}) < len(of)
-    if len({source for source, _, _ in of}) > 1 or mixed:
-        facts = [
-            dict(flatten({"machine": one.machine, "code": one.code})) for _, one in sorted(firsts.items())
-        ]
-        texts = {key: [str(one.get(key)) for one in facts] for key in sorted(set().union(*facts))}
-        differing = [f"{key}: {' / '.join(found)}" for key, found in texts.items() if len(set(found)) > 1]
+    if mixed or len({source for source, _, _ in of}) > 1:
+        firsts = {record.pool: record for record in reversed(records)}
+        facts = [{"code": one.code, "machine": one.machine} for _, one in sorted(firsts.items())]
+        values = [dict(flatten(one)) for one in facts]
+        told = [f"{path}: {' / '.join(str(one.get(path)) for one in values)}" for path in differing(facts)]
         pools = _sizes((record.pool, record.id) for record in records)
         raise ReportError(
             f"records of {len(firsts)} pools (other machine or code{', in one sweep' * mixed}) are not drawn "
-            f"together: {pools}. They differ in {'; '.join(differing[:6]) or 'facts that are not recorded'}. "
+            f"together: {pools}. They differ in {'; '.join(told[:6]) or 'facts that are not recorded'}. "
             "Move one pool to a folder of its own"
         )
-    ran = [record for record in records if record.measured and "kernels" in record.ran]
+    ran = [record for record in measured if "kernels" in record.ran]
     for device in dict.fromkeys(str(record.ran.get("device")) for record in ran):
         here = [(str(one.ran["kernels"]), one.id) for one in ran if str(one.ran.get("device")) == device]
         if len(dict(here)) > 1:

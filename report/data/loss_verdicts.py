@@ -66,7 +66,7 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, 
         return row
     margin = _margin(derived, base)
     target = float(theirs.mean()) + margin
-    seconds, needed = _seconds_to(derived, mine, target), _seconds_to(derived, base, target)
+    seconds, needed = (_seconds_to(derived, one, target) for one in (mine, base))
     got = seconds[np.isfinite(seconds["seconds"])]
     row |= {"margin": margin, "target": target, "reached": int(got["seed"].nunique())}
     row["seconds"] = float(got["seconds"].median())
@@ -135,14 +135,14 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
     return confidence_intervals.verdict(difference, margin)
 
 
-def by_seed(trials: pd.DataFrame) -> pd.Series[float]:
-    """Last validation loss of each seed; the mean where it was trained several times."""
-    return trials.groupby("seed")["validation_loss"].mean()
+def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:
+    """The loss of each seed; the mean where it was trained several times."""
+    return trials.groupby("seed")[column].mean()
 
 
 def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval:
     """The mean of a column of losses over seeds, and from the lowest to the highest of them."""
-    seeds = group.groupby("seed")[column].mean()
+    seeds = by_seed(group, column)
     return Interval(float(seeds.mean()), float(seeds.min()), float(seeds.max()), len(seeds))
 
 
@@ -150,20 +150,16 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
     """Training seconds of each trial until its validation loss is at most ``target``, on the line between
     validations; infinite if none is so low, NaN if the first is already.
     """
-    curves = derived.frames.validations
+    curves, seconds = derived.frames.validations, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
-    seconds = {str(identity): _crossed(curve, target) for identity, curve in curves.groupby("id")}
+    for identity, curve in curves.groupby("id"):
+        loss, took = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
+        if (at := int((loss > target).cumprod().sum())) in (0, len(loss)):  # so many are above it
+            seconds[identity] = math.inf if at else math.nan
+        else:
+            fell = loss[at - 1] - loss[at]
+            seconds[identity] = took[at - 1] + (took[at] - took[at - 1]) * (loss[at - 1] - target) / fell
     return trials[["id", "seed", "sweep"]].assign(seconds=trials["id"].map(seconds).astype(float))
-
-
-def _crossed(curve: pd.DataFrame, target: float) -> float:
-    loss, seconds = curve["loss"].to_numpy(), curve["train_seconds"].to_numpy()
-    low = np.flatnonzero(loss <= target)
-    if not len(low) or low[0] == 0:
-        return math.nan if len(low) else math.inf
-    at = int(low[0])
-    passed = (seconds[at] - seconds[at - 1]) * (loss[at - 1] - target) / (loss[at - 1] - loss[at])
-    return float(seconds[at - 1] + passed)
 
 
 def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
@@ -175,7 +171,6 @@ def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Interval:
     found = []
     for clusters in (["seed"], ["seed", "sweep"]):
         above, below = (side.groupby(clusters)["seconds"].agg(geometric) for side in (base, ours))
-        sweeps = None if clusters == ["seed"] else {key: key[1] for key in above.index}
+        sweeps = {key: key[1] for key in above.index} if "sweep" in clusters else None
         found.append(paired_ratio_interval(above.to_dict(), below.to_dict(), sweeps))
-    unknown = [one for one in found if not one.known]
-    return unknown[0] if unknown else max(found, key=lambda one: one.half)
+    return max(found, key=lambda one: (not one.known, one.half))

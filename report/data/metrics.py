@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from report.data.frames import Frames
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")  # of bounds on a step
-_SOURCES: Final = ("ledger", "predicted")
 KEPT: Final = [
     "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
@@ -32,12 +31,12 @@ KEPT: Final = [
 def trials(frames: Frames) -> pd.DataFrame:
     """Metrics of every finished trial that trained, one row each; seconds, and bytes per step.
 
-    Columns of ``frames.trials``, of ``report/quantities.csv``, and ``alone``, whether computation was
+    Columns of ``frames.finished``, of ``report/quantities.csv``, and ``alone``, whether computation was
     measured by itself; ``egress_bytes``, of the busiest node; ``m_bytes``, M times the micro-batches;
     ``tflops`` of a rank, for presets; ``first_loss``; ``validation_step``, steps before the last validation.
     """
-    table = frames.trials
-    for found in (_times(frames), _traffic(frames), _first_loss(frames), _final_loss(frames)):
+    table = frames.finished[frames.finished["workload"] != "generate"]
+    for found in (_times(frames), _traffic(frames), _losses(frames)):
         table = table.merge(found, on="id", how="left")
     tokens = table["tokens_per_rank"] * table["world"] * table["accumulation"]
     table["tokens_per_second"] = tokens / table["step_seconds"]
@@ -53,38 +52,33 @@ def trials(frames: Frames) -> pd.DataFrame:
     for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
     model = ["nodes", "ranks_per_node", "shape", "accumulation"]  # peers have no units of their own
-    table["padded"] = table.groupby(model)["padded"].transform("max")
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
-    others = np.array([frames.ran[identity].workload != "train" for identity in table["id"]], bool)
-    table.loc[others, ["m_bytes", "first_loss"]] = np.nan  # of no meaning: several models, a loss around 0
+    # Of no meaning for several models, and where the loss lies around 0.
+    table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
     columns = (table[name] for name in ("id", "step_seconds", "processes"))
     table["tflops"] = [_tflops(frames.ran[one], *rest) for one, *rest in zip(*columns, strict=True)]
-    table["first"] = table.groupby("contender")["order"].transform("min")
-    table["_where"] = table["where"].str.replace(r"\d+", lambda number: number[0].zfill(9), regex=True)
-    cell = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "parameters", "_where"]
-    ordered = table.sort_values([*cell, "place", "first", "seed", "repeat"], ignore_index=True)
-    return ordered.drop(columns="_where")
+    return table
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     """Model TFLOP/s of each rank; NaN for models whose sizes this package does not know, and of ``rlhf``."""
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
-    if preset is None or not set(model.arguments) <= {field.name for field in fields(preset)}:
+    if preset is None or not set(model.arguments) <= asdict(preset).keys():
         return math.nan
-    changed: dict[str, Any] = asdict(preset) | model.arguments
-    shape = type(preset)(**changed)
+    changed: dict[str, Any] = model.arguments
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
     return tflops_per_rank(
-        shape, sequences=sequences, length=trial.sequence, recompute=False, seconds=seconds, ranks=ranks
-    )
+        replace(preset, **changed), sequences=sequences, length=trial.sequence, recompute=False,
+        seconds=seconds, ranks=ranks,
+    )  # fmt: skip
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
     """For each timed step of each trial, the row of the rank that took longest, with its ``exposed``."""
-    timed = frames.steps[~frames.steps["warmup"].astype(bool)]
+    timed = best_step.timed(frames.steps)
     slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
     exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
     exposed += best_step.before_training(slowest, "exposed_generate", "exposed_score")
@@ -103,25 +97,24 @@ def _times(frames: Frames) -> pd.DataFrame:
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
     """Number of timed steps of each trial, as counted in its records."""
-    return frames.steps[~frames.steps["warmup"].astype(bool)].groupby("id")["index"].nunique()
+    return best_step.timed(frames.steps).groupby("id")["index"].nunique()
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
-    between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
-    sent = frames.bytes.assign(bytes=frames.bytes["bytes"].where(between, 0).astype(float))
-    packets = (frames.bytes["bytes"] + frames.bytes["headers"]).where(between, 0).astype(float)
-    of_ledger = frames.bytes["source"] == "ledger"
-    of_source = {name: sent[sent["source"] == name].groupby("id")["bytes"].sum() for name in _SOURCES}
-    of_node = sent[sent["source"] == "ledger"].groupby(["id", "node"])["bytes"].sum()
+    within = ~((frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING))
+    sums = frames.bytes[["bytes", "headers"]].astype(float).mask(within, 0)
+    sent = frames.bytes[["id", "source", "node"]].assign(bytes=sums["bytes"], packets=sums.sum(axis=1))
+    ledger, predicted = (sent[sent["source"] == source] for source in ("ledger", "predicted"))
+    of_node = ledger.groupby(["id", "node"])["bytes"].sum()
     counted = frames.interfaces.set_index("id")
     headers = counted["tx_packets"] * counted["header_bytes"].astype(float)
     by_trial = counted["tx_bytes"].astype(float).groupby("id")
     found = pd.DataFrame(
         {
-            "sent_bytes": of_source["ledger"],
-            "predicted_bytes": of_source["predicted"],
-            "segment_bytes": packets[of_ledger].groupby(frames.bytes["id"]).sum(),
+            "sent_bytes": ledger.groupby("id")["bytes"].sum(),
+            "predicted_bytes": predicted.groupby("id")["bytes"].sum(),
+            "segment_bytes": ledger.groupby("id")["packets"].sum(),
             "interface_bytes": by_trial.sum(),
             "header_bytes": headers.groupby("id").sum(min_count=1),
             "egress_bytes": of_node.groupby("id").max().combine_first(by_trial.max()),
@@ -130,20 +123,18 @@ def _traffic(frames: Frames) -> pd.DataFrame:
     return found.div(timed_steps(frames), axis=0).reset_index(names="id")
 
 
-def _first_loss(frames: Frames) -> pd.DataFrame:
-    """Mean over ranks of the first step's loss."""
+def _losses(frames: Frames) -> pd.DataFrame:
+    """Mean over ranks of the first step's loss, and the last validation of trials that repeat it or trained
+    long; those of others say nothing.
+    """
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
-    return first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
-
-
-def _final_loss(frames: Frames) -> pd.DataFrame:
-    """The last validation of trials that repeat it, or trained long; those of others say nothing."""
     last = frames.validations.sort_values("step").groupby("id").tail(1)
     often = {identity for identity, trial in frames.ran.items() if trial.validate_every}
     last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
-    return last[["id", *names]].rename(columns=names)
+    found = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()
+    return found.merge(last[["id", *names]].rename(columns=names), on="id", how="left")
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
@@ -192,13 +183,10 @@ class Derived:
         """What the suite's question compares."""
         return contender.comparison(self.finished)
 
-    @cached_property
+    @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, trained or generated: the columns of ``frames.trials``."""
-        columns = [*self.frames.trials.columns, "first"]
-        generated = self.generations.drop_duplicates("id")[columns]
-        both = [table for table in (self.trials[columns], generated) if len(table)]
-        return pd.concat(both, ignore_index=True) if both else generated
+        """One row per finished trial, trained or generated."""
+        return self.frames.finished
 
     @property
     def disturbed(self) -> frozenset[str]:

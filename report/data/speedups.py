@@ -11,10 +11,9 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, crossing, geometric_interval, paired_ratio_interval
-from harness.suites.repeat_order import setting_of
 from report.data import contender
 from report.data.contender import is_baseline
-from report.data.frames import Frames, groups
+from report.data.frames import groups
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
 PAIR: Final = ("cell", "sweep", "seed", "repeat")  # trials that ran under the same conditions
@@ -90,9 +89,10 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """The rate at which a contender and the baseline are equally fast, in settings that differ in rate alone.
 
-    One row per setting and contender that ran at two or more rates: the highest crossing of 1, on the line
-    between neighbouring points in logarithms, NaN without one; its interval (infinite beyond the neighbours,
-    NaN for few pairs); the range measured with the speed-ups at its ends; ``records``, the ids behind it.
+    One row per setting and contender that ran at two or more rates: ``break_even_mbit`` (:class:`Interval`),
+    the highest crossing of 1, on the line between neighbouring points in logarithms, NaN without one; its
+    ends, infinite beyond the neighbours, NaN for few pairs; the range measured with the speed-ups at its
+    ends; ``records``, the ids behind it.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
     rows: list[tuple[object, ...]] = []
@@ -103,25 +103,24 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
         if len(points) < 2:
             continue
         (lowest, slow), (highest, fast) = points[0], points[-1]
-        records = " ".join(sorted({*group["id"], *group["baseline"]}))
+        found, records = _highest_crossing(points), " ".join(sorted({*group["id"], *group["baseline"]}))
         ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
-        rows.append((*key, *_highest_crossing(points), *ends, records))
-    names = ["break_even_mbit", "break_even_low_mbit", "break_even_high_mbit", "fewest_pairs"]
-    names += ["low_mbit", "high_mbit", "low_speedup", "high_speedup", "records"]
-    return pd.DataFrame(rows, columns=[*keys, *names])
+        rows.append((*key, found, found.n, *ends, records))
+    names = ["break_even_mbit", "fewest_pairs", "low_mbit", "high_mbit", "low_speedup", "high_speedup"]
+    return pd.DataFrame(rows, columns=[*keys, *names, "records"])
 
 
-def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> tuple[float, float, float, int]:
-    """Rate, ends and pairs of the last neighbours whose speed-ups lie on both sides of 1."""
+def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
+    """The rate between the last neighbours whose speed-ups lie on both sides of 1."""
     for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
         left, right = _log_speedups(slow), _log_speedups(fast)
         both = left.index.intersection(right.index)
         if len(both) and left[both].mean() * right[both].mean() < 0:
             sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
             places = crossing(left.to_dict(), right.to_dict(), sweeps)
-            rates = [r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places]
-            return rates[0], rates[1], rates[2], len(both)
-    return math.nan, math.nan, math.nan, 0
+            rates = (r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places)
+            return Interval(*rates, len(both))
+    return Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
@@ -130,18 +129,12 @@ def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
     return by_pair["baseline_seconds"].map(math.log) - by_pair["step_seconds"].map(math.log)
 
 
-def parity(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+def parity(table: pd.DataFrame) -> pd.DataFrame:
     """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
 
     Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    ran = [frames.ran[identity] for identity in shaped["id"]]
-    unshaped = [
-        one.model_copy(update={"cluster": one.cluster.model_copy(update={"rate": None})}) for one in ran
-    ]
-    elsewhere = [setting_of(one, "seed", "repeat", "measure_quantisation") for one in unshaped]
-    shaped = shaped.assign(elsewhere=elsewhere)
     ours = shaped[contender.is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})

@@ -1,22 +1,40 @@
-"""A figure as a declaration: a name, a question, the columns of one tidy table, and a mark."""
+"""A figure: its declaration, by a question and the columns of one tidy table, and its drawing into files."""
 
 from __future__ import annotations
 
+import base64
+import io
 import math
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Collection
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import matplotlib.figure
 import pandas as pd
+from matplotlib.transforms import Bbox
 
 from harness.records.confidence_intervals import Interval
+from report.data import caveats
+from report.data.contender import name_of
 from report.data.metrics import Derived
 from report.data.text import number, sweeps_in_words
 from report.draw.names_of_rows import common_to, peers_note
-from report.draw.theme import Style
+from report.draw.theme import WIDTH, Style, fonts, looks_of
 
 THREE_DIGITS: Final = number(3)
+# No dates and no versions: the same records give the same bytes.
+_METADATA: Final[dict[str, dict[str, Any]]] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
+    "png": {"Software": None},
+}
+FORMS: Final = tuple(_METADATA)
+_MARGIN: Final = 0.05  # inches around what is drawn
+_LETTERS: Final = 36  # of a line over or under a panel of a narrow figure
+_LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second to fourth fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +90,80 @@ class Figure:
     def caption(self, data: pd.DataFrame) -> str:
         """The question, what is drawn how, and what all rows have in common."""
         parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
+        parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []
         parts += [common_to(data)] if "where" in data else []
         parts += [sweeps_in_words(data["sweep"])] if "sweep" in data else []
         return " ".join(part.strip() for part in parts if part.strip())
+
+    def draw(
+        self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = FORMS
+    ) -> Drawn | None:
+        """Draw it into a folder; None if the records hold nothing to draw."""
+        data = self.table(derived)
+        return None if data.empty else self.write(data, folder, style, forms)
+
+    def write(self, data: pd.DataFrame, folder: Path, style: Style, forms: Collection[str] = FORMS) -> Drawn:
+        """Draw a table with rows, and write it as ``forms``, and as CSV of its raw values."""
+        rendered = {}
+        with fonts():
+            drawn = self.mark.draw(data, style)
+            if style.narrow:
+                for ax in drawn.get_axes():
+                    ax.set_title(textwrap.fill(ax.get_title(loc="left"), _LETTERS))
+                    ax.set_xlabel(textwrap.fill(ax.get_xlabel(), _LETTERS))
+            box = _laid_out(drawn, style)
+            for form in (form for form in FORMS if form in forms):
+                buffer = io.BytesIO()
+                drawn.savefig(buffer, format=form, metadata=_METADATA[form], bbox_inches=box)
+                rendered[form] = buffer.getvalue()
+                (folder / f"{self.name}.{form}").write_bytes(rendered[form])
+        data.to_csv(folder / f"{self.name}.csv", index=False, lineterminator="\n")
+        return Drawn(self, data, rendered["svg"], style.width)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn, with the raw values behind it."""
+
+    figure: Figure
+    data: pd.DataFrame
+    svg: bytes
+    width: float = WIDTH  # mm
+
+    @property
+    def image(self) -> str:
+        """The drawing as a data URI."""
+        return f"data:image/svg+xml;base64,{base64.b64encode(self.svg).decode('ascii')}"
+
+    def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
+        """Ids of the records behind it, each with its footnote mark if it is in ``marked``."""
+        return [(name, caveats.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
     """Sorted ids of the records behind a figure's data, those of column ``baseline`` among them."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({one for identity in ids for one in str(identity).split()}))
+
+
+def style_of(derived: Derived, width: float = WIDTH) -> Style:
+    """The style of a page: presets have the plain looks of their strategies, changed ones follow."""
+    ran = derived.finished.sort_values("place", kind="stable")
+    ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(name_of))
+    ran = ran.sort_values("changed", kind="stable")
+    return Style(width, looks_of(zip(ran["strategy"], ran["contender"], strict=True)))
+
+
+def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
+    """Lay a figure out, once for all forms, so that it is as wide as asked, or as it must."""
+    inner = style.inches - 2 * _MARGIN
+    for _ in range(_LAYOUTS):
+        figure.draw_without_rendering()
+        drawn = figure.get_tightbbox()
+        if abs(drawn.width - inner) < _MARGIN / 2:
+            break
+        figure.set_figwidth(max(1.0, figure.get_figwidth() + inner - drawn.width))
+    figure.set_layout_engine(None)  # "none" leaves a placeholder, for which each form is drawn twice
+    middle, width = (drawn.x0 + drawn.x1) / 2, max(style.inches, drawn.width)
+    return Bbox.from_extents(middle - width / 2, drawn.y0 - _MARGIN, middle + width / 2, drawn.y1 + _MARGIN)

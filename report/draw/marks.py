@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas.api.types import is_integer_dtype
 
-from report.data import footnotes
+from report.data import caveats
 from report.data.frames import groups
 from report.data.text import listed, number, sentence
 from report.draw import axes, theme
@@ -49,7 +49,7 @@ class Rows:
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars or points with their intervals."""
         rows, shown = by_cell_and_contender(data), _measured(self.measures, data)
-        names = [name + (footnotes.rates(mine) if "rates_differ" in mine else "") for name, _, mine in rows]
+        names = [name + caveats.rates(mine) for name, _, mine in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
         looks = [style.look(contender) for _, contender, _ in rows]
         for ax, measure in zip(panels, shown, strict=True):
@@ -67,27 +67,27 @@ class Rows:
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
     """One measure of all rows."""
-    found, places, column = [measure.of(mine) for mine in rows], np.arange(len(rows)), measure.column
+    places, column = np.arange(len(rows)), measure.column
+    found = pd.DataFrame([measure.of(mine) for mine in rows])
+    found["stroke"] = [mine[measure.stroke].median() if measure.stroke else np.nan for mine in rows]
     colours = [look.colour for look in looks]
     common: dict[str, Any] = {"y": places, "hue": places, "palette": colours, "legend": False, "ax": ax}
-    common["x"] = [one.estimate for one in found]
     if measure.bar:
-        sns.barplot(**common, orient="h", width=0.62, saturation=1, native_scale=True)
+        sns.barplot(found, x="estimate", **common, orient="h", width=0.62, saturation=1, native_scale=True)
     else:
         markers = [look.marker for look in looks]
-        sns.scatterplot(**common, style=places, markers=markers, s=40, zorder=3)
-    ends = ([one.low for one in found], [one.high for one in found])
-    ax.hlines(places, *ends, colors=[theme.INK] * len(rows) if measure.bar else colours, zorder=3)
-    values = pd.concat([mine[[column]].astype(float) for mine in rows])
-    values["place"] = np.repeat(places + 0.22, [len(mine) for mine in rows])
-    sns.scatterplot(values, x=column, y="place", ax=ax, **_DOT)
-    strokes = [mine[measure.stroke].median() if measure.stroke else np.nan for mine in rows]
+        sns.scatterplot(found, x="estimate", **common, style=places, markers=markers, s=40, zorder=3)
+    ends = [theme.INK] * len(rows) if measure.bar else colours
+    ax.hlines(places, found["low"], found["high"], colors=ends, zorder=3)
+    values = pd.concat([mine[[column]].astype(float).assign(place=at) for at, mine in enumerate(rows)])
+    sns.scatterplot(x=values[column], y=values["place"] + 0.22, ax=ax, **_DOT)
     if measure.stroke:
-        ax.plot(strokes, places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
+        ax.plot(found["stroke"], places, "|", color=theme.INK, ms=11, mew=1.3, zorder=3)
     axes.line_at(ax, measure.line, across=False)
-    for place, one, mine, stroke in zip(places, found, rows, strokes, strict=True):
-        end = float(np.fmax.reduce([one.estimate, one.high, mine[column].max(), stroke]))
-        axes.beside(ax, end, float(place), measure.form(one.estimate))
+    found["most"] = values.groupby("place")[column].max()
+    right = found[["estimate", "high", "most", "stroke"]].max(axis=1)
+    for place, (end, estimate) in enumerate(zip(right, found["estimate"], strict=True)):
+        axes.beside(ax, end, place, measure.form(estimate))
     if measure.log:
         ax.set_xlim(values[column].min() / 1.5, values[column].max() * 3)
         axes.log_ticks(ax, "x")
@@ -112,7 +112,7 @@ class Lines:
         shown, titles = _measured(self.measures, data), list(data["panel"].unique())
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
         if self.lines == "contender":
-            looks = {name: style.look(name) for _, name in contenders(data)}
+            looks = {name: style.look(name) for name in contenders(data)}
         columns = min(len(titles), _COLUMNS if len(shown) == 1 else len(titles))
         rows = -(-len(titles) // columns) * len(shown)
         figure, panels = axes.grid(style, rows, columns, [_PANEL_INCHES] * rows)
@@ -164,7 +164,7 @@ class Lines:
         if "rates_differ" in mine:
             for _, cell in mine[mine["rates_differ"]].groupby("cell"):
                 above = (cell[x].median(), cell[y].max())
-                ax.annotate(footnotes.RATES, above, (0, 4), textcoords="offset points", ha="center")
+                ax.annotate(caveats.RATES, above, (0, 4), textcoords="offset points", ha="center")
         if is_integer_dtype(mine[x]) and found["x"].nunique() < _FEW:
             ax.set_xticks(sorted(found["x"].unique()))
         if self.log:
@@ -212,7 +212,7 @@ class Stacked:
         return figure
 
     def _panel(self, ax: Axes, mine: pd.DataFrame, colours: dict[str, str]) -> None:
-        names = [contender for _, contender in contenders(mine)]
+        names = contenders(mine)
         bars = mine[mine["kind"] == "bar"]
         wide = bars.pivot_table(index="contender", columns="part", values=self.value, aggfunc="mean")
         wide = wide.reindex(index=names, columns=list(colours)).astype(float)
@@ -259,7 +259,7 @@ class Front:
                 middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
                 ahead = middles.iloc[front(middles)].to_numpy().T
                 ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
-                for _, name, group in by_contender(known):
+                for name, group in by_contender(known):
                     look = style.look(name)
                     dots = _DOT | {"color": look.colour, "s": 5}
                     sns.scatterplot(group, x=self.x, y=measure.column, ax=ax, **dots)
@@ -276,7 +276,7 @@ class Front:
                 ax.set_xlabel(self.label)
                 ax.set_ylabel(measure.label)
             row[0].set_title(title)
-        looks = {axes.wrapped(name, 30, most=40): style.look(name) for _, name in contenders(data)}
+        looks = {axes.wrapped(name, 30, most=40): style.look(name) for name in contenders(data)}
         entries = axes.lines(looks)
         for entry in entries.values():
             entry.set(linestyle="none")

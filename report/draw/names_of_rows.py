@@ -49,15 +49,14 @@ def peers_note(data: pd.DataFrame) -> str:
     return f"{'; '.join(told)}." if told else ""
 
 
-def contenders(data: pd.DataFrame) -> list[tuple[str, str]]:
-    """Distinct (strategy, contender) pairs, in list order."""
-    found = data.drop_duplicates("contender").sort_values(["place", "first"], kind="stable")
-    return list(zip(found["strategy"], found["contender"], strict=True))
+def contenders(data: pd.DataFrame) -> list[str]:
+    """Distinct contenders, in list order."""
+    return list(data.sort_values(["place", "first"], kind="stable")["contender"].unique())
 
 
-def by_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """(strategy, contender, its rows) in list order."""
-    return [(*named, data[data["contender"] == named[1]]) for named in contenders(data)]
+def by_contender(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """(contender, its rows) in list order."""
+    return [(name, data[data["contender"] == name]) for name in contenders(data)]
 
 
 def by_cell(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -70,5 +69,5 @@ def by_cell_and_contender(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFra
     return [
         (f"{contender}, {title}" if title else contender, contender, group)
         for title, of_cell in by_cell(data)
-        for _, contender, group in by_contender(of_cell)
+        for contender, group in by_contender(of_cell)
     ]

@@ -7,15 +7,13 @@ from typing import Final
 
 import pandas as pd
 
-from harness.records.trace_record import LANES, hidden
-from impl.comm.ledger import Span
-from report.data import decoding, emulation, footnotes, metrics, published, sizes, speedups
+from report.data import caveats, decoding, metrics, published, sizes, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.figure import Figure, Measure
-from report.draw.marks import Lanes, Lines, Rows, Stacked
-from report.draw.names_of_rows import by_cell_and_contender, contenders, titles_of
+from report.draw.marks import Lines, Rows, Stacked
+from report.draw.names_of_rows import contenders, titles_of
 from report.figures import predictions
 from report.quantities import QUANTITIES, formula
 
@@ -30,7 +28,7 @@ _SPEEDUP: Final = Measure(
 )
 _SHARE: Final = Measure(
     "share", "share of what is allowed", QUANTITIES["allowed step/step"]["formula"].replace("`", ""),
-    form=footnotes.share, line=1, stroke="schedule_share",
+    form=caveats.share, line=1, stroke="schedule_share",
 )  # fmt: skip
 _TOKENS: Final = Measure(
     "tokens_per_second", "tokens/s of all ranks", "geometric means over repeats",
@@ -42,11 +40,12 @@ def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
     """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
-    nodes, ranks, tokens = (data[key].astype(str) for key in keys)
     several = len(data[keys[:2]].drop_duplicates()) > 1
-    return data.assign(
-        panel=tokens + " tokens per rank" + (", " + nodes + "x" + ranks + " ranks" if several else "")
-    )
+    panel = [
+        f"{tokens} tokens per rank" + (f", {nodes}x{ranks} ranks" if several else "")
+        for nodes, ranks, tokens in data[keys].itertuples(index=False)
+    ]
+    return data.assign(panel=pd.Series(panel, data.index, dtype=str))
 
 
 def _pairs(derived: Derived) -> pd.DataFrame:
@@ -57,7 +56,7 @@ def _pairs(derived: Derived) -> pd.DataFrame:
     return rows[[*KEPT, *more, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
 
 
-def _at_one_rate(derived: Derived, known: str = "speedup") -> pd.DataFrame:
+def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
     rows = _pairs(derived)
     rows = rows.drop(speedups.several_rates(rows).index)
     return rows if rows[known].notna().any() else rows.iloc[:0]
@@ -66,16 +65,10 @@ def _at_one_rate(derived: Derived, known: str = "speedup") -> pd.DataFrame:
 def _bounds_in_words(data: pd.DataFrame) -> str:
     """Caption text on what the shortest step is, and on shares above 1, where one is drawn."""
     drawn = data.groupby(["cell", "contender"])["share"].median()
-    above = f" {footnotes.ABOVE_IN_WORDS}" if drawn.round(2).gt(1).any() else ""
+    above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
     return formula("best possible step", "scheduled step", "best step by processors") + above
 
 
-def _differing_in_words(data: pd.DataFrame) -> str:
-    """Caption text for the mark of links of different rates, where it is drawn."""
-    return footnotes.RATES_IN_WORDS if data["rates_differ"].any() else ""
-
-
-_THROUGHPUT: Final = [*KEPT, "panel", "step_seconds", "tokens_per_second", "rates_differ"]
 _AGAINST_RATES: Final = partial(
     Lines, "achieved_mbit", "achieved rate of a node's link, Mbit/s", points="cell", log=True
 )
@@ -83,9 +76,8 @@ SPEEDUP: Final = Figure(
     name="speedup",
     title="Speed-up",
     question="How much faster is each contender?",
-    table=_at_one_rate,
+    table=lambda derived: _at_one_rate(derived, "speedup"),
     mark=Rows((_SPEEDUP,)),
-    notes=(_differing_in_words,),
 )
 SHARE: Final = Figure(
     name="share",
@@ -101,15 +93,16 @@ OVER_RATES: Final = Figure(
     question="From which rate of the link on does a contender no longer pay?",
     table=lambda derived: _over_rates(_pairs(derived)),
     mark=_AGAINST_RATES(measures=(_SPEEDUP, _SHARE)),
-    notes=(_bounds_in_words, _differing_in_words),
+    notes=(_bounds_in_words,),
 )
 THROUGHPUT: Final = Figure(
     name="throughput",
     title="Throughput against bandwidth",
     question="How is throughput bound by bandwidth and by the batch per rank?",
-    table=lambda derived: _over_rates(derived.trials)[_THROUGHPUT],
+    table=lambda derived: _over_rates(derived.trials)[
+        [*KEPT, "panel", "step_seconds", "tokens_per_second", "rates_differ"]
+    ],
     mark=_AGAINST_RATES(measures=(_TOKENS,)),
-    notes=(_differing_in_words,),
 )
 
 
@@ -144,14 +137,8 @@ BESIDE_PUBLISHED: Final = Figure(
     table=_beside_published,
     mark=Lines("rate", "", (_BESIDE,), lines="line", points="cell", log=True),
     note="Rates and hardware differ by orders of magnitude: compare shapes, not positions.",
-    notes=(lambda data: emulation.note(data["link_kind"].dropna()),),
+    notes=(lambda data: caveats.beside_real(data["link_kind"].dropna()),),
 )
-
-
-def _published_decoding(_: pd.DataFrame) -> str:
-    rows = published.rlhf("generation").to_dict("records")
-    told = listed([f"{row['speedup']:.2f} ({row['model']})" for row in rows])
-    return f"The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, {told}."
 
 
 GENERATION: Final = Figure(
@@ -177,7 +164,11 @@ GENERATION: Final = Figure(
             Measure("later_mb", "MB, later token", "for each one after the first"),
         )
     ),
-    notes=(_published_decoding,),
+    notes=(
+        lambda _: "The blog prints for generation in RLHF on 32 GPUs, over ZeRO-3, "
+        + listed([f"{row.speedup:.2f} ({row.model})" for row in published.rlhf("generation").itertuples()])
+        + ".",
+    ),
 )  # fmt: skip
 PREDICTED: Final = Figure(
     name="predicted",
@@ -222,7 +213,7 @@ def _split(derived: Derived) -> pd.DataFrame:
 def _unexposed_in_words(data: pd.DataFrame) -> str:
     """Of whom exposed communication is not known, where there are such contenders."""
     known = set(data[data["part"].str.startswith("exposed")]["contender"])
-    without = [contender for _, contender in contenders(data) if contender not in known]
+    without = [contender for contender in contenders(data) if contender not in known]
     return f"For {listed(without)} it is not known: it is part of forward and backward." if without else ""
 
 
@@ -242,38 +233,4 @@ STEP_SPLIT: Final = Figure(
         (*_PASSES, "optimizer", "other"),
     ),
     notes=(_unexposed_in_words,),
-)
-
-
-def _traced(derived: Derived) -> pd.DataFrame:
-    """Spans of the first rank of each traced trial, with a sentence on them in ``told``."""
-    spans = derived.frames.traces
-    table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
-    parts = [
-        mine.assign(panel=f"{name} ({identity})", told=f"{name} ({identity}): {_under_way(mine)}")
-        for name, _, group in by_cell_and_contender(table)
-        for identity, mine in group.groupby("id", sort=False)
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else table
-
-
-def _under_way(spans: pd.DataFrame) -> str:
-    """How long messages between nodes were under way, and how much of it without waiting for one."""
-    total, apart = hidden([Span(*row) for row in spans[["lane", "name", "begin", "end"]].to_numpy()])
-    share, first = apart / total if total else 0.0, spans.iloc[0]
-    return (
-        f"{total:.3g} s under way, {share:.0%} of it hidden, in a step of {first['seconds']:.3g} s (the one "
-        f"before, which nothing noted: {first['before']:.3g} s)"
-    )
-
-
-LANES_OF_A_RANK: Final = Lanes(LANES)
-TRACE: Final = Figure(
-    name="trace",
-    title="One step, taken apart",
-    question="What did the first rank compute, encode, send and wait for in one step, and when?",
-    table=_traced,
-    mark=LANES_OF_A_RANK,
-    note="Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are posted "
-    "until they are waited for; hidden: without waiting for one between nodes.",
 )

@@ -1,16 +1,51 @@
-"""The picture of a traced step: a row of lanes for each rank, over the time of the step."""
+"""A traced step: the figure of its first rank on a page, and the picture of all ranks beside the trace."""
 
 from __future__ import annotations
 
 import io
 import textwrap
 from pathlib import Path
+from typing import Final
 
 import pandas as pd
 
-from harness.records.trace_record import Trace
+from harness.records.trace_record import LANES, Trace, hidden
+from impl.comm.ledger import Span
+from report.data.metrics import KEPT, Derived
+from report.draw.figure import Figure
+from report.draw.marks import Lanes
+from report.draw.names_of_rows import by_cell_and_contender
 from report.draw.theme import Style, fonts
-from report.figures.speed import LANES_OF_A_RANK
+
+_LANES: Final = Lanes(LANES)
+
+
+def _traced(derived: Derived) -> pd.DataFrame:
+    """Spans of the first rank of each traced trial, with a sentence on them in ``told``."""
+    spans = derived.frames.traces
+    table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
+    parts = []
+    for name, _, group in by_cell_and_contender(table):
+        for identity, mine in group.groupby("id", sort=False):
+            total, apart = hidden([Span(*row) for row in mine[["lane", "name", "begin", "end"]].to_numpy()])
+            share, first = apart / total if total else 0.0, mine.iloc[0]
+            told = (
+                f"{name} ({identity}): {total:.3g} s under way, {share:.0%} of it hidden, in a step of "
+                f"{first['seconds']:.3g} s (the one before, which nothing noted: {first['before']:.3g} s)"
+            )
+            parts.append(mine.assign(panel=f"{name} ({identity})", told=told))
+    return pd.concat(parts, ignore_index=True) if parts else table
+
+
+TRACE: Final = Figure(
+    name="trace",
+    title="One step, taken apart",
+    question="What did the first rank compute, encode, send and wait for in one step, and when?",
+    table=_traced,
+    mark=_LANES,
+    note="Noted by `zeropp trace`, apart from the trials. Messages are under way from when they are posted "
+    "until they are waited for; hidden: without waiting for one between nodes.",
+)
 
 
 def write(trace: Path) -> Path:
@@ -22,7 +57,7 @@ def write(trace: Path) -> Path:
     ]
     buffer = io.BytesIO()
     with fonts():
-        figure = LANES_OF_A_RANK.draw(pd.DataFrame(rows), Style())
+        figure = _LANES.draw(pd.DataFrame(rows), Style())
         figure.supxlabel(textwrap.fill(found.otherData.shows, 110), fontsize=8)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     picture, aside = trace.with_suffix(".svg"), trace.with_suffix(".tmp")

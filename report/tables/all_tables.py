@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
-from report.data import footnotes
+from report.data import caveats
 from report.data.metrics import Derived
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
@@ -29,6 +29,6 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
 
 def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list[Table]:
     """Tables of these names that have rows, in page order."""
-    note = footnotes.modelled_in_words(derived)
+    note = caveats.modelled_in_words(derived)
     made = [maker(derived) for name, maker in MAKERS.items() if name in names]
     return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]

@@ -7,7 +7,6 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.suites.peers import PEERS, family_of
-from harness.suites.repeat_order import setting_of
 from harness.suites.trial import Trial
 from report.data import speedups
 from report.data.frames import groups
@@ -22,14 +21,14 @@ def peers(derived: Derived) -> Table:
     ran = [derived.frames.ran[identity] for identity in derived.trials["id"]]
     policies = [trial.resolved_policy() or trial.peer for trial in ran]  # a peer's type is its own
     found = derived.trials.assign(
-        elsewhere=list(map(_setting, ran)),
+        where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
         compute=[one.compute for one in policies],
         carried=list(map(carried_by, ran)),
         family=[family_of(trial.strategy) or "" for trial in ran],
     )
     rows = [
         row
-        for _, here in groups(found[found["family"] != "single"], ["elsewhere", "compute"])
+        for _, here in groups(found[found["family"] != "single"], ["where", "compute"])
         if 0 < (here["family"] != "").sum() < len(here)
         for row in _rows(here)
     ]
@@ -67,8 +66,7 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
     ours = here[here["family"] == ""].sort_values("carried", kind="stable")  # gloo alone, nccl, shm
     rows, keys = [], ["contender", "carried", "compute"]
     for (name, carried, compute), mine in groups(pd.concat([theirs, ours]), keys):
-        where = [one for one in str(mine["where"].iloc[0]).split(", ") if not one.startswith("transport ")]
-        row = {"where": ", ".join(where), "contender": name, "carried": carried, "compute": compute}
+        row = {"where": mine["where"].iloc[0], "contender": name, "carried": carried, "compute": compute}
         row |= {**counted(mine), "step_seconds": speedups.step_interval(mine)}
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family)
@@ -88,10 +86,3 @@ def _over(mine: pd.DataFrame, peer: pd.DataFrame, family: str) -> dict[str, Any]
         return {f"_{family}": ""}
     least, name = min(found, key=lambda one: one[0].estimate)
     return {f"over_{family}": least, f"best_{family}": name, f"_{family}": f", {name}"}
-
-
-def _setting(trial: Trial) -> str:
-    """What a trial and its peers have in common: neither who ran, nor over which transport."""
-    cluster = trial.cluster.model_copy(update={"transport": "shm"})
-    kept = trial.model_copy(update={"cluster": cluster})
-    return setting_of(kept, "seed", "repeat", "measure_quantisation", "validate_every", "timeout_seconds")

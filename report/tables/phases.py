@@ -36,7 +36,7 @@ def phases(derived: Derived) -> Table:
             "intra_mb": mine["intra_bytes"].median() / 1e6,
         }
         for phase in PHASES
-        for row, _, mine in rows_of(table[table["phase"] == phase])
+        for row, mine in rows_of(table[table["phase"] == phase])
     ]
     rows += [
         cells | {"phase": _PUBLISHED[row["phase"]], "published": f"{row[name]:g} {row['unit']}"}

@@ -15,7 +15,7 @@ from report.data.frames import Frames
 from report.data.metrics import Derived
 from report.data.text import called, counted, listed, number
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, medians, rows_of
 
 HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
 _HELD_FROM: Final = 0.05  # share of samples
@@ -29,9 +29,9 @@ _FOUND: Final = {  # columns of the trials
 def energy(derived: Derived) -> Table:
     """Table of GPUs' energy per token, power, utilisation and clocks; without rows where no GPU was."""
     rows: list[dict[str, Any]] = []
-    for row, _, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
+    for who, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((mine["throttled"].gt(_HELD_FROM) | mine["gpu_others"].gt(0)).sum())
-        row |= {name: mine[name].median() for name in ("watts", "utilisation", "clock_mhz", "throttled")}
+        row = who | medians(mine, "watts", "utilisation", "clock_mhz", "throttled")
         row["_taken"] += f" ({held} {HELD})" if held else ""
         if len(known := mine.dropna(subset=["joules_per_token"])):
             row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
@@ -128,9 +128,9 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 def _told(contenders: pd.Series[str], values: Sequence[str]) -> str:
     """Values in table order, each with its contenders where it depends on these alone."""
-    who = {value: names.unique() for value, names in contenders.groupby(list(values), sort=False)}
+    who = {str(value): names.unique() for value, names in contenders.groupby(list(values), sort=False)}
     apart = len(who) > 1 and sum(map(len, who.values())) == contenders.nunique()
-    return _some([f"{value} ({', '.join(names)})" if apart else str(value) for value, names in who.items()])
+    return _some([f"{value} ({', '.join(names)})" if apart else value for value, names in who.items()])
 
 
 def _some(values: Sequence[str]) -> str:

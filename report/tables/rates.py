@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.records.confidence_intervals import Interval
-from report.data import decoding, footnotes, published, speedups
+from report.data import caveats, decoding, published, speedups
 from report.data.contender import BASELINE, PROPOSED, name_of
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -30,10 +30,10 @@ def parity(derived: Derived) -> Table:
             "unit": "tokens/s",
             "parity": (found := speedups.parity_interval(group)),
             "pairs": len(group),
-            "verdict": _verdict(found),
+            "verdict": verdict(found),
             **_behind(derived, {*group["id"], *group["baseline"]}),
         }
-        for key, group in groups(speedups.parity(derived.frames, derived.trials), keys)
+        for key, group in groups(speedups.parity(derived.trials), keys)
     ]
     rows += [
         {
@@ -69,7 +69,7 @@ def parity(derived: Derived) -> Table:
     )
 
 
-def _verdict(found: Interval) -> str:
+def verdict(found: Interval) -> str:
     """Whether a contender makes up for a link of a quarter of the rate."""
     if not found.known:
         return NOTHING
@@ -79,18 +79,13 @@ def _verdict(found: Interval) -> str:
 def _behind(derived: Derived, records: Iterable[object]) -> dict[str, Any]:
     """The number of the trials with these ids, their marks, and the CPU time that others took."""
     behind = derived.trials[derived.trials["id"].isin(list(records))]
-    return {**counted(behind), "_rates": footnotes.rates(behind), "taken_share": behind["taken_share"].max()}
+    return {**counted(behind), "_rates": caveats.rates(behind), "taken_share": behind["taken_share"].max()}
 
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    rows: list[dict[str, Any]] = speedups.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
-    for row in rows:
-        rate, low, high = (row.pop(f"break_even_{end}mbit") for end in ("", "low_", "high_"))
-        row.update(
-            {"where": row["elsewhere"], "break_even_mbit": Interval(rate, low, high, row["fewest_pairs"])}
-        )
-        row.update(_behind(derived, row["records"].split()))
+    found: list[dict[str, Any]] = speedups.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
+    rows = [row | {"where": row["elsewhere"], **_behind(derived, row["records"].split())} for row in found]
     return made(
         "break_even",
         "Break-even",
@@ -126,7 +121,7 @@ def generation(derived: Derived) -> Table:
             "first_mb": mine["first_bytes"].median() / 1e6,
             "later_mb": mine["later_bytes"].median() / 1e6,
         }
-        for row, _, mine in rows_of(derived.generations)
+        for row, mine in rows_of(derived.generations)
     ]
     rows += [
         cells | {"tokens_per_second": row[name]}

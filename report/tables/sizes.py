@@ -29,10 +29,10 @@ _BY: Final = {
 def volume(derived: Derived) -> Table:
     """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
     parts = sizes.volume(derived.frames, derived.trials)
-    rows: list[dict[str, Any]] = []
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
-    for row, strategy, mine in rows_of(between, *keys):
+    rows: list[dict[str, Any]] = []
+    for row, mine in rows_of(between, *keys):
         m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
         first = mine.iloc[0]
         rows.append(
@@ -40,7 +40,10 @@ def volume(derived: Derived) -> Table:
             | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}"}
             | {part: m.get(part, 0.0 if len(m) else math.nan) for part in sizes.VOLUME_PARTS}
             | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
-            | {"published": published.total(strategy, row["contender"]), "m_bytes": mine["m_bytes"].median()}
+            | {
+                "published": published.total(first["strategy"], row["contender"]),
+                "m_bytes": mine["m_bytes"].median(),
+            }
         )
     heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
     return made(
@@ -61,7 +64,7 @@ def volume(derived: Derived) -> Table:
 def checks(derived: Derived) -> Table:
     """Table of checks: bytes against prediction, first loss against that of a single process."""
     rows: list[dict[str, Any]] = []
-    for row, _, mine in rows_of(derived.trials, "where"):
+    for row, mine in rows_of(derived.trials, "where"):
         equal, reference = mine["predicted_equal"].dropna().astype(bool), mine["reference_loss"]
         stated = mine["sent_bytes"] + mine["header_bytes"]
         rows.append(
@@ -97,7 +100,7 @@ def memory(derived: Derived) -> Table:
     rows = [
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
         for (nodes, ranks, model), here in groups(found, places)
-        for _, contender, mine in by_contender(here)
+        for contender, mine in by_contender(here)
     ]
     if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
         rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]

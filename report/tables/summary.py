@@ -9,12 +9,12 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
-from report.data import footnotes, metrics, speedups
+from report.data import caveats, metrics, speedups
 from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, medians, rows_of
 
 _MEDIANS: Final = (
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
@@ -27,13 +27,13 @@ def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the best {name_of(BASELINE)}" if two and not derived.compared.asked else base
-    papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     steps = derived.trials["validation_step"].dropna()
     after = f"after {span(steps, 'step')}" if len(steps) else ""
     loss = (
         "Validation loss: mean cross-entropy, in nats, on data held back from training, at the end of each "
         f"trial, {after}; less is better."
     )
+    papers = formula("over the paper's baseline") + f" {FLAT_FACTOR}."
     return made(
         "summary",
         "Summary",
@@ -45,18 +45,17 @@ def summary(derived: Derived) -> Table:
         Column("speedup", f"Speed-up over {best}", RATIO, formula("speed-up"), "_rates"),
         Column("over_papers", "over the paper's baseline", RATIO, papers),
         Column("_pairs", "Pairs", str, "Pairs: their number, and the range in which their ratios lie."),
-        Column("share", "Allowed step/step", footnotes.share, formula("allowed step/step")),
+        Column("share", "Allowed step/step", caveats.share, formula("allowed step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),
         Column("bytes_ratio", f"of {base}'s", number(3)),
         Column("validation_loss", "Validation loss", number(4), loss),
         notes=f"Other columns: medians. {sweeps_in_words(derived.trials['sweep'])}"
-        f"{footnotes.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
+        f"{caveats.alone_in_words(derived)}{short_names_in_words(row['contender'] for row in rows)}",
     )
 
 
 def time(derived: Derived) -> Table:
     """Step time, one row per cell and contender: measured against its bounds, and CPU usage."""
-    rows = _rows(derived)
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (
@@ -66,18 +65,18 @@ def time(derived: Derived) -> Table:
     return made(
         "time",
         "Time and processors",
-        rows,
+        _rows(derived),
         CONTENDER,
         TRIALS,
         STEP,
         Column("exposed_seconds", "Exposed, s", number(2), formula("exposed communication")),
-        Column("share", "Allowed step/step", footnotes.share, formula("best possible step")),
-        Column("schedule_share", "Scheduled step/step", footnotes.share, formula("scheduled step")),
-        Column("ideal_share", "Ideal step/step", footnotes.share, formula("ideal step")),
-        Column("processors_busy", "Processors busy", footnotes.share, formula("processors busy")),
+        Column("share", "Allowed step/step", caveats.share, formula("best possible step")),
+        Column("schedule_share", "Scheduled step/step", caveats.share, formula("scheduled step")),
+        Column("ideal_share", "Ideal step/step", caveats.share, formula("ideal step")),
+        Column("processors_busy", "Processors busy", caveats.share, formula("processors busy")),
         Column("taken_share", "Taken by others", "{:.1%}".format, taken),
         Column("tflops", "TFLOPs", number(2), "TFLOPs: of the model, per rank, without recomputation."),
-        notes=f"Other columns: medians.{footnotes.alone_in_words(derived)}",
+        notes=f"Other columns: medians.{caveats.alone_in_words(derived)}",
     )
 
 
@@ -85,31 +84,30 @@ def _rows(derived: Derived) -> list[dict[str, Any]]:
     pairs, over = derived.pairs, derived.over_papers
     return [
         row | _row(mine, pairs[pairs["id"].isin(mine["id"])], over[over["id"].isin(mine["id"])])
-        for row, _, mine in rows_of(derived.trials)
+        for row, mine in rows_of(derived.trials)
     ]
 
 
 def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[str, Any]:
     step, speedup = speedups.step_interval(mine), speedups.over_itself(paired)
     ledger, interface = (mine[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
-    counted_there = math.isnan(ledger) and not math.isnan(interface)  # by the interfaces alone
-    mark = f" {labels.INTERFACES}" if counted_there else ""
+    by_interfaces = math.isnan(ledger) and not math.isnan(interface)
+    mark = f" {labels.INTERFACES}" if by_interfaces else ""
     row: dict[str, Any] = {
         "step_seconds": step,
-        **{key: mine[key].median() for key in _MEDIANS},
+        **medians(mine, *_MEDIANS),
         **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
         **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
-        "sent_mb": interface if counted_there else ledger,
+        "sent_mb": interface if by_interfaces else ledger,
         "_sent": mark + labels.padded(float(mine["padding_share"].max())),
         "speedup": speedup,
-        "_rates": footnotes.rates(mine),
+        "_rates": caveats.rates(mine),
         "pairs": len(paired),
         "_pairs": NOTHING,
-        **{key: paired[key].median() for key in ("bytes_ratio", "interface_ratio")},
+        **medians(paired, "bytes_ratio", "interface_ratio"),
         "over_papers": speedups.over_itself(over),
     }
-    if len(paired) and not paired["id"].eq(paired["baseline"]).all():
-        assert isinstance(speedup, Interval)  # noqa: S101  # there are pairs
+    if isinstance(speedup, Interval) and not paired["id"].eq(paired["baseline"]).all():
         lowest, highest = paired["speedup"].min(), paired["speedup"].max()
         between = f": {lowest:.2f} to {highest:.2f}" if len(paired) > 1 else ""
         sweeps = f" in {counted(speedup.sweeps, 'sweep')}" if speedup.sweeps > 1 else ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pandas as pd
 import rich.table
@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from harness.errors import Refusal, suggestion
 from harness.records.confidence_intervals import CONFIDENCE, FEWEST, Interval
-from report.data import footnotes, published
+from report.data import caveats, published
 from report.data.frames import groups
 from report.data.metrics import OTHERS_WITHIN
 from report.data.text import NOTHING, number, text, with_interval
@@ -82,6 +82,11 @@ class Table:
     data: pd.DataFrame
     columns: tuple[Column, ...]
 
+    @property
+    def places(self) -> int:
+        """How many columns, on the left, say where a row ran."""
+        return sum(column.place for column in self.columns)
+
     def rows(self) -> list[list[str]]:
         """Printed cells, row by row, not escaped."""
         return [
@@ -93,7 +98,7 @@ class Table:
         """Columns, and printed rows under the place that they share, for media where places' columns are too
         wide; as they are, under no place, where no two rows that follow each other share one.
         """
-        places, rows = sum(column.place for column in self.columns), self.rows()  # places stand on the left
+        places, rows = self.places, self.rows()
         found = [
             (told, [row[places:] for row in mine])
             for told, mine in groupby(rows, lambda row: ", ".join(row[:places]))
@@ -110,23 +115,15 @@ class Table:
         titles = "; ".join(one.title for one in self.columns if one.title)
         raise Refusal(f"no column {asked!r} in {self.name}: expected one of {titles}")
 
-    @property
-    def leading(self) -> int:
-        """How many cells at the beginning of a row say which it is: its places, and who ran."""
-        return sum(one.place for one in self.columns) + 1
-
     def row(self, words: str) -> int:
         """Number of the one row with words, parted by commas: as cells or, if none has them so, in cells."""
         rows, parts = self.rows(), [part.strip() for part in words.split(",")]
-        whole = [number for number, cells in enumerate(rows) if set(parts) <= set(cells)]
-        found = whole or [
-            number
-            for number, cells in enumerate(rows)
-            if all(any(part in cell for cell in cells) for part in parts)
+        found = [number for number, cells in enumerate(rows) if {*parts} <= {*cells}] or [
+            number for number, cells in enumerate(rows) if all(part in "\n".join(cells) for part in parts)
         ]
         if len(found) == 1:
             return found[0]
-        names = list(dict.fromkeys(", ".join(cells[: self.leading]) for cells in rows))
+        names = list(dict.fromkeys(", ".join(cells[: self.places + 1]) for cells in rows))
         more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise Refusal(
             f"{len(found)} rows of {self.name} hold {', '.join(parts)!r}: expected words of one of "
@@ -136,8 +133,10 @@ class Table:
     def csv(self) -> str:
         """Raw values as CSV; an interval in three columns."""
         found: dict[str, Any] = {}
-        for key in (str(key) for key in self.data.columns if not str(key).startswith(_PRINTED)):
-            found[key] = values = self.data[key]
+        for key, values in self.data.items():
+            if str(key).startswith(_PRINTED):
+                continue
+            found[str(key)] = values
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for end, of in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     found[f"{key}{end}"] = [getattr(value, of, value) for value in values]
@@ -149,14 +148,16 @@ class Table:
 
     def markdown_rows(self) -> str:
         """The same without title and caption; a place stands in the first of the rows that share it."""
-        head = [markdown(column.title) for column in self.columns]
-        rule = ["---:" if column.numeric else ":---" for column in self.columns]
-        body, places, above = [], sum(column.place for column in self.columns), [""]
+        lines = [
+            [markdown(column.title) for column in self.columns],
+            ["---:" if column.numeric else ":---" for column in self.columns],
+        ]
+        places, above = self.places, [""]
         for row in self.rows():
-            same = [] if row[:places] != above[:places] else [""] * places
-            body.append([*same, *(markdown(cell) for cell in row[len(same) :])])
+            shared = places if row[:places] == above[:places] else 0
+            lines.append([*[""] * shared, *map(markdown, row[shared:])])
             above = row
-        return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, rule, *body))
+        return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def show(self, out: Console) -> None:
         """Print it in a terminal, each place as a table of its own, under its title."""
@@ -170,8 +171,9 @@ class Table:
                 pad_edge=False,
             )
             for column in columns:
-                justify: Literal["right", "left"] = "right" if column.numeric else "left"
-                printed.add_column(column.title, justify=justify, overflow="fold")
+                printed.add_column(
+                    column.title, justify="right" if column.numeric else "left", overflow="fold"
+                )
             for row in rows:
                 printed.add_row(*map(escape, row))
             out.print(printed)
@@ -205,18 +207,17 @@ def made(
     if any(getattr(value, "known", False) for one in shown if one.ends for value in data[one.key]):
         caption.append(f"In brackets: {CONFIDENCE:.0%} intervals, from {FEWEST} pairs or values on.")
     if "where" in data and len(data):
-        told = data["where"].astype(str).str.split(", ", expand=True).fillna("")
+        told = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
         ours = told[data["where"].ne(published.PUBLISHED)]
-        places = [place for place in told.columns if len(set(ours[place])) > 1]
-        common = [str(told[place].iloc[0]) for place in told.columns if place not in places]
-        caption += [f"All: {', '.join(common)}."] if common else []
-        data = data.assign(**{f"_where_{place}": told[place] for place in places})
-        heads = ["Where", *[""] * len(places)]
-        wheres = zip(places, heads, strict=False)
-        shown = [*(Column(f"_where_{place}", head, place=True) for place, head in wheres), *shown]
+        places = [place for place in told if len(set(ours[place])) > 1]
+        if common := [told[place].iloc[0] for place in told if place not in places]:
+            caption.append(f"All: {', '.join(common)}.")
+        data = data.join(told[places])
+        heads = [Column(place, "Where" if place == places[0] else "", place=True) for place in places]
+        shown = [*heads, *shown]
     found = Table(name, title, " ".join(part.strip() for part in caption if part.strip()), data, tuple(shown))
     numbers = (cell for row in found.rows() for one, cell in zip(shown, row, strict=True) if one.numeric)
-    return replace(found, caption=found.caption + footnotes.in_words(numbers))
+    return replace(found, caption=found.caption + caveats.footnotes(numbers))
 
 
 CONTENDER: Final = Column("contender", "Contender")
@@ -225,14 +226,19 @@ STEP: Final = Column("step_seconds", "Step, s", number(3), formula("step"), ends
 RATIO: Final = "{:.2f}".format
 
 
-def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], str, pd.DataFrame]]:
-    """Of each contender at each place (by ``keys``, else its cell): the columns above, strategy and rows."""
+def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
+    """Of each contender at each place (by ``keys``, else its cell): the columns above, and its rows."""
     for _, here in groups(table, list(keys or ("cell",))):
-        for strategy, contender, mine in by_contender(here):
-            yield {"where": mine["where"].iloc[0], "contender": contender, **counted(mine)}, strategy, mine
+        for contender, mine in by_contender(here):
+            yield {"where": mine["where"].iloc[0], "contender": contender, **counted(mine)}, mine
+
+
+def medians(mine: pd.DataFrame, *names: str) -> dict[str, float]:
+    """Of each of these columns."""
+    return {name: mine[name].median() for name in names}
 
 
 def counted(mine: pd.DataFrame) -> dict[str, Any]:
     """The number of trials, with that of those during which others had the processors."""
     taken = int(mine["taken_share"].gt(OTHERS_WITHIN).sum())
-    return {"trials": len(mine), "_taken": f" ({taken} {footnotes.TAKEN})" if taken else ""}
+    return {"trials": len(mine), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -7,8 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from report.draw.figure import Figure
-from report.draw.files import Drawn
+from report.draw.figure import Drawn, Figure
 
 
 @pytest.fixture
@@ -22,4 +21,4 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
         data.to_csv(folder / f"{plot.name}.csv", index=False, lineterminator="\n")
         return Drawn(plot, data, svg)
 
-    monkeypatch.setattr("report.draw.files.write", write)
+    monkeypatch.setattr("report.draw.figure.Figure.write", write)

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 from html.parser import HTMLParser
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Literal
 from unittest import mock
@@ -62,16 +62,14 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_page_stands_alone(quickstart: Path) -> None:
     """No script and nothing loaded from elsewhere; figures are inside, each with a text."""
-    page = _Page((quickstart / "report.html").read_text())
-    names = {tag for tag, _ in page.tags}
-    assert not names & {"script", "link", "iframe", "object", "embed", "base"}
-    images = [found for tag, found in page.tags if tag == "img"]
-    assert len(images) >= 5
-    for image in images:
-        assert (image["src"] or "").startswith("data:image/svg+xml;base64,")
-        assert len(image["alt"] or "") > 30
+    text = (quickstart / "report.html").read_text()
+    page = _Page(text)
+    assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "base"}
     assert not [name for _, found in page.tags for name in found if name.startswith("on")]
-    assert "url(" not in (quickstart / "report.html").read_text().split("</style>")[0]
+    assert "url(" not in text.split("</style>")[0]
+    assert len(page.all("img", "src")) >= 5
+    assert all(image.startswith("data:image/svg+xml;base64,") for image in page.all("img", "src"))
+    assert all(len(alt) > 30 for alt in page.all("img", "alt"))
 
 
 def test_every_link_leads_somewhere(quickstart: Path) -> None:
@@ -88,37 +86,30 @@ def test_every_link_leads_somewhere(quickstart: Path) -> None:
 
 
 def test_a_narrow_screen_scrolls_only_inside_tables(quickstart: Path) -> None:
-    """Every table lies in a box that scrolls; images have no least width and lead to their drawing."""
+    """Every table lies in a box that scrolls; images are no wider than the page and lead to their drawing."""
     text = (quickstart / "report.html").read_text()
     tags = _Page(text).tags
-    for place, (tag, _) in enumerate(tags):
+    for (outer, around), (tag, _) in pairwise(tags):
         if tag == "table":
-            assert tags[place - 1] == ("div", tags[place - 1][1] | {"class": "wide", "tabindex": "0"})
+            assert (outer, around["class"], around["tabindex"]) == ("div", "wide", "0")
         if tag == "img":
-            assert (tags[place - 1][1]["href"] or "").endswith(".svg")
-    style = text.split("<style>")[1].split("</style>")[0]
-    assert ".wide { overflow-x: auto; }" in style
-    image = [rule.split("}")[0] for rule in style.split("figure img {")[1:]]
-    assert any("max-width: min(100%" in rule for rule in image)
-    assert not any("min-width" in rule for rule in image)
+            assert (around["href"] or "").endswith(".svg")
+    assert ".wide { overflow-x: auto; }" in text
+    assert any("max-width: min(100%" in rule.split("}")[0] for rule in text.split("figure img {"))
 
 
-def test_failures_are_listed_with_kind_message_and_log(quickstart: Path) -> None:
-    """A failed trial stands on the page and in its table, with kind, message and log."""
+def test_failures_are_listed_and_hostile_text_is_escaped_in_every_form(quickstart: Path) -> None:
+    """A failed trial has kind, message and log on the page and in its table; markup in names, messages
+    and paths is printed, not obeyed: HTML, SVG, Markdown and LaTeX.
+    """
     page = _Page((quickstart / "report.html").read_text())
-    assert "crashed" in page.text
-    assert f"{HOSTILE} second line" in page.text
-    assert f"logs/{HOSTILE}.log" in page.text
+    for told in ("crashed", f"{HOSTILE} second line", f"logs/{HOSTILE}.log", "{{ 7 * 7 }}"):
+        assert told in page.text
     assert "crashed" in (quickstart / "tables" / "failures.md").read_text()
-
-
-def test_hostile_text_is_escaped_in_every_form(quickstart: Path) -> None:
-    """Markup in names, messages and paths is printed, not obeyed: HTML, SVG, Markdown and LaTeX."""
     for path in [quickstart / "report.html", *quickstart.glob("*/*.md"), *quickstart.glob("*/*.svg")]:
         assert "<script" not in path.read_text()
     for path in quickstart.glob("*/*.tex"):
         assert "\\input{" not in path.read_text()
-    assert "{{ 7 * 7 }}" in _Page((quickstart / "report.html").read_text()).text
 
 
 def test_the_page_begins_with_question_answer_and_figure(quickstart: Path) -> None:
@@ -234,11 +225,7 @@ def test_the_same_records_give_the_same_bytes(quickstart: Path, tmp_path: Path) 
     for path in quickstart.glob("*.json"):
         shutil.copy(path, copy)
     build(copy)
-    once, again = (
-        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (quickstart, copy)
-    )
-    assert once == again
+    assert _snapshot(copy) == _snapshot(quickstart)
 
 
 @pytest.mark.usefixtures("undrawn")

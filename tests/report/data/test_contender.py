@@ -17,7 +17,7 @@ from impl.plan.policy import (
     parse_feedback,
     parse_loss_scale,
 )
-from report.data.contender import NAMES, _fields, label_of
+from report.data.contender import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
 
@@ -48,21 +48,21 @@ def test_every_field_of_a_policy_is_told() -> None:
     }
     of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
     assert others.keys() | LAYOUT | of_copy.keys() | {"planes"} == {field.name for field in fields(Policy)}
-    usual = _fields(PRESETS["zero3"], trial.topology())
+    usual = fields_of(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
-        assert _fields(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
+        assert fields_of(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
     planes = PRESETS["mxfp8-planes"]
-    assert _fields(planes, trial.topology()) != _fields(replace(planes, planes=1), trial.topology())
+    assert fields_of(planes, trial.topology()) != fields_of(replace(planes, planes=1), trial.topology())
     hpz = PRESETS["hpz"]
     for name, value in of_copy.items():
         base = replace(hpz, differences=FP32) if name == "refresh" else hpz
         changed = replace(base, **{name: value})
-        assert _fields(changed, trial.topology()) != _fields(base, trial.topology()), name
+        assert fields_of(changed, trial.topology()) != fields_of(base, trial.topology()), name
     assert label_of(Trial(policy=PolicyChanges(secondary_format="bf16")), {}) == "ZeRO++ (hpZ copy bf16)"
     for limit in fields(MemoryLimits):
         if limit.name != "max_padding":
             memory = replace(PRESETS["zero3"].memory, **{limit.name: 7})
-            assert _fields(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
+            assert fields_of(replace(PRESETS["zero3"], memory=memory), trial.topology()) != usual, limit.name
 
 
 def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:

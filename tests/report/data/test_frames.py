@@ -20,7 +20,7 @@ def test_frames_hold_every_raw_value(suite: str) -> None:
     """
     records = records_of(suite, repeats=1) if suite in SUITES else committed(suite)
     frames = frames_of(records)
-    assert len(frames.trials) + len(frames.generators) + len(frames.failures) == len(records)
+    assert len(frames.finished) + len(frames.failures) == len(records)
     assert len(frames.failures) == sum(record.failure is not None for record in records)
     assert len(frames.tokens) == sum(len(rank.tokens) for record in records for rank in record.ranks)
     assert len(frames.steps) == sum(len(rank.steps) for record in records for rank in record.ranks)
@@ -41,9 +41,8 @@ def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
         Trial(strategy="zeropp", repeat=1, seed=4, policy=PolicyChanges(weights="int8:64", align=64)),
     ]
     other = Trial(strategy="zero3", cluster=Cluster(rate="5 Mbit/s"))
-    frames = frames_of([record_of(trial) for trial in (*same, other)])
-    assert frames.trials["cell"].iloc[0] == frames.trials["cell"].iloc[1]
-    assert frames.trials["cell"].iloc[0] != frames.trials["cell"].iloc[2]
+    cells = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")["cell"]
+    assert cells[same[0].id] == cells[same[1].id] != cells[other.id]
 
 
 def test_names_tell_what_differs_from_the_preset() -> None:
@@ -55,9 +54,9 @@ def test_names_tell_what_differs_from_the_preset() -> None:
         Trial(strategy="zero3", policy=PolicyChanges(weights="bf16", gradients="bf16", secondary=0)),
         Trial(strategy="zeropp", policy=PolicyChanges(secondary=0)),
     ]
-    frames = frames_of([record_of(trial) for trial in trials])
+    found = frames_of([record_of(trial) for trial in trials]).finished.set_index("id")["contender"]
     names = ["ZeRO++", "ZeRO++ (g int8:256/int4:256)", "ZeRO-3", "ZeRO++ (no hpZ copy)"]
-    assert list(frames.trials["contender"]) == names
+    assert [found[trial.id] for trial in trials] == names
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:
@@ -65,18 +64,18 @@ def test_types_that_all_policies_share_leave_a_baseline() -> None:
     changes = PolicyChanges(compute="bf16")
     both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
     frames = frames_of([record_of(trial) for trial in both])
-    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.shared == {"compute": "bf16"}
     assert list(metrics.derive(frames).pairs["contender"]) == ["ZeRO-3", "ZeRO++"]
     frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
-    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
+    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
 
 
 def test_a_codec_that_all_policies_share_is_told() -> None:
     """What a technique is made of stands in its name, whoever else has it."""
     changes = PolicyChanges(weights="int8:64")
     frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
-    assert list(frames.trials["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
+    assert list(frames.finished["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]
 
 
 def test_two_pools_are_refused_naming_what_differs() -> None:
@@ -141,7 +140,7 @@ def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     old = [changed(one, trial=one.trial | {"model": {"name": "gpt-old"}}) for one in new]
     frames = frames_of(old)
     assert {trial.model.name for trial in frames.ran.values()} == {"gpt-old"}
-    assert list(frames.trials["contender"]) == ["ZeRO-3", "ZeRO++"]
+    assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.steps.equals(frames_of(new).steps)
 
 
@@ -150,5 +149,5 @@ def test_a_deepspeed_configuration_stands_beside_the_policies_of_its_cell() -> N
     config = json.dumps({"zero_optimization": {"stage": 3}})
     trials = [Trial(strategy="zero3"), Trial(strategy="recipe", deepspeed_config=config)]
     frames = frames_of([record_of(trial) for trial in trials])
-    assert frames.trials["cell"].nunique() == 1
-    assert not frames.trials["where"].str.contains("deepspeed").any()
+    assert frames.finished["cell"].nunique() == 1
+    assert not frames.finished["where"].str.contains("deepspeed").any()

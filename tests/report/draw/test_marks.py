@@ -19,8 +19,8 @@ from harness.suites.trial import Cluster, Trial
 from report.data import speedups
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
-from report.draw import axes, files
-from report.draw.figure import Figure, Measure
+from report.draw import axes
+from report.draw.figure import Figure, Measure, style_of
 from report.draw.marks import Lines, Rows, front
 from report.draw.names_of_rows import peers_note
 from report.draw.theme import Style, fonts, looks_of
@@ -36,7 +36,7 @@ def _drawn(name: str, derived: Derived) -> tuple[Drawn, pd.DataFrame, Figure]:
     figure = BY_NAME[name]
     data = figure.table(derived)
     with fonts():
-        return figure.mark.draw(data, files.style_of(derived)), data, figure
+        return figure.mark.draw(data, style_of(derived)), data, figure
 
 
 def _labels(ax: Axes) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float, t
     ]  # fmt: skip
     mark = Lines("x", "x", (Measure("y", "y", ""),))
     drawing = Figure(name="many", title="Many", question="?", mark=mark)
-    files.write(drawing, pd.DataFrame(rows), tmp_path, Style(width))
+    drawing.write(pd.DataFrame(rows), tmp_path, Style(width))
     (wide,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", (tmp_path / "many.pdf").read_bytes())
     assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
 

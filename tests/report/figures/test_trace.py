@@ -10,15 +10,15 @@ from harness.bench.trace import Traced, chrome
 from harness.records.trace_record import COMPUTE, RecordError, Trace, path_of, read_traces
 from harness.suites.trial import Trial
 from impl.comm.ledger import ACROSS, BETWEEN, WAITING, Span
-from report.data import warnings
+from report.data import caveats
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.draw.theme import Style
-from report.figures import speed, trace_picture
+from report.figures import trace_picture
 from tests.report.records import POOL, record_of
 
 TRIAL = Trial(strategy="zeropp")
-PLOT = speed.TRACE
+PLOT = trace_picture.TRACE
 
 
 def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
@@ -48,8 +48,8 @@ def test_what_is_not_of_these_records_is_not_drawn_and_said(other: Trace) -> Non
     """Of another machine or code, or of a trial that is not there."""
     derived = derive(frames_of([record_of(TRIAL)], [other]))
     assert PLOT.table(derived).empty
-    assert any("Not drawn: 1 trace" in said for said in warnings.of_page(derived))
-    assert not any("Not drawn" in said for said in warnings.of_page(derive(frames_of([record_of(TRIAL)]))))
+    assert any("Not drawn: 1 trace" in said for said in caveats.warnings(derived))
+    assert not any("Not drawn" in said for said in caveats.warnings(derive(frames_of([record_of(TRIAL)]))))
 
 
 def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:

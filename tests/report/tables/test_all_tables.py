@@ -15,17 +15,18 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from harness.errors import Refusal
+from harness.records.confidence_intervals import Interval
 from harness.records.record import Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import with_columns
-from report.data import communication, footnotes, metrics
+from report.data import caveats, communication, metrics
 from report.data import text as wording
+from report.data.caveats import warnings
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
-from report.data.warnings import of_page as warnings
-from report.tables import all_tables, latex
+from report.tables import all_tables, latex, rates
 from report.tables.table import Column, Table
 from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
 
@@ -289,10 +290,20 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
     assert (marked["n"], plain["n"]) == (f"{trials} (1 ‡)", str(trials))
     assert marked[column].endswith(" †")
     assert not [row for row in (plain, *published) if "†" in row[column]]
-    for words in (footnotes.RATES_IN_WORDS, footnotes.TAKEN_IN_WORDS):
+    for words in (caveats.FOOTNOTES[caveats.RATES], caveats.FOOTNOTES[caveats.TAKEN]):
         assert words in made.caption
         assert words in all_tables.summary(derived).caption
     assert not {"†", "‡"} & set(maker(derive(frames_of(records_of("bandwidth", repeats=1)))).caption)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [(1.0, 1.2, "held"), (0.8, 0.99, "missed"), (0.9, 1.1, "cannot tell"), (0.8, 1.0, "cannot tell"),
+     (math.nan, math.nan, wording.NOTHING)],
+)  # fmt: skip
+def test_parity_is_held_missed_or_cannot_be_told(low: float, high: float, verdict: str) -> None:
+    """By where 1 lies: it is held if ZeRO++ was shown to be as fast, so 1 at the upper end is none."""
+    assert rates.verdict(Interval((low * high) ** 0.5, low, high, 6)) == verdict
 
 
 def test_bytes_of_much_padding_are_marked() -> None:

@@ -9,9 +9,9 @@ import pytest
 from harness.records.record import write
 from harness.suites.trial import Cluster, Model, Optimizer, Trial
 from report.build import build
+from report.data.caveats import warnings
 from report.data.frames import frames_of
 from report.data.metrics import derive
-from report.data.warnings import of_page as warnings
 from report.tables.provenance import essentials, settings
 from tests.report.records import changed, record_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.suites.trial import Cluster, Trial
-from report.data import emulation
+from report.data import caveats
 from report.data.frames import frames_of
 from tests.report.bench.bench_records import codecs, collectives, overlap
 from tests.report.records import record_of
@@ -12,27 +12,27 @@ from tests.report.records import record_of
 def test_the_sentence_names_what_is_emulated_and_its_latency() -> None:
     """Namespaces, shared processors, and the latency or that there is none."""
     frames = frames_of([record_of(Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s"})))])
-    told = emulation.of_trials(frames)
+    told = caveats.emulated_by_trials(frames)
     assert "network namespaces of one machine" in told
     assert "share one machine's processors" in told
     assert "adds no latency" in told
     late = Trial(cluster=Cluster.model_validate({"rate": "50 Mbit/s", "latency": "2 ms"}))
-    assert "adds 2 ms of latency one way" in emulation.of_trials(frames_of([record_of(late)]))
+    assert "adds 2 ms of latency one way" in caveats.emulated_by_trials(frames_of([record_of(late)]))
 
 
 def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
     """They emulate nothing between nodes."""
-    assert not emulation.sentence(["real", ""], [None])
+    assert not caveats.emulated(["real", ""], [None])
     one = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))
-    assert not emulation.of_trials(frames_of([one]))
-    assert not emulation.note(["real"])
+    assert not caveats.emulated_by_trials(frames_of([one]))
+    assert not caveats.beside_real(["real"])
 
 
 def test_interfaces_that_were_shaped_are_told() -> None:
     """They are of a real network, and stand beside what is emulated."""
-    assert emulation.sentence(["shaped"], [None]).startswith("Throttled: nodes are hosts")
-    assert not emulation.note(["shaped"])
-    both = emulation.sentence(["paced", "shaped"], [None])
+    assert caveats.emulated(["shaped"], [None]).startswith("Throttled: nodes are hosts")
+    assert not caveats.beside_real(["shaped"])
+    both = caveats.emulated(["paced", "shaped"], [None])
     assert both.startswith("Emulated")
     assert "Throttled" in both
 
@@ -41,6 +41,6 @@ def test_benchmarks_with_and_without_a_rate_are_told_apart() -> None:
     """A link with a rate is of namespaces; without one nothing holds it; one node has none."""
     shaped = overlap()
     bare = [one.model_copy(update={"names": one.names | {"rate_mbit": None}}) for one in shaped.samples]
-    assert "namespaces" in emulation.of_benches([shaped])
-    assert "nothing holds" in emulation.of_benches([shaped.model_copy(update={"samples": bare})])
-    assert not emulation.of_benches([collectives(), codecs()])
+    assert "namespaces" in caveats.emulated_by_benches([shaped])
+    assert "nothing holds" in caveats.emulated_by_benches([shaped.model_copy(update={"samples": bare})])
+    assert not caveats.emulated_by_benches([collectives(), codecs()])

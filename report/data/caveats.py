@@ -1,0 +1,201 @@
+"""What limits numbers: marks beside them with footnotes, warnings of a page, and what a link emulates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import pandas as pd
+
+from harness.records.bench_record import Bench
+from harness.suites import labels
+from impl.plan.shard_layout import MUCH_PADDING
+from report.data.frames import Frames, groups
+from report.data.metrics import OTHERS_WITHIN, Derived
+from report.data.speedups import RATES_AGREE_WITHIN
+from report.data.text import NOTHING, counted, listed
+
+RATES: Final = "†"
+TAKEN: Final = "‡"
+ABOVE: Final = "§"
+FOOTNOTES: Final = {
+    RATES: f"{RATES}: the links of one setting's contenders achieved rates that differ by more than "
+    f"{RATES_AGREE_WITHIN:.0%}.",
+    TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
+    f"{OTHERS_WITHIN:.0%} of the processors' time.",
+    ABOVE: f"{ABOVE}: above 1, so what is said to be allowed is too long: steps sent bytes at a higher rate "
+    "than the probe after the trial found, their units share the computation otherwise than by their "
+    "elements, all ranks computed at once when it was measured, or ranks do not begin a step together.",
+    labels.INTERFACES: labels.INTERFACES_IN_WORDS,
+}
+_AT_FAULT: Final = {  # columns of what is wrong
+    "miscounted": "The interfaces did not send what the ledger holds",
+    "off_rate": "The link's rate after the trial is more than 5 % off what was asked for",
+}
+_NODES: Final = {  # by the kind of their link
+    "open": "nodes are network namespaces of one machine, and nothing holds the link between them to a rate",
+    "namespaces": "nodes are network namespaces of one machine, joined by a link that the kernel shapes",
+    "paced": "nodes are processes of one machine, and the link between them is modelled: messages wait as "
+    "long as their bytes would take",
+    "none": "nodes are processes of one machine, and nothing holds the link between them to a rate",
+}
+_SHAPED: Final = "Throttled: nodes are hosts, and the kernel held what left their own interfaces to the rate."
+
+
+def share(value: float) -> str:
+    """Format a ratio to a bound, to hundredths; one above 1 is marked."""
+    if pd.isna(value):
+        return NOTHING
+    return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
+
+
+def rates(mine: pd.DataFrame) -> str:
+    """The mark of trials in cells whose links had different rates; empty for others, and for what is none."""
+    return f" {RATES}" if "rates_differ" in mine and mine["rates_differ"].any() else ""
+
+
+def footnotes(cells: Iterable[str]) -> str:
+    """Caption text for the marks that occur in these cells, after a space."""
+    found = "".join(cells)
+    return "".join(f" {told}" for mark, told in FOOTNOTES.items() if mark in found)
+
+
+def alone_in_words(derived: Derived) -> str:
+    """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
+    ran = derived.trials
+    older = int((~ran["alone"].eq(other=True)).sum())
+    more = any(trial.workload == "rlhf" for trial in derived.frames.ran.values())
+    why = "whose steps do more than train" if more else "whose records are older"
+    said = (
+        f" Of {older} of {counted(len(ran), 'trial')}, {why}, computation is what ranks "
+        "did while they did not wait, and the engine's own stalls count as such."
+    )
+    return said if older else ""
+
+
+def modelled_in_words(derived: Derived) -> str:
+    """Caption text where the link of any trial was modelled, after a space; empty for none."""
+    ran = derived.finished
+    paced = int(ran["modelled"].sum())
+    which = "all trials" if paced == len(ran) else f"{paced} of {counted(len(ran), 'trial')}"
+    said = (
+        f" Modelled: of {which} the link between nodes was a pacer in the process, which holds back what our "
+        "wire sends by its bytes; no network was slow."
+    )
+    return said if paced else ""
+
+
+def taken_fact(derived: Derived) -> str | None:
+    """Largest part of the CPU time that others took in any trial, as text; None without trials."""
+    taken = derived.finished["taken_share"]
+    unknown = int(taken.isna().sum())
+    if unknown == len(taken):
+        return "not on record" if unknown else None
+    return f"at most {taken.max():.1%} in a trial" + (f"; not on record in {unknown}" if unknown else "")
+
+
+def warnings(derived: Derived) -> list[str]:
+    """What stands at the head of a page, a sentence each, in the order in which they matter."""
+    frames, ran = derived.frames, derived.finished
+    trials = counted(len(ran), "trial")
+    found = [
+        f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
+        for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
+    ]
+    contenders = ran.drop_duplicates("contender").set_index("contender")["id"]
+    policies = {str(name): frames.ran[identity].resolved_policy() for name, identity in contenders.items()}
+    if own := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
+        found.append(
+            f"{listed(own)} {'encodes' if len(own) == 1 else 'encode'} and decode by a Python function of "
+            "the suite: their seconds are those of Python, not of a kernel."
+        )
+    if len(frames.pools) > 1:
+        found.append(f"Sweeps of {len(frames.pools)} machines stand beside one another (see Environment).")
+    if frames.left_out:
+        failures = counted(frames.left_out, "failure")
+        found.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
+    if frames.stale_traces:
+        found.append(
+            f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
+            "than the records; `zeropp trace` writes them again."
+        )
+    found += frames.journal
+    unequal = ran[ran["predicted_equal"].eq(other=False)]
+    if len(unequal):
+        found.append(
+            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
+            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
+        )
+    for column, what in _AT_FAULT.items():
+        if len(wrong := ran[ran[column].ne("")]):
+            ids, why = listed(sorted(wrong["id"])[:6]), " ".join(wrong.iloc[0][["id", column]])
+            found.append(f"{what} in {counted(len(wrong), 'trial')}: {ids}; in {why}.")
+    contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
+    found += [
+        f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
+        for corpus in sorted({str(corpus) for corpus, _ in contents[contents > 1].index})
+    ]
+    where = ran.drop_duplicates("cell").set_index("cell")["where"]
+    found += [
+        f"{where[cell]}: the rates that the contenders' links achieved differ by {spread:.0%}; their "
+        f"comparison is marked ({RATES})."
+        for cell, spread in derived.differing.items()
+    ]
+    if len(taken := ran[ran["taken_share"].gt(OTHERS_WITHIN)]):
+        found.append(
+            f"During {len(taken)} of {trials} other programs and the machine's host took more than "
+            f"{OTHERS_WITHIN:.0%} of the processors' time, at most {taken['taken_share'].max():.0%}; such "
+            f"trials are marked ({TAKEN})."
+        )
+    if said := labels.padded_in_words(ran["padding_share"]):
+        padded = counted(int(ran["padding_share"].gt(MUCH_PADDING).sum()), "trial")
+        found.append(f"{said} It stands beside what was sent in {padded}.")
+    if bare := int((~ran["signed"].astype(bool)).sum()):
+        found.append(
+            f"Without digest: {bare} of {counted(len(ran), 'record')}, from before records had one; whether "
+            "their content was edited is not known."
+        )
+    if frames.interrupted:
+        stopped = counted(frames.interrupted, "trial")
+        found.append(f"{stopped} interrupted, not yet run again: the same `zeropp run` does.")
+    if modelled := modelled_in_words(derived):
+        found.append(modelled.strip())
+    if len(frames.failures):
+        found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
+    return found
+
+
+def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
+    """What links of these kinds emulate, with latencies asked for, one way; empty for a real network."""
+    told = [words for kind, words in _NODES.items() if kind in set(kinds)]
+    throttled = [_SHAPED] if "shaped" in set(kinds) else []
+    if not told:
+        return "".join(throttled)
+    added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
+    latency = "no latency" if added == "0" else f"{added} ms of latency one way"
+    said = (
+        f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, so that bytes cost "
+        f"processor time beside the link's, a hop inside a node is a copy in its memory, and the link adds "
+        f"{latency}."
+    )
+    return " ".join([said, *throttled])
+
+
+def emulated_by_trials(frames: Frames) -> str:
+    """The sentence for trials' records; one node has no link."""
+    joined = frames.finished[frames.finished["nodes"] > 1]
+    latencies = [frames.ran[identity].cluster.latency for identity in joined["id"]]
+    held = joined["rate_mbit"].notna() | joined["link_kind"].ne("namespaces")
+    return emulated(joined["link_kind"].where(held, "open"), latencies)
+
+
+def emulated_by_benches(benches: Iterable[Bench]) -> str:
+    """The sentence for benchmarks' samples, whose links are namespaces where they have a rate."""
+    places = {sample.place for bench in benches for sample in bench.samples}
+    rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
+    return emulated({"none" if rate is None else "namespaces" for rate in rates}, [None])
+
+
+def beside_real(kinds: Iterable[str]) -> str:
+    """Caption text beside numbers of real networks; empty if ours is real too."""
+    return "Ours are of emulated nodes: see the head of the page." if {*kinds} & {*_NODES} else ""
