@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from harness.suites.model_sizes import IMAGE_CLASSES, IMAGE_SIDE
+from harness.suites.model_sizes import IMAGE_CLASSES
 from harness.workloads import glyph_images
 
 
@@ -37,18 +37,6 @@ def test_a_class_looks_like_no_other(found: glyph_images.Glyphs) -> None:
     assert len(pictures) == IMAGE_CLASSES
     assert len({(one.shape, one.tobytes()) for one in pictures.values()}) == IMAGE_CLASSES
     assert all(one.any() for one in pictures.values())
-
-
-def test_batches_are_images_and_classes(found: glyph_images.Glyphs) -> None:
-    """From 0 to 1, of known classes; another key draws others."""
-    key = {"seed": 0, "step": 1, "micro_batch": 2, "rank": 3}
-    images, labels = found.batch(**key, sequences=16)
-    assert (images.shape, images.dtype) == ((16, IMAGE_SIDE, IMAGE_SIDE), np.float32)
-    assert images.min() == 0
-    assert 0.5 < images.max() <= 1
-    assert labels.dtype == np.int64
-    assert ((labels >= 0) & (labels < IMAGE_CLASSES)).all()
-    assert (images != found.batch(**key | {"step": 2}, sequences=16)[0]).any()
 
 
 def test_an_image_shows_its_class(found: glyph_images.Glyphs) -> None:

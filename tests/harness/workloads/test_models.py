@@ -166,7 +166,6 @@ def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[s
     [
         (Model(arguments={"widht": 3}), "did you mean 'width'"),
         (Model(arguments={"width": 0}), "width = 0"),
-        (Model(arguments={"layers": 1.5}), "layers = 1.5"),
         (Model(arguments={"tied": 1}), "true or false"),
         (Model(arguments={"width": 257}), "4 heads do not divide a width of 257"),
         (Model(name="no_such_module:f"), "cannot import 'no_such_module'"),

@@ -16,7 +16,6 @@ from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import units_of
 from harness.strategies.rollouts import collect
 from harness.strategies.training import unread_clock
-from harness.suites.contradictions import check
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.rank_batches import RankBatches
@@ -32,29 +31,16 @@ from harness.workloads.reinforcement import (
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.traffic import Event, Load, predict
 from tests.harness.runs.test_rank_trial import result
+from tests.harness.workloads import test_generation
 
 PROMPT, TOKENS, STEPS = 11, 5, 2
 fp32 = st.floats(-1e6, 1e6, width=32)
 
 
 def trial(strategy: str, **changes: Any) -> Trial:
-    one = Trial.model_validate(
-        {
-            "workload": "rlhf",
-            "generate": {"prompt": PROMPT, "tokens": TOKENS},
-            "rlhf": {"group": 3},
-            "strategy": strategy,
-            "model": {"name": "gpt-tiny"},
-            "policy": {"max_padding": 1.0},
-            "sequence": PROMPT + TOKENS,
-            "tokens_per_rank": 6 * (PROMPT + TOKENS),
-            "steps": STEPS,
-            "warmup": 1,
-            **changes,
-        }
-    )
-    check(one)
-    return one
+    sizes = {"sequence": PROMPT + TOKENS, "tokens_per_rank": 6 * (PROMPT + TOKENS), "rlhf": {"group": 3}}
+    generated = {"workload": "rlhf", "generate": {"prompt": PROMPT, "tokens": TOKENS}}
+    return test_generation.trial(strategy, **sizes | generated | changes)
 
 
 @st.composite

@@ -214,25 +214,6 @@ def test_two_ranks_equal_their_host_bit_for_bit(mesh: Mesh) -> None:
 # Predictions
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
-groups = st.builds(
-    lambda found, world: GroupGeometry(
-        "g",
-        tuple(ParameterSpec(str(i), shape) for i, (shape, _) in enumerate(found)),
-        tuple(trained for _, trained in found),
-        world,
-    ),
-    st.lists(st.tuples(shapes, st.booleans()), min_size=1, max_size=4),
-    st.integers(1, 7),
-)
-
-
-@given(groups)
-def test_a_group_holds_every_element_and_little_more(group: GroupGeometry) -> None:
-    """Padding of a group is below one row of each parameter per rank, and what is trained is in it."""
-    rows = sum(math.prod(parameter.shape[1:]) for parameter in group.parameters)
-    assert 0 <= group.padded - group.numel < group.world * rows
-    assert 0 <= group.piece <= group.shard
-    assert (group.piece == group.shard) == all(group.trained)
 
 
 @given(topologies(6), shapes, st.one_of(raw_codecs, engine_codecs.filter(lambda c: not c.stochastic)))

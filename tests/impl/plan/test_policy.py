@@ -80,7 +80,6 @@ SHARD = parse("int8:shard")
     ("fields", "words"),
     [
         ({"gradients": BF16}, "expected a tuple of two codecs, of hop 1 and of hop 2"),
-        ({"gradients": (BF16,)}, "expected a tuple of two codecs"),
         ({"weights": "int8:32"}, "codec 'int8:32' is a str: expected what"),
         ({"stage": 4}, "stage = 4: expected one of 0, 1, 2, 3"),
         ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
@@ -99,7 +98,6 @@ SHARD = parse("int8:shard")
         ({"group": "node", "reduce": "ring"}, "group=node at .* reduce=two_hop"),
         ({"sums": "fp16", "reduce": "ring"}, "for sums=fp16"),
         (SHAPE | {"weights": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
-        (SHAPE | {"frozen": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
         (SHAPE | {"weights": parse("int4:32:hadamard8")}, "or of its rotation"),
         ({"planes": 2}, "planes = 2 and weights = bf16: expected blocks"),
         ({"planes": 2, "weights": SHARD}, "expected blocks"),
@@ -139,10 +137,8 @@ SHARD = parse("int8:shard")
         ((MemoryLimits, {"max_reuse": -1}), r"memory\.max_reuse = -1: expected 0 or more"),
         ((MemoryLimits, {"max_padding": math.nan}), "max_padding = nan: expected 0 or more"),
         ((Offload, {"optimizer": math.nan}), r"offload\.optimizer = nan: expected 0 to 1"),
-        ((Offload, {"weights": 1.1}), r"offload\.weights = 1\.1: expected 0 to 1"),
         ((Feedback, {"hops": "lst"}), "expected one of"),
         ((Feedback, {"decay": 1.0}), "a decay is in"),
-        ((Feedback, {"reset": -1}), "a decay is in"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: Any, words: str) -> None:
@@ -180,13 +176,6 @@ def test_a_topology_that_does_not_fit_is_refused_there_and_not_before() -> None:
             policy.check(other)
 
 
-@given(feedbacks)
-@example(Feedback(decay=0.8, reset=1024, hops="all"))
-def test_the_text_of_feedback_reads_back(feedback: Feedback) -> None:
-    """Reading the text form of any feedback gives the feedback."""
-    assert parse_feedback(str(feedback)) == feedback
-
-
 EXPECTED = "expected none, or weights, gradients or both"
 
 
@@ -194,14 +183,10 @@ EXPECTED = "expected none, or weights, gradients or both"
     ("read", "text", "words"),
     [
         (parse_feedback, "locko", "expected none, classic or loco"),
-        (parse_feedback, "loco:0.9", "option '0.9' is unknown"),
         (parse_feedback, "loco:all:last", "option 'last' is unknown or stands twice"),
         (parse_feedback, "classic:decay1.0", "a decay is in"),
-        (parse_feedback, "none:bf16", "expected none"),
         (parse_budget, "gradients 4.5", EXPECTED),
         (parse_budget, "every 50 of int4:128", EXPECTED),
-        (parse_budget, "gradients -1 every 50 of int4:128", "expected none"),
-        (parse_budget, "gradients every 0 of int4:128", "expected none"),
         (parse_budget, "gradients every 5 of int4", "codec 'int4'"),
         *(
             (parse_loss_scale, text, "loss scale")
@@ -216,16 +201,38 @@ def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, 
     assert "\n" not in str(caught.value)
 
 
-@given(st.floats(1e-3, 1e30), st.integers(0, 10**6))
-@example(65536.0, 1000)
-@example(1.0, 0)
-def test_a_loss_scale_prints_and_reads_back(initial: float, window: int) -> None:
-    """The text form of every loss scale reads back as one that prints alike."""
-    scale = LossScale(initial=initial, window=window, least=min(1.0, initial))
-    read = parse_loss_scale(str(scale))
-    assert str(read) == str(scale)
-    assert read.window == window
-    assert read.initial == pytest.approx(initial, rel=1e-5)
+BITS = st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3))
+OF = st.lists(st.sampled_from(["int4:128", "bf16", "nvfp4", "int4:128:hadamard32"]), min_size=1, unique=True)
+TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by who reads them
+    parse_feedback: feedbacks | st.just(Feedback(decay=0.8, reset=1024, hops="all")),
+    parse_loss_scale: st.builds(
+        lambda initial, window: LossScale(initial=initial, window=window, least=min(1.0, initial)),
+        st.sampled_from([65536.0, 1.0]) | st.floats(1e-3, 1e30),
+        st.sampled_from([1000, 0]) | st.integers(0, 10**6),
+    ),
+    parse_budget: st.builds(
+        lambda both, every, codecs: BitBudget(weights=both[0], gradients=both[1], every=every, codecs=codecs),
+        st.tuples(BITS, BITS).filter(any),
+        st.integers(1, 10**6),
+        OF.map(lambda texts: tuple(map(parse, texts))),
+    ),
+}
+
+
+@pytest.mark.parametrize("read", TEXTS)
+@given(data=st.data())
+def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> None:
+    """Reading the text of any feedback, loss scale or budget gives what has that text: all but digits of a
+    scale beyond the sixth.
+    """
+    given_value = data.draw(TEXTS[read])
+    found = read(str(given_value))
+    assert str(found) == str(given_value)
+    if isinstance(found, LossScale):
+        assert found.window == given_value.window
+        assert found.initial == pytest.approx(given_value.initial, rel=1e-5)
+    else:
+        assert found == given_value
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
@@ -320,22 +327,6 @@ def test_a_unit_without_a_matrix_is_sent_once() -> None:
         assert policy.by_shape(shapes, 4).planes == planes
     assert policy.of_unit(persistent=True).planes == 1
     assert replace(policy, frozen=FP16).of_unit(trainable=False).planes == 1
-
-
-@given(
-    st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3)),
-    st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3)),
-    st.integers(1, 10**6),
-    st.lists(st.sampled_from(["int4:128", "bf16", "nvfp4", "int4:128:hadamard32"]), min_size=1, unique=True),
-)
-def test_the_text_of_a_budget_reads_back(
-    weights: float | None, gradients: float | None, every: int, codecs: list[str]
-) -> None:
-    """Reading the text form of any budget gives the budget."""
-    if weights is gradients is None:
-        return
-    budget = BitBudget(weights=weights, gradients=gradients, every=every, codecs=tuple(map(parse, codecs)))
-    assert parse_budget(str(budget)) == budget
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:
