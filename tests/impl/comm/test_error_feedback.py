@@ -16,7 +16,7 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import Carried
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Feedback, MemoryLimits, Policy
+from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
@@ -152,12 +152,18 @@ def test_an_overflow_clears_the_errors_of_all_ranks(mesh: Mesh) -> None:
     assert not _any_error(zero)
 
 
+SDP4BIT = preset("sdp4bit", memory=INT4.memory, differences=parse("int4:8"))
+
+
+@pytest.mark.parametrize(("policy", "part"), [(replace(INT4, feedback=Feedback()), "hop"), (SDP4BIT, "copy")])
 @each_rank(2, 2)
-def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh) -> None:
-    """Errors of another shape raise, naming their unit, and change nothing."""
-    zero = _engine(mesh, replace(INT4, feedback=Feedback()))
+def test_state_that_does_not_fit_is_refused_whole(mesh: Mesh, policy: Policy, part: str) -> None:
+    """Errors, or copies, of another shape raise, naming their unit, and change nothing."""
+    zero = _engine(mesh, policy)
+    with torch.no_grad():
+        _loss(zero, 0, mesh.rank)
     before = zero.communication_state()
-    *_, last = (name for name in before if "/hop" in name)
+    *_, last = (name for name in before if f"/{part}" in name)
     given = {name: value + 1 for name, value in before.items()} | {last: before[last][..., 1:]}
     with pytest.raises(ZeroError, match=r"^state of unit '"):
         zero.load_communication_state(given)
