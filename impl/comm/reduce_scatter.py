@@ -80,18 +80,18 @@ class Reduction:
         # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
-    def _noise(self, hop: int, start: int = 0) -> Noise | None:
+    def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
         """Random bits of what ``hop`` encodes from element ``start`` of each shard on; None of plain codecs.
 
         The hop after the last is that between groups.
         """
         codec = self.hops[hop][1] if hop < len(self.hops) else self.replica_codec
-        if self._key is None or not codec.stochastic:
+        if key is None or not codec.stochastic:
             return None
         rank, strides = self.wire.mesh.rank, [stride * apart(self.piece) for stride in self.strides]
         done = zip(self.hops[:hop], strides[:hop], strict=True)
         before = sum(axis.digit(rank) * stride for (axis, _), stride in done)
-        return replace(self._key, hop=hop).noise(before + start, tuple(strides[hop:]))
+        return replace(key, hop=hop).noise(before + start, tuple(strides[hop:]))
 
     def collects(self, dtype: torch.dtype) -> bool:
         """Whether gradients of ``dtype`` may be collected in the first hop's message, in the unit's order.
@@ -190,7 +190,7 @@ class Reduction:
         axes = [axis for axis, _ in self.replicas]
         gather = self._gather = FrameGather(self.wire, axes, codec.frame_bytes(self.piece))
         message = gather.open(self.tag)
-        ops.encode(codec, mean, message, noise=self._noise(hop))
+        ops.encode(codec, mean, message, noise=self.noise(self._key, hop))
         if self._observer is not None:
             name = "+".join(axis.name for axis in axes)
             self._observer.encoded(self.tag.unit, Hop(hop, name, codec), mean, message)
@@ -230,7 +230,7 @@ class Reduction:
             exchange = self.wire.all_to_all(axis, self.rows[0][index], self.tag, source=source)
             frames = exchange.send.view(*self.sizes, frame)
             if source is None or exchange.send.data_ptr() != source.data_ptr():
-                ops.encode(codec, slices, frames, noise=self._noise(0, start), carried=carried)
+                ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
         if self._observer is not None:
             self._observer.encoded(self.tag.unit, Hop(0, axis.name, codec), values, frames)
         exchange.post()
@@ -253,7 +253,7 @@ class Reduction:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, held, sums=self.sums)
             values = _with_errors(held, carried)
-        noise = self._noise(hop, start)
+        noise = self.noise(self._key, hop, start)
         ops.decode_sum_encode(
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=self.sums
         )

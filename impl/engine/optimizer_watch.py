@@ -21,8 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from impl.errors import ZeroError
-from impl.unit.flat_buffer import InUnit
-from impl.unit.placeholder import keeper_of
+from impl.unit.placeholder import Placeholder
 
 NOT_ELEMENTWISE: Final = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
 
@@ -73,7 +72,7 @@ def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held.add(id(parameter))
-            if isinstance(keeper_of(parameter), InUnit):
+            if isinstance(parameter, Placeholder):
                 raise ZeroError(
                     f"{type(optimizer).__name__} holds parameters of a sharded model, which it cannot "
                     "change: construct it with Zero.param_groups()"
