@@ -120,7 +120,6 @@ class Zero:
         if any(master.grad is not None for master in self.masters):
             raise ZeroError("rehearsing() while masters have gradients: step and zero_grad() before it")
         kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
-        copies = [unit.weight_gather.secondary.state(unit.master_shard.version) for unit in self.units]
         with self.buffers.restored():
             yield
         self._zero_grad()
@@ -129,8 +128,6 @@ class Zero:
         self._host.copied.clear()
         self._host.copied.update(copied)
         self.forget_gathered()
-        for unit, copy in zip(self.units, copies, strict=True):
-            unit.weight_gather.secondary.load(copy, unit.master_shard.version)
 
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
