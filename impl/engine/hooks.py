@@ -286,9 +286,18 @@ class Hooks:
         if self._units[unit].reduction.collect(number):
             self._units[unit].post_backward()
 
-    def collect_outside(self, unit: int, number: int) -> None:
+    def collect_outside(self, index: int, number: int) -> None:
         """A gradient is there at the placeholder of a parameter."""
-        self._units[unit].collect_outside(number)
+        unit = self._units[index]
+        if number in unit.flat.shown:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                unit.members[number].placeholder.grad = None
+            name = unit.geometry.slots[number].spec.name
+            raise ZeroError(
+                f"backward() to parameter {name!r} under GatheredParameters, which no optimizer would see: "
+                "compute the loss in a pass of the model, or use torch.no_grad()"
+            )
+        unit.reduction.collect_outside(number)
         if not self._passes.in_backward:
             self._begin_backward()
 

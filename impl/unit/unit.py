@@ -256,22 +256,6 @@ class Unit:
 
     # Gradients
 
-    def collect_outside(self, number: int) -> None:
-        """Take the gradient that arrived at the placeholder of member ``number``.
-
-        Raises ZeroError: while the parameter is seen whole, or if the unit was reduced in this pass already.
-        """
-        member = self.members[number]
-        if number in self.flat.shown:
-            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                member.placeholder.grad = None
-            name = self.geometry.slots[number].spec.name
-            raise ZeroError(
-                f"backward() to parameter {name!r} under GatheredParameters, which no optimizer would see: "
-                "compute the loss in a pass of the model, or use torch.no_grad()"
-            )
-        self.reduction.collect_outside(number)
-
     def drop_gradients(self) -> None:
         """Forget what was collected and not reduced, and what a pass that failed left at the parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # asks for no values

@@ -72,7 +72,7 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
         late(device)
 
     def on_its_stream(host: HostMemory) -> None:
-        with contextlib.nullcontext() if host._down is None else torch.cuda.stream(host._down):
+        with contextlib.nullcontext() if host._down is None else torch.cuda.stream(host._down._stream):
             late(device)
 
     def taking(staging: Staging, nbytes: int) -> Tensor:
