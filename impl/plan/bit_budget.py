@@ -1,8 +1,5 @@
 """Bits by budget: which codec each part travels in, so that the sum of errors is least within a budget.
 
-A :class:`Share` is what a policy's budget has to choose from: :mod:`impl.engine.bit_renewal` measures the
-errors, and :func:`impl.plan.traffic.predict` follows the decisions.
-
 Pure: no torch.  A knapsack with one choice for each part, taken greedily: from the smallest codecs on, the
 change that saves most error for a byte of those that still fit.  The result never exceeds the budget, and is
 no worse than the best uniform choice within it.
@@ -14,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Budgeted, Policy, PolicyError
@@ -22,6 +19,8 @@ from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Link
+
+_Name = TypeVar("_Name")
 
 
 class Cost(NamedTuple):
@@ -31,12 +30,12 @@ class Cost(NamedTuple):
     error: float
 
 
-def choose(parts: Sequence[Mapping[str, Cost]], budget: int) -> list[str]:
-    """The codec of each part, by name, within ``budget`` bytes of all; all parts have the same codecs.
+def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
+    """The codec of each part, by its name, within ``budget`` bytes of all; all parts have the same codecs.
 
     Raises ValueError: if even the smallest codecs take more, naming both.
     """
-    chosen = [min(part, key=lambda name: (part[name].bytes, part[name].error, name)) for part in parts]
+    chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
     if spent > budget:
         raise ValueError(f"a budget of {budget} bytes: the smallest codecs take {spent}")
@@ -56,7 +55,7 @@ def choose(parts: Sequence[Mapping[str, Cost]], budget: int) -> list[str]:
     )
 
 
-def total(parts: Sequence[Mapping[str, Cost]], chosen: Sequence[str]) -> Cost:
+def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:
     """Bytes and error of all parts in the codecs that were chosen."""
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(one.bytes for one in costs), sum(one.error for one in costs))
@@ -76,12 +75,8 @@ class Share:
 
     def chosen(self, errors: Sequence[Sequence[float]]) -> list[int]:
         """Number of the codec of each unit, from the errors (unit, codec) measured on all ranks."""
-        names = [str(codec) for codec in self.codecs]
-        parts = [
-            {name: Cost(size, error) for name, size, error in zip(names, sizes, squares, strict=True)}
-            for sizes, squares in zip(self.bytes, errors, strict=True)
-        ]
-        return [names.index(name) for name in choose(parts, self.limit)]
+        parts = [dict(enumerate(map(Cost, *one))) for one in zip(self.bytes, errors, strict=True)]
+        return choose(parts, self.limit)
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
-from impl.codecs.codec import ITEM_BYTES
+from impl.codecs.codec import BF16, ITEM_BYTES
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -37,13 +36,13 @@ def memory(
 ) -> dict[str, int]:
     """Bytes that one rank holds, by part, at the worst moment of a step; S is the sum of shards.
 
-    ``masters`` 4 S; ``frozen`` the codes of weights that are not trained, where the policy names a codec
-    for them; ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, its
-    frames, of a budget in the largest codec, or 16 bits; ``feedback`` the kept errors; ``gathered`` in the
-    compute type, unsharded: all below stage 3, else what is in use around all blocks and the largest block
-    or, if more, those that stay for backward; ``local_gradients``: everything, in fp32, where several
-    micro-batches are added up locally, else those of the root and of the largest block in the compute type.
-    Units gathered ahead come on top: at most ``prefetch`` elements.  Without ``backward`` nothing stays.
+    ``masters`` 4 S; ``frozen`` the codes of frozen weights, where the policy has a codec of them;
+    ``gradients`` 4 S of trainable units; ``optimizer`` 8 S (Adam); ``secondary`` hpZ's copy, of a budget in
+    the largest codec; ``feedback`` the kept errors; ``gathered`` in the compute type, unsharded: all below
+    stage 3, else what is in use around all blocks and the largest block or, if more, those that stay for
+    backward (without ``backward`` none); ``local_gradients``: all, in fp32, where several micro-batches are
+    added up locally, else the root's and the largest block's in the compute type.  Units gathered ahead come
+    on top: at most ``prefetch`` elements.
 
     What lies in host memory has ``host_`` before its name.  For it the device holds ``frames``, those of
     offloaded masters unless frames are offloaded too, and ``staging``, two of the largest mean gradients on
@@ -110,12 +109,9 @@ def secondary_either_way(
     """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
     if policy.secondary == 0:
         return None
-    frames = halves = 0
-    for unit in units:
-        if (own := policy.of(unit)).secondary:
-            frames += secondary_bytes(replace(own, secondary_format="frames"), topology, unit)
-            halves += secondary_bytes(replace(own, secondary_format="bf16"), topology, unit)
-    return frames, halves
+    pairs = [(policy.of(unit), unit) for unit in units]
+    frames = sum(secondary_bytes(own, topology, unit, own.weights) for own, unit in pairs)
+    return frames, sum(secondary_bytes(own, topology, unit, BF16) for own, unit in pairs)
 
 
 def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:

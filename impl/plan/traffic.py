@@ -349,8 +349,8 @@ class _Sender:
         book.gather(Tag("backward", "gradients", unit.name), axes, codec.frame_bytes(unit.piece))
 
 
-def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
-    """Bytes of the copy that hpZ keeps of a unit, whose own policy it is, on one rank."""
+def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept: Codec | None = None) -> int:
+    """Bytes on one rank of hpZ's copy of a unit, whose own policy it is, as it is or would be ``kept``."""
     axes, spared = policy.gather_axes(topology)
     copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
-    return copies * policy.kept.frame_bytes(unit.shard)
+    return copies * (kept or policy.kept).frame_bytes(unit.shard)
