@@ -70,7 +70,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_link(cluster_of(trial), secrets.token_hex(3)) as link:
         launch = TrialRunner(folder, None).launch(trial, link, "")
-        launch = replace(launch, log=path.with_suffix(".log"), scratch=None)
+        launch = replace(launch, log=path.with_suffix(".log"))
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
     pool = machine.pool_key(machine.facts(), machine.code())

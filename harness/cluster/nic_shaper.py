@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,15 +32,6 @@ _USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver takes as mu
 _LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Request to hold what leaves ``interface``, which leads to the addresses ``others``, to a rate."""
-
-    interface: str
-    rate_mbit: float
-    others: list[str]
-
-
 def removal(interface: str, segment: int) -> str:
     """How to remove what a killed keeper has left; ``segment``: bytes of a packet that the interface had."""
     return (
@@ -50,12 +40,13 @@ def removal(interface: str, segment: int) -> str:
 
 
 @contextlib.contextmanager
-def shaped_interface(request: Request) -> Iterator[dict[str, Any]]:
-    """Shape it in the body; yields its ``interface``, ``mtu``, largest ``segment``, queue ``before``, and the
-    host's ``congestion`` control.  A LinkError says why it may not be, or what removes a queue that is left.
+def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dict[str, Any]]:
+    """Hold what leaves an interface, which leads to the addresses ``others``, to a rate in the body; yields
+    its ``interface``, ``mtu``, largest ``segment``, queue ``before``, and the host's ``congestion`` control.
+    A LinkError says why it may not be, or what removes a queue that is left.
     """
     try:
-        keeper = Keeper("harness.cluster.nic_shaper", json.dumps(asdict(request)))
+        keeper = Keeper("harness.cluster.nic_shaper", json.dumps([interface, rate_mbit, others]))
     except LinkError as error:
         raise LinkError(f"link 'shaped': {error}") from None
     try:
@@ -63,34 +54,34 @@ def shaped_interface(request: Request) -> Iterator[dict[str, Any]]:
     finally:
         words = keeper.end(_REMOVAL_SECONDS)
         if keeper.process.returncode:
-            why, name = words or "its keeper was killed", request.interface
-            raise LinkError(f"{name} may still be shaped ({why}); {removal(name, keeper.answer['segment'])}")
+            left = removal(interface, keeper.answer["segment"])
+            raise LinkError(f"{interface} may still be shaped ({words or 'its keeper was killed'}); {left}")
 
 
 @contextlib.contextmanager
-def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
+def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dict[str, Any]]:
     from pyroute2 import IPRoute, NetlinkError
 
     with IPRoute() as route:
-        index = (route.link_lookup(ifname=asked.interface) or [0])[0]
+        index = (route.link_lookup(ifname=interface) or [0])[0]
         if not index:
-            raise OSError(f"there is no interface {asked.interface!r}")
+            raise OSError(f"there is no interface {interface!r}")
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
-        form = shape(asked.rate_mbit)
+        form = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
-            raise OSError(f"{asked.interface} is the loopback: no network joins these nodes")
+            raise OSError(f"{interface} is the loopback: no network joins these nodes")
         if form.rate >= _LARGEST:
-            raise OSError(f"{asked.rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
+            raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
         if mtu > form.segment:
             raise OSError(
-                f"{asked.interface} has packets of {mtu} bytes, which at {asked.rate_mbit:g} Mbit/s have "
+                f"{interface} has packets of {mtu} bytes, which at {rate_mbit:g} Mbit/s have "
                 f"at most {form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
-        for other in asked.others:
-            _check_way(route, index, asked.interface, other)
+        for other in others:
+            _check_way(route, index, interface, other)
         usual = min(_USUAL_SEGMENT, link.get_attr("IFLA_TSO_MAX_SIZE") or _USUAL_SEGMENT)
-        before = _queue_before(route, index, asked.interface, usual)
+        before = _queue_before(route, index, interface, usual)
         # A signal between a change and the note of it would leave the change behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         with contextlib.ExitStack() as undo:
@@ -98,14 +89,14 @@ def _shaped(asked: Request) -> Iterator[dict[str, Any]]:
                 route.link("set", index=index, gso_max_size=min(segment, form.segment))
             except NetlinkError as error:
                 why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-                raise OSError(f"{asked.interface} cannot be shaped: {why}") from error
+                raise OSError(f"{interface} cannot be shaped: {why}") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=form.rate, burst=form.burst, limit=form.limit)
             undo.callback(route.tc, "del", index=index, handle=handle, parent=_ROOT)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDED_BY)
             yield {
-                "interface": asked.interface,
+                "interface": interface,
                 "mtu": mtu,
                 "segment": segment,
                 "before": before,
@@ -153,7 +144,7 @@ def main() -> None:
     """Answer the request, and hold the interface until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
-    with keeping(), _shaped(Request(**json.loads(sys.argv[1]))) as found:
+    with keeping(), _shaped(*json.loads(sys.argv[1])) as found:
         answer(found)
         os.read(0, 1)
         _leave()

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
-from harness.cluster.nic_shaper import Request, shaped_interface
+from harness.cluster.nic_shaper import shaped_interface
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError, Refusal
@@ -215,8 +215,7 @@ def _shaped(launch: Launch, node: int) -> Iterator[dict[str, Any]]:
         yield {}
         return
     others = [port.address for number, port in enumerate(launch.ports) if number != node]
-    request = Request(str(own.interface), own.shaped_mbit, others)
-    with shaped_interface(request) as found:
+    with shaped_interface(str(own.interface), own.shaped_mbit, others) as found:
         yield found
 
 
@@ -234,7 +233,6 @@ def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dic
         launch = replace(
             _LAUNCH.validate_python(command["launch"]),
             log=Path(scratch, "log"),
-            scratch=Path(scratch),
             node=place.node,
             meeting=place.ranks_of(number),
         )

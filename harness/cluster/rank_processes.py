@@ -94,7 +94,6 @@ class Launch:
     timeout_seconds: float  # for the whole run
     log: Path  # where the log goes if something fails
     backend: str = "gloo"
-    scratch: Path | None = None  # for rendezvous files and logs; None for the system's temporary folder
     paced_latency_ms: float = 0.0  # of the pacer, one way
     node: int | None = None  # whose ranks are started here; None for those of all nodes
     meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
@@ -159,11 +158,7 @@ def run_ranks(
     whether ranks elsewhere have failed, and says so; then those here end. The first failure is a LaunchError,
     raised after all ranks have ended, as Ctrl-C is; the log is kept.
     """
-    if launch.scratch is not None:
-        launch.scratch.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(
-        prefix="zeropp-", dir=launch.scratch, ignore_cleanup_errors=True
-    ) as name:
+    with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
         if launch.paced_mbit is not None:
             Pacer.create(scratch / "pacer", launch.topology.nodes)

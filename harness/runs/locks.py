@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -12,15 +11,11 @@ from typing import Final
 from harness.records.record import RecordError
 
 LOCK: Final = ".lock"
-SCRATCH: Final = ".scratch"
 
 
 @contextlib.contextmanager
 def alone(results: Path) -> Iterator[None]:
-    """Hold the folder's lock, and remove temporary files that a killed run left there; a RecordError if
-    another run holds it. On NFS and Lustre (mounted with flock) it holds between hosts, too.
-    """
-    scratch = results / SCRATCH
+    """Hold the folder's lock; a RecordError if another run does, between hosts on NFS and Lustre, too."""
     try:
         results.mkdir(parents=True, exist_ok=True)
         lock = (results / LOCK).open("w")
@@ -35,8 +30,4 @@ def alone(results: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise RecordError(f"{results}: cannot be locked: {error.strerror or error}") from error
-        shutil.rmtree(scratch, ignore_errors=True)
-        try:
-            yield
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        yield

@@ -32,7 +32,6 @@ from harness.measure import machine
 from harness.records.record import Failure, Record
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
-from harness.runs.locks import SCRATCH
 from harness.runs.rank_trial import Assignment, run
 from harness.suites import folder
 from harness.suites.trial import Cluster, Trial
@@ -174,7 +173,6 @@ class TrialRunner:
             threads=trial.threads or max(1, self._cores // here),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",
-            scratch=self.results / SCRATCH,
             backend=BACKENDS.get(cluster.transport, cluster.transport),  # else a module's
         )
 

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from harness.cluster.netns_shaper import HEADER_BYTES, shape
-from harness.cluster.nic_shaper import Request
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts
 from tests.support.params import long
@@ -26,7 +24,7 @@ from harness.cluster import keeper, nic_shaper
 started, begin = [], keeper.Keeper.__init__
 keeper.Keeper.__init__ = lambda self, *words: begin(self, *words) or started.append(self.process.pid)
 try:
-    with nic_shaper.shaped_interface(nic_shaper.Request(**json.loads(sys.argv[1]))) as found:
+    with nic_shaper.shaped_interface(*json.loads(sys.argv[1])) as found:
         print(started[0], json.dumps(found), flush=True)
         if not input():
             os.kill(started[0], signal.SIGKILL)
@@ -43,19 +41,15 @@ def host_pair(tmp_path: Path) -> Iterator[list[Host]]:
         yield both
 
 
-def towards(host_pair: list[Host], **changes: object) -> Request:
+def towards(host_pair: list[Host], **changes: object) -> str:
     """What the first host is asked to hold, towards the second."""
-    asked = {
-        "interface": host_pair[0].interface,
-        "rate_mbit": 50.0,
-        "others": [host_pair[1].address],
-    } | changes
-    return Request(**asked)  # type: ignore[arg-type]
+    asked = {"interface": host_pair[0].interface, "rate_mbit": 50.0, "others": [host_pair[1].address]}
+    return json.dumps([*(asked | changes).values()])
 
 
 def answered(host_pair: list[Host], before: tuple[str, ...] = (), **changes: object) -> dict[str, str]:
     """What the keeper answers on the first host, started with the words ``before``; it ends at once."""
-    command = [*host_pair[0].inside, *before, *_KEEPER, json.dumps(asdict(towards(host_pair, **changes)))]
+    command = [*host_pair[0].inside, *before, *_KEEPER, towards(host_pair, **changes)]
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -67,7 +61,7 @@ def answered(host_pair: list[Host], before: tuple[str, ...] = (), **changes: obj
 def test_an_interface_is_shaped_while_its_supervisor_lives(host_pair: list[Host], end: str) -> None:
     """It has the queue of namespaces, and none once the supervisor has let go, was interrupted or killed."""
     before = host_pair[0].queues()
-    command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, json.dumps(asdict(towards(host_pair)))]
+    command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as holds:
@@ -92,7 +86,7 @@ def test_what_a_killed_keeper_leaves_is_removed_by_the_command_that_the_next_one
 ) -> None:
     """It is not replaced, since another run may be under way."""
     before = host_pair[0].queues()
-    command = [*host_pair[0].inside, *_KEEPER, json.dumps(asdict(towards(host_pair)))]
+    command = [*host_pair[0].inside, *_KEEPER, towards(host_pair)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
         keeper.stdout.readline()
         keeper.kill()
@@ -114,7 +108,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
         check=True,
     )
     before = host_pair[0].queues()
-    command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, json.dumps(asdict(towards(host_pair)))]
+    command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
     said, _, remove = done.stdout.splitlines()[1].partition("remove it by: ")
     assert said.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")

@@ -22,12 +22,10 @@ from harness.cluster.link import Link, Port
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.errors import LinkError, Refusal
 from harness.measure import machine, run_environment
-from harness.records.chained_journal import JOURNAL
 from harness.records.record import RecordError, read, read_all
-from harness.records.run_record import RUNS
 from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
-from harness.runs.locks import LOCK, SCRATCH, alone
+from harness.runs.locks import alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
 from harness.suites.expanded_suite import Answer, Suite
 from harness.suites.trial import Trial
@@ -311,21 +309,9 @@ def test_what_follows_a_failure_is_the_suites_to_say(
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """A second sweep into a folder is refused in one line and touches nothing of the first."""
-    with alone(tmp_path):
-        (tmp_path / SCRATCH).mkdir()
-        with pytest.raises(RecordError, match="another zeropp run is writing there"):
-            sweep([trial("single")], tmp_path)
-        assert (tmp_path / SCRATCH).exists()
-    assert not (tmp_path / SCRATCH).exists()
+    with alone(tmp_path), pytest.raises(RecordError, match="another zeropp run is writing there"):
+        sweep([trial("single")], tmp_path)
     assert not read_all(tmp_path)
-
-
-def test_what_a_killed_run_left_is_cleared_away(tmp_path: Path) -> None:
-    """Scratch files of a run that was killed are gone after the next one, and so are its own."""
-    (tmp_path / SCRATCH / "zeropp-old").mkdir(parents=True)
-    outcome, _ = sweep([trial("single")], tmp_path)
-    assert outcome.ok == 1
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".json") == [LOCK, JOURNAL, RUNS]
 
 
 @pytest.mark.parametrize(
