@@ -90,7 +90,8 @@ def traced_step(rank: Rank, assignment: Assignment) -> Traced:
     before = timed(partial(run.step, warmup))()
     dist.barrier()
     clock = run.loop.clock
-    with wire.traced(timeline), _operations_noted(timeline), clock.noted(partial(timeline.add, _PART)):
+    clock.note = partial(timeline.add, _PART)
+    with wire.traced(timeline), _operations_noted(timeline):
         seconds = timed(partial(run.step, warmup + 1))()
     dist.barrier()
     run.strategy.close()

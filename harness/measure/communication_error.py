@@ -1,8 +1,7 @@
 """Measures what was communicated in one step against what should have been, where it happens.
 
-In passes of their own an :class:`Observed` is told of this rank's gradients, each hop's frames and values,
-and the means. Then all gradients are sent as they are, past the wire, in fp32, and averaged in fp64. Of
-weights each rank compares what it gathered of the next rank's shard with that rank's own fp32 master.
+Reduced gradients are compared with the fp64 mean of all ranks' fp32 gradients, sent past the wire; gathered
+weights of the next rank's shard with that rank's own fp32 master.
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ def compared(found: Tensor, exact: Tensor) -> Sums:
 
 
 def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
-    """Errors of each hop, and end to end, of ``repeated`` reductions; of several only the end counts.  All
-    ranks must call it.
-    """
+    """Errors of each hop, and end to end, of ``repeated`` reductions; all ranks must call it."""
     found: Found = {}
     if repeated == 1:
         for (unit, hop), sums in observed.hops.items():
@@ -112,14 +109,10 @@ def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
 
 
 def of_all_ranks(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """(world, n) fp32 elements from ``start`` of all ranks' gradients (P,), as they are; all ranks must call
-    it, with starts that tile the unit.
-    """
-    world = dist.get_world_size()
-    mine = torch.tensor([start], device=gradient.device)
-    starts = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(starts, mine)
-    sent = torch.stack([gradient[int(first) : int(first) + numel] for first in starts])
+    """(world, n) fp32 elements of all ranks' gradients (P,) from ``start`` on; all ranks must call it."""
+    starts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(starts, start)
+    sent = torch.stack([gradient[first : first + numel] for first in starts])
     rows = torch.empty_like(sent)
     dist.all_to_all_single(rows, sent)
     return rows
@@ -176,9 +169,8 @@ def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
 
-    The error of a unit's weights or gradients end to end grows at most by :data:`GROWTH` from the first
-    measured step on, and hpZ's copy errs as the weights that it copies, but for its own rounding.  Carried
-    errors are not judged, nor codecs that a budget chooses; where differences are sent, the first of them is.
+    Errors end to end grow at most by :data:`GROWTH` from the first measured step on, and hpZ's copy errs as
+    what it copies, but for its own rounding.  Not judged are carried errors, budgets, and first differences.
     """
     rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
     ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]
@@ -191,11 +183,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied + rounding:
             return f"{what}, and what they are copies of by {copied:.3g}"
         of_gradients = error.purpose == "gradients"
-        if of_gradients and policy.feedback is not None:
-            continue
-        if ("gradients" if of_gradients else "weights") in policy.candidates:
-            continue
-        if policy.differences is not None and error.purpose != "gradients" and error.step == 0:
+        budgeted = ("gradients" if of_gradients else "weights") in policy.candidates
+        differs = policy.differences is not None and error.step == 0
+        if budgeted or (policy.feedback is not None if of_gradients else differs):
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), found), OF_BF16)
         if not found <= allowed:

@@ -1,19 +1,16 @@
-"""Measures computation by itself: the unsharded model on every rank at once, which send nothing.
-
-One micro-batch forward and backward in the policy's compute type, in evaluation mode, and the optimizer's
-step of a rank's share of the parameters; a barrier lets all ranks begin at once.
-"""
+"""Measures computation by itself: the unsharded model on every rank at once, which send nothing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.measure.step_clock import now
 from harness.measure.unsharded_loss import evaluating
 from harness.records.record import Alone
 
@@ -36,18 +33,17 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches of the unsharded ``model``, which is left without gradients, and the
-    optimizer that ``stepping`` makes of a rank's share; all ranks must call it.
+    """Time ``count`` micro-batches, in evaluation mode, of the unsharded ``model`` on all ranks at once.
+
+    And the step of the optimizer that ``stepping`` makes of a rank's share.  All ranks must call it.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    device = batch[0].device
-    share = nn.Parameter(torch.zeros(-(-sum(p.numel() for p in parameters) // ranks), device=device))
+    numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    share = nn.Parameter(torch.zeros(-(-numel // ranks), device=batch[0].device))
     share.grad = torch.zeros_like(share)
     optimizer = stepping([share])
     with evaluating(model):
-        found = [_sample(model, batch, optimizer, parameters, when) for _ in range(count + 1)]
-    for parameter in parameters:
-        parameter.grad = None
+        found = [_sample(model, batch, optimizer, when) for _ in range(count + 1)]
+    model.zero_grad()
     return found[1:]
 
 
@@ -55,20 +51,18 @@ def _sample(
     model: nn.Module,
     batch: tuple[Tensor, Tensor],
     optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
     when: Literal["before", "after"],
 ) -> Alone:
-    for parameter in parameters:
-        parameter.grad = None
+    model.zero_grad()
     dist.barrier()
     device = batch[0].device
-    begin, computed = _now(device), time.process_time()
+    begin, computed = now(device), time.process_time()
     loss: Tensor = model(*batch)
-    forward = _now(device)
+    forward = now(device)
     loss.backward()  # type: ignore[no-untyped-call]
-    backward, computed_both = _now(device), time.process_time()
+    backward, computed_both = now(device), time.process_time()
     optimizer.step()
-    end, computed_all = _now(device), time.process_time()
+    end, computed_all = now(device), time.process_time()
     return Alone(
         when=when,
         forward=forward - begin,
@@ -77,9 +71,3 @@ def _sample(
         cpu_seconds=computed_both - computed,
         optimizer_cpu_seconds=computed_all - computed_both,
     )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -48,11 +48,11 @@ class ProcessorMeter:
 def busy() -> dict[str, float] | None:
     """CPU seconds since boot of all CPUs that this process may use; None where they are not counted."""
     try:
-        times = dict(enumerate(psutil.cpu_times(percpu=True)))
+        times = psutil.cpu_times(percpu=True)
     except (OSError, ValueError):
         return None
-    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else times.keys()
-    found = [times[number] for number in ours if number in times]
+    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    found = [times[number] for number in ours if number < len(times)]
     if not any(map(any, found)) or not hasattr(found[0], "steal"):  # some sandboxes tell of zeros
         return None
     return {
@@ -68,9 +68,7 @@ class ThreadClock:
         self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
 
     def read(self) -> tuple[float, float | None]:
-        """Wall-clock seconds, and those in which the thread neither ran nor waited for a CPU; None if
-        unknown.
-        """
+        """Wall-clock seconds, and those in which the thread slept; None if unknown."""
         seconds, ran, waited = time.perf_counter() - self._begun, time.thread_time() - self._ran, _waited()
         if waited is None or self._waited is None:
             return seconds, None

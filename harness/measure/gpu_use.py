@@ -1,25 +1,23 @@
-"""Samples a node's GPUs through NVML, in a thread, while a trial's steps run.
-
-NVML refreshes its readings about every 0.1 s, so oftener gains nothing.
-"""
+"""Samples a node's GPUs through NVML, in a thread, while a trial's steps run."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import os
+import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
 import psutil
 
 from harness.records.record import GpuUse, NodeUse
 
 SECONDS: Final = 0.1  # between two samples
+_SM_CLOCK: Final = 1  # NVML_CLOCK_SM
 # Bits of NVML's clocks event reasons for what holds a clock down: not idleness, not a setting.
 _REASONS: Final = {
     0x4: "power cap",
@@ -36,9 +34,6 @@ class _Gpu:
     def __init__(self, nvml: Any, uuid: str) -> None:
         self._nvml = nvml
         self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self.index = nvml.nvmlDeviceGetIndex(self._handle)
-        name = self._ask("nvmlDeviceGetName") or ""
-        self.name = name.decode() if isinstance(name, bytes) else name
         self._read: dict[str, list[Any]] = defaultdict(list)  # by what was read, where the GPU reports it
         self._energy = self._ask("nvmlDeviceGetTotalEnergyConsumption")
 
@@ -52,16 +47,13 @@ class _Gpu:
     def read(self) -> None:
         """Take a sample."""
         if (power := self._ask("nvmlDeviceGetPowerUsage")) is not None:
-            self._read["watts"].append((time.monotonic(), power / 1e3))
+            self._read["seconds"].append(time.monotonic())
+            self._read["watts"].append(power / 1e3)
         if (rates := self._ask("nvmlDeviceGetUtilizationRates")) is not None:
             self._read["utilisation"].append(rates.gpu / 100)
-        clock = self._ask("nvmlDeviceGetClockInfo", getattr(self._nvml, "NVML_CLOCK_SM", 1))
-        if clock is not None:
+        if (clock := self._ask("nvmlDeviceGetClockInfo", _SM_CLOCK)) is not None:
             self._read["clock"].append(clock)
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
-        self._read["reasons"].append(reasons)
+        self._read["reasons"].append(self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0)
         processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or []
         pids = {process.pid for process in processes} - {os.getpid()}
         self._read["others"].append(sum(_parent(pid) != os.getppid() for pid in pids))  # our ranks' siblings
@@ -73,14 +65,12 @@ class _Gpu:
             reason: _mean([bool(one & bit) for one in read["reasons"]]) for bit, reason in _REASONS.items()
         }
         return GpuUse(
-            index=self.index,
-            name=self.name,
+            index=self._nvml.nvmlDeviceGetIndex(self._handle),
+            name=self._ask("nvmlDeviceGetName") or "",
             samples=len(read["others"]),
             joules=None if None in (energy, self._energy) else (energy - self._energy) / 1e3,
-            sampled_joules=math.fsum(
-                (t1 - t0) * (w0 + w1) / 2 for (t0, w0), (t1, w1) in itertools.pairwise(read["watts"])
-            ),
-            watts=_mean([watts for _, watts in read["watts"]]),
+            sampled_joules=float(np.trapezoid(read["watts"], read["seconds"])),
+            watts=_mean(read["watts"]),
             utilisation=_mean(read["utilisation"]),
             clock_mhz=_mean(read["clock"]),
             throttled={reason: share for reason, share in throttled.items() if share},
@@ -89,7 +79,7 @@ class _Gpu:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+    return statistics.fmean(values) if values else 0.0
 
 
 def _parent(pid: int) -> int | None:
@@ -103,7 +93,7 @@ def _parent(pid: int) -> int | None:
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
     """Sample a node's GPUs, by UUID, in a thread while the body runs; the list is filled at its end."""
     found, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
-    devices = _opened(gpus)
+    devices = _opened(gpus) if gpus else []
     if not devices:
         yield found
         return
@@ -129,9 +119,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _opened(uuids: Sequence[str]) -> list[_Gpu]:
-    """The GPUs that NVML knows; it is not asked for none."""
-    if not uuids:
-        return []
+    """The GPUs that NVML knows."""
     import pynvml
 
     try:

@@ -1,10 +1,8 @@
-"""Checks reduced gradients before training against those of a single process.
+"""Checks reduced gradients against those of a single process, as ``docs/reference/metrics.md`` says.
 
-The mean over ranks, by a plain fp32 all-reduce outside the wire, of each rank's gradient on the unsharded
-model is what a single process has for all batches. What the strategy reduced must be that within what its
-codecs promise together: ``docs/reference/metrics.md`` derives the bound from ``k`` of a codec
-(:func:`relative_bound`) and ``m``, the mean of the largest magnitudes in an element's window, which holds
-whole blocks of all codecs. Of large units windows are drawn, the same on all ranks.
+The mean over ranks, by an fp32 all-reduce past the wire, of gradients on the unsharded model is a single
+process's.  What was reduced must be that within what its codecs promise together (:func:`relative_bound`) of
+``m``, the mean of the largest magnitudes in an element's window, which holds whole blocks of all codecs.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ class Layout:
 def relative_bound(codec: Codec) -> float:
     """Largest error of an element over the largest magnitude of its block, whatever that is.
 
-    Bounds grow with the magnitude in steps, where scales are powers of two or codes are floats; those lie on
-    eighths of an octave, and the ratio is largest just above one.
+    Scales grow in steps, at most eight an octave: the ratio is largest just above one of them.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -85,9 +82,7 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Layouts of what is trained in the engine's units, or in FSDP2's parameter groups, which reduces in fp32
-    without a policy; not where a user's own codec promises no bound.
-    """
+    """Layouts of what is trained, without a policy in fp32; none where a codec has no bound."""
     found = []
     for unit in units:
         if isinstance(unit, GroupGeometry):
@@ -172,20 +167,13 @@ class FirstGradient:
 
     def average(self) -> None:
         """Form the means over all ranks, which must all call it."""
-        if not self.layouts:
-            return
-        flat = torch.cat([part.reshape(-1) for parts in (self._mean, self._largest) for part in parts])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        self._finite = bool(flat.isfinite().all())
         for part in itertools.chain(self._mean, self._largest):
-            part.copy_(flat[: part.numel()].view(part.shape))
-            flat = flat[part.numel() :]
+            dist.all_reduce(part)
+            part.div_(dist.get_world_size())
+            self._finite = self._finite and bool(part.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare what this rank has after a reduction with the mean: rows (n, row) from number ``first`` on;
-        None if nothing drawn is in it, or the mean is not finite.
-        """
+        """Compare rows (n, row) that are reduced, from number ``first`` on; None if none is drawn."""
         place = next(number for number, one in enumerate(self.layouts) if one is layout)
         drawn, per_row = self._drawn[place], -(-layout.row // layout.window)
         here = (drawn >= first * per_row) & (drawn < (first + len(rows)) * per_row)
@@ -197,10 +185,8 @@ class FirstGradient:
         allowed = ((layout.factor + self.rounding) * largest + least).unsqueeze(1).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        most, ours, theirs, may = (
-            float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed)
-        )
-        return GradientError(layout.geometry.name, found.numel(), most, ours, theirs, may, self.step)
+        there = [float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed)]
+        return GradientError(layout.geometry.name, found.numel(), *there, self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:

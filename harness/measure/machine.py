@@ -1,7 +1,4 @@
-"""Facts about the machine and code of a trial, without host names and paths, and the pool key made of them.
-
-A fact that cannot be read is None. Versions come from package metadata: nothing heavy is imported.
-"""
+"""Facts about machine and code, without host names and paths, and the pool key made of them."""
 
 from __future__ import annotations
 
@@ -90,9 +87,7 @@ def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
 
 def cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> int:
@@ -162,13 +157,9 @@ def nvml() -> tuple[list[dict[str, Any]], str | None, str | None]:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = [
-            {
-                "name": str(pynvml.nvmlDeviceGetName(handle)),
-                "memory_gib": round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30, 1),
-            }
-            for handle in handles
-        ]
+        sizes = [round(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30, 1) for handle in handles]
+        names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        gpus = [{"name": name, "memory_gib": size} for name, size in zip(names, sizes, strict=True)]
         driver, cuda = str(pynvml.nvmlSystemGetDriverVersion()), int(pynvml.nvmlSystemGetCudaDriverVersion())
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:  # no driver, or one that does not answer

@@ -13,6 +13,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Refusal, suggestion
+from harness.records.record import wrong_field
 from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # after which a calibration is refused: kernels, clocks and neighbours change
@@ -33,9 +34,7 @@ def read(path: Path) -> Machine:
     try:
         return TypeAdapter(Machine).validate_python(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
-        raise Refusal(": ".join(filter(None, (str(path), where, why)))) from None
+        raise Refusal(f"{path}: {wrong_field(error)}") from None
 
 
 def write(path: Path, machine: Machine) -> None:

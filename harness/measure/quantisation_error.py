@@ -1,7 +1,4 @@
-"""Tries a grid of codecs on a trial's weights and reduced gradients: one encoding each, nothing sent.
-
-What the policy's own codecs do is measured where it is sent (:mod:`harness.measure.communication_error`).
-"""
+"""Tries a grid of codecs on a trial's weights and reduced gradients: one encoding each, nothing sent."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Errors over all ranks of a grid of bits and block sizes, on gradients that no step has consumed; a
-    tensor of zeros has none.  All ranks must call it.
-    """
+    """Errors over all ranks of a grid of bits and block sizes; zeros have none.  All ranks must call it."""
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     found = []
     for unit in zero.units:
@@ -31,11 +26,11 @@ def measure(zero: Zero) -> list[QuantisationError]:
         for purpose, tensor in tensors.items():
             if tensor is None:
                 continue
-            mine = torch.tensor([_sums(codec, tensor) for codec in grid], dtype=torch.float64)
-            of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(of_ranks, mine)
-            ranks = torch.stack(of_ranks)  # (world, codecs, 4)
-            for codec, sums, most in zip(grid, ranks.sum(0).tolist(), ranks.amax(0).tolist(), strict=True):
+            summed = torch.stack([_sums(codec, tensor) for codec in grid])  # (codecs, 4)
+            largest = summed.clone()
+            dist.all_reduce(summed)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            for codec, sums, most in zip(grid, summed.tolist(), largest.tolist(), strict=True):
                 if sums[1]:
                     found.append(
                         QuantisationError(
@@ -50,19 +45,14 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 
 @torch.no_grad()
-def _sums(codec: Codec, x: Tensor) -> tuple[float, float, float, float]:
-    """Squared errors and values, largest error and value, of one codec on one tensor, (S,) fp32."""
+def _sums(codec: Codec, x: Tensor) -> Tensor:
+    """(4,) fp64: squared errors and values, largest error and value, of one codec on x (S,) fp32."""
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
     ops.encode(codec, x, frames)
     ops.decode(codec, frames, decoded)
     error, value = (decoded - x).double(), x.double()
-    return (
-        float(error.square().sum()),
-        float(value.square().sum()),
-        float(error.abs().max()),
-        float(value.abs().max()),
-    )
+    return torch.stack([error.square().sum(), value.square().sum(), error.abs().max(), value.abs().max()])
 
 
 def _short(value: float) -> float:

@@ -1,7 +1,4 @@
-"""What a run's file holds of this machine: changes of the checkout, packages, variables that matter.
-
-Values of variables whose name says that they are secret are not kept.
-"""
+"""What a run's file holds of this machine: changes of the checkout, packages, variables that matter."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,8 +47,7 @@ def packages() -> list[str]:
     """All installed packages, ``name==version``; the first of a name is the one that is imported."""
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions():
-        name = one.metadata["Name"]  # None of a broken one
-        if name:
+        if name := one.metadata["Name"]:  # None of a broken one
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), f"{name}=={one.version}")
     return [found[key] for key in sorted(found)]
 
@@ -71,29 +67,21 @@ def libraries() -> dict[str, str]:
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter to speed and results, values shortened; secrets are :data:`HIDDEN`."""
-    found = {}
-    for name in sorted(environment):
-        if name.startswith(_PREFIXES):
-            value = environment[name].encode(errors="replace").decode()  # surrogates stand for no UTF-8
-            found[name] = HIDDEN if _SECRET.search(name) else value[:_LONGEST]
-    return found
+    told = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
+    return {
+        name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]
+        for name, value in told.items()
+    }
 
 
 def changes(root: Path = machine.ROOT) -> Changes | None:
     """How the checkout differs from its commit, new sources included; None if it does not, or is none."""
-    patch = b"".join(_patches(root))
+    patch = machine.git(root, *_DIFF, "HEAD") or b""
+    new = machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES)
+    for name in sorted(os.fsdecode(part) for part in (new or b"").split(b"\0") if part):
+        if Path(name).suffix in machine.SOURCE_SUFFIXES:
+            patch += machine.git(root, *_DIFF, "--no-index", "--", "/dev/null", name, differs=1) or b""
     if not patch:
         return None
     text = patch[:MOST_CHANGES].decode(errors="ignore")
     return Changes(size=len(patch), sha256=hashlib.sha256(patch).hexdigest(), text=text)
-
-
-def _patches(root: Path) -> Iterator[bytes]:
-    """The changes of tracked files, then each new source file that git does not ignore."""
-    yield machine.git(root, *_DIFF, "HEAD") or b""
-    listed = (
-        machine.git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *machine.SOURCES) or b""
-    )
-    for name in sorted(os.fsdecode(part) for part in listed.split(b"\0") if part):
-        if Path(name).suffix in machine.SOURCE_SUFFIXES:
-            yield machine.git(root, *_DIFF, "--no-index", "--", "/dev/null", name, differs=1) or b""

@@ -15,11 +15,17 @@ _DIGITS: Final = 6  # after the point: what scheduling adds to a reading is abov
 Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
+def now(device: torch.device) -> float:
+    """Seconds of the clock once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 class StepClock:
     """Times each step by part, with the CPU seconds of the process.
 
-    ``exposed`` returns seconds waited for communication so far, or None; it is read at the edges of every
-    part.
+    ``exposed`` returns seconds waited for communication so far, or None.
     """
 
     def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:
@@ -28,24 +34,24 @@ class StepClock:
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
-        self._note: Callable[[str, float], None] | None = None
+        self.note: Callable[[str, float], None] | None = None  # is told of each part, and when it began
 
     def begin(self) -> None:
         """Begin a step."""
         self._seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
         self._waited = {}
-        self._begun = self._now()
+        self._begun = now(self._device)
         self._computed = time.process_time()  # read inside the wall clock's readings, not around them
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
         """Time the body as a part of the step; a part may occur several times and adds up."""
-        start = self._now()
+        start = now(self._device)
         waited = self._exposed()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
-        if self._note is not None:
-            self._note(name, start)
+        self._seconds[name] = self._seconds.get(name, 0.0) + now(self._device) - start
+        if self.note is not None:
+            self.note(name, start)
         after = self._exposed()
         if waited is not None and after is not None:
             self._waited[name] = self._waited.get(name, 0.0) + after - waited
@@ -53,19 +59,10 @@ class StepClock:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What the body takes is no part of the step."""
-        wall, computed = self._now(), time.process_time()
+        wall, computed = now(self._device), time.process_time()
         yield
         self._computed += time.process_time() - computed
-        self._begun += self._now() - wall
-
-    @contextlib.contextmanager
-    def noted(self, note: Callable[[str, float], None]) -> Iterator[None]:
-        """Inside, ``note`` is called after each part with its name and its begin on the clock."""
-        self._note = note
-        try:
-            yield
-        finally:
-            self._note = None
+        self._begun += now(self._device) - wall
 
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and return its times; ``index`` counts from the first warm-up step."""
@@ -75,7 +72,7 @@ class StepClock:
             Step(
                 index=index,
                 warmup=warmup,
-                total=round(self._now() - self._begun, _DIGITS),
+                total=round(now(self._device) - self._begun, _DIGITS),
                 exposed_forward=waited.get("forward"),
                 exposed_backward=waited.get("backward"),
                 exposed_generate=waited.get("generate"),
@@ -86,8 +83,3 @@ class StepClock:
                 **{name: round(seconds, _DIGITS) for name, seconds in self._seconds.items()},
             )
         )
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()

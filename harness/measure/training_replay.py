@@ -1,12 +1,9 @@
-"""Checks of training after its first step, outside of what is timed.
+"""Checks of training after its first step, outside of what is timed; of kernels, before it.
 
-Each rank makes them while it trains (:class:`TrainingChecks`), and
-:func:`harness.records.consistency.untrained` judges what all ranks found: of a few masters every step is
-replayed in float64 as AdamW; gradients of later steps are those of a rehearsal; the batches of three steps
-are those that the seed gives this rank, by hashes beside the next rank's draws, and validation is drawn
-again; gradient norms are equal on all ranks, since all clip by the same; timed steps fill the time that
-passed, and a rank that waits for messages sleeps. Errors of what is sent are judged by
-:func:`harness.measure.communication_error.refusal`, kernels before training by :func:`wrong_kernel`.
+:func:`harness.records.consistency.untrained` judges what all ranks found: a few masters are replayed in
+float64 as AdamW; gradients are those of a rehearsal; batches are those that the seed gives this rank, by
+hashes beside the next rank's draws, and validation is drawn again; norms are equal on all ranks; timed steps
+fill the time that passed, and a rank that waits for messages sleeps.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class TrainingChecks:
         drawn, ours = self._data.dataset, trial.tokens_per_rank // trial.sequence
         last = drawn.count(drawn.validation) - 1
         gaps = max(trial.validation_batches * self._world * ours - 1, 1)
-        for part in (self._rank,) if self._data.parts == 1 else range(self._world):
+        for part in self._data.ranks:
             for batch in range(trial.validation_batches):
                 places = [(batch * self._world + part) * ours + place for place in range(ours)]
                 keys = [f"validation/{place}" for place in places]

@@ -1,6 +1,4 @@
-"""An unsharded model's loss, as the sharded one's must be: with the fp32 weights, and with the weights as
-all-gathered, encoded and decoded once, all in evaluation mode.
-"""
+"""An unsharded model's loss with its fp32 weights, and with those weights encoded and decoded once."""
 
 from __future__ import annotations
 
@@ -89,12 +87,17 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
         yield
 
 
-def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
-    """``model`` in the policy's compute type: itself in fp32, else a copy, which casts inputs."""
-    dtype = DTYPES[policy.compute]
-    if dtype == torch.float32:
+def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
+    """``model`` as a trial computes: itself in fp32; else a copy, by autocast in DDP and in one process, in
+    which weights and inputs are of that type elsewhere.
+    """
+    policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
+    if policy.compute == "fp32":
         return model
-    twin = copy.deepcopy(model)
+    twin, dtype = copy.deepcopy(model), DTYPES[policy.compute]
+    if family_of(trial.strategy) in ("single", "ddp"):
+        under_autocast(twin, next(twin.parameters()).device)
+        return twin
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -103,17 +106,6 @@ def as_computed(model: nn.Module, policy: Policy) -> nn.Module:
 
     for module in (twin, *find_blocks(twin, most=policy.memory.largest_unit)):
         module.register_forward_pre_hook(cast, with_kwargs=True)
-    return twin
-
-
-def as_computed_by(trial: Trial, model: nn.Module, device: torch.device) -> nn.Module:
-    """``model`` as a trial's peer computes: itself in fp32, else a copy by autocast or with bf16 weights."""
-    if trial.peer.compute == "fp32":
-        return model
-    if family_of(trial.strategy) not in ("single", "ddp"):
-        return as_computed(model, Policy(compute="bf16"))
-    twin = copy.deepcopy(model)
-    under_autocast(twin, device)
     return twin
 
 

@@ -436,7 +436,8 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
 def wrong_field(error: ValidationError) -> str:
     """The first field that pydantic refuses, and why."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    where, why = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+    return f"{where}: {why}" if where else why
 
 
 def read_all(results: Path) -> list[Record]:

@@ -34,7 +34,6 @@ from harness.measure.gradient_bounds import (
 from harness.measure.training_replay import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
-    as_computed_by,
     as_gathered,
     by_columns,
     computing_with,
@@ -180,7 +179,7 @@ class Comparison:
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
         reference = mean_loss(model, batches_of(self.data, step))
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
-        computed, backward, family = model, None, trial.host or family_of(trial.strategy)
+        backward, family = None, trial.host or family_of(trial.strategy)
         with contextlib.ExitStack() as gathered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
             if family == "fsdp2":
@@ -191,13 +190,10 @@ class Comparison:
                 layouts = of_model(model)
             if units:
                 layouts = layouts_of(units, policy, topology)
-            if policy is None:
-                computed = as_computed_by(trial, model, next(model.parameters()).device)
-            elif family != "ddp":  # where whole weights are on every rank: none are gathered
+            if policy is not None and family != "ddp":  # which has whole weights on every rank
                 backward = by_columns(model, policy, units)
                 gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
-                computed = as_computed(model, policy)
-            own = policy if trial.host is None else None
+            computed, own = as_computed(trial, model), policy if trial.host is None else None
             expected, gradient, trained = self._compute(computed, layouts, own, step, backward or {})
         return ComparedLoss(reference, expected, trained, step), gradient
 

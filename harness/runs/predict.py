@@ -17,6 +17,7 @@ from harness.records.record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
+from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.policy import Policy, PolicyError
@@ -47,8 +48,7 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refu
         except Refusal as error:
             models[key] = error
         except (Exception, SystemExit) as error:  # a user's own function may raise anything
-            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            models[key] = Refusal(f"model {model.name!r} cannot be built: {words}")
+            models[key] = Refusal(f"model {model.name!r} cannot be built: {raised(error)}")
     return models[key]
 
 

@@ -33,7 +33,7 @@ from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_replay import TrainingChecks, wrong_kernel
-from harness.measure.unsharded_loss import as_computed, as_computed_by
+from harness.measure.unsharded_loss import as_computed
 from harness.records.consistency import Checked
 from harness.records.memory_parts import together, without_training
 from harness.records.record import (
@@ -48,9 +48,8 @@ from harness.records.record import (
 )
 from harness.runs.correctness_checks import Compared, Comparison
 from harness.strategies.optimizers import built
-from harness.strategies.rollouts import collect
 from harness.strategies.strategy import Sharded, Strategy, prepare, sharded
-from harness.strategies.training import TrainingLoop, unread_clock
+from harness.strategies.training import TrainingLoop, collect, unread_clock
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
@@ -249,9 +248,8 @@ class TrialRun:
         if model is None:
             with torch.random.fork_rng(), self.device:
                 model = models.of_trial(trial)
-        policy = trial.resolved_policy()
         return compute_alone.measure(
-            as_computed_by(trial, model, self.device) if policy is None else as_computed(model, policy),
+            as_computed(trial, model),
             next(batches_of(self.data)),
             partial(built, trial.optimizer),
             ranks=trial.topology().world,

@@ -1,7 +1,4 @@
-"""DeepSpeed as a peer: an optional dependency, imported only on ranks that train with it.
-
-On CPUs its ZeRO-3 runs over gloo, as everything does there; its quantising kernels exist for GPUs alone.
-"""
+"""DeepSpeed as a peer: an optional dependency, imported only on ranks that train with it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,9 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from harness.errors import Refusal, one_line
+from harness.errors import Refusal
 from harness.suites.peers import DEEPSPEED, family_of, quantised
+from impl.errors import told
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +48,7 @@ def why_not(trial: Trial) -> str | None:
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
-    """What DeepSpeed is given: the trial's configuration, and what fields of its own say; it clips only by
-    them.
-    """
+    """What DeepSpeed is given: the trial's configuration, and what its own fields say, clipping included."""
     given = trial.peer_configuration()
     found = {key: value for key, value in given.items() if key not in ("fp16", "train_batch_size")} | {
         "train_micro_batch_size_per_gpu": trial.tokens_per_rank // trial.sequence,
@@ -66,14 +62,10 @@ def configuration(trial: Trial) -> dict[str, Any]:
 def initialised(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """DeepSpeed's engine of ``model``, which is changed in place, and gives ``optimizer`` its shards; all
-    ranks must call it.  What it refuses of ``config`` is a Refusal with its version and its own words.
-    """
+    """DeepSpeed's engine of ``model``, changed in place, or a Refusal in its words; all ranks call it."""
     import torch
     import torch.distributed as dist
 
-    if (why := why_missing()) is not None:
-        raise Refusal(why)
     # It asks the environment alone for the device, and for the rank of this process on its node.
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else dist.get_rank())
@@ -86,12 +78,10 @@ def initialised(
         from impl.pytree import cast_tensors  # images and the like; tokens stay as they are
 
         model.register_forward_pre_hook(lambda _, inputs: cast_tensors(inputs, torch.bfloat16))
-    try:
+    # It checks its configuration by assertions and errors of many kinds.
+    with told(Refusal, f"DeepSpeed {version()} refuses its configuration:"):
         library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         engine, *_ = library.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
-    except Exception as error:  # it checks its configuration by assertions and errors of many kinds
-        words = one_line(f"{type(error).__name__}: {error}".partition("\n")[0])
-        raise Refusal(f"DeepSpeed {version()} refuses its configuration: {words}") from error
     return engine

@@ -1,13 +1,10 @@
-"""Builds optimizers by name, sets their learning rates, and measures their state per element.
-
-Separate from ``strategies`` so that ``zeropp plan`` imports neither the engine nor peers.
-"""
+"""Builds optimizers by name, sets their learning rates, and measures their state per element."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -30,7 +27,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
     """State bytes of an optimizer per fp32 element, by a step of a small tensor; a Refusal if it cannot."""
     few = nn.Parameter(torch.zeros(64))
     stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
-    with _refused(optimizer):  # of tensors without bytes, such as sparse ones
+    with _told(optimizer):  # of tensors without bytes, such as sparse ones
         return state_bytes(stepping, [few]) // few.numel()
 
 
@@ -58,7 +55,7 @@ def _stepped(
     stepping = built(optimizer, [parameter], unwrapped=True)
     for gradient in gradients:
         parameter.grad = gradient
-        with _refused(optimizer), torch.no_grad():
+        with _told(optimizer), torch.no_grad():
             stepping.step()
     return stepping
 
@@ -66,18 +63,21 @@ def _stepped(
 def built(
     optimizer: Optimizer, parameters: Iterable[Any], *, unwrapped: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the trial's optimizer over ``parameters`` or groups of them, or raise a Refusal; ``unwrapped``,
-    it lacks torch's wrappers, which import its compiler: 1.5 s.
-    """
-    kind = _own(optimizer) if ":" in optimizer.name else getattr(torch.optim, optimizer.name, None)
+    """Build the trial's optimizer, or raise a Refusal; ``unwrapped`` by torch's compiler: 1.5 s less."""
+    try:
+        own = import_object(optimizer.name) if ":" in optimizer.name else None
+    except NamedObjectError as error:
+        raise Refusal(f"optimizer.name = {error}") from error
+    kind = own or getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):
         known = [name for name, one in vars(torch.optim).items() if _is_optimizer(one)]
-        near = suggestion(optimizer.name, known)
-        raise Refusal(f"optimizer.name = {optimizer.name!r}: torch.optim has no such optimizer{near}")
+        words = f"torch.optim has no such optimizer{suggestion(optimizer.name, known)}"
+        derived = "expected a class derived from torch.optim.Optimizer"
+        raise Refusal(f"optimizer.name = {optimizer.name!r}: {derived if ':' in optimizer.name else words}")
     if unwrapped:
         methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
         kind = type(kind.__name__, (kind,), methods)
-    with _refused(optimizer):
+    with _told(optimizer):
         made: torch.optim.Optimizer = kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
     return made
 
@@ -88,19 +88,6 @@ def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step:
         return
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * schedule.factor(step)
-
-
-def _own(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
-    """The class of ``module:class``."""
-    try:
-        kind = import_object(optimizer.name)
-    except NamedObjectError as error:
-        raise Refusal(f"optimizer.name = {error}") from error
-    if not _is_optimizer(kind):
-        raise Refusal(
-            f"optimizer.name = {optimizer.name!r}: expected a class derived from torch.optim.Optimizer"
-        )
-    return kind
 
 
 def _is_optimizer(thing: object) -> TypeGuard[type[torch.optim.Optimizer]]:
@@ -122,8 +109,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-@contextlib.contextmanager
-def _refused(optimizer: Optimizer) -> Iterator[None]:
-    """What an optimizer raises, each in its own way, is a Refusal; SystemExit too: it is no end of ours."""
-    with told(Refusal, f"optimizer.arguments of {optimizer.name}:"):
-        yield
+def _told(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+    """What an optimizer raises, each in its own way, is a Refusal."""
+    return told(Refusal, f"optimizer.arguments of {optimizer.name}:")

@@ -1,8 +1,7 @@
 """Training strategies: peers (``harness.suites.peers``), and every policy of ``impl``, behind one class.
 
-``single`` is one process that averages over the batches of all ranks: the reference.  Peers send outside our
-wire: they have no ledger, and only a shaped network limits their rate.  With our collectives inside
-(``fsdp2+qgz``) torch's have a ledger and a prediction, as policies do.
+Peers send outside our wire: they have no ledger.  With our collectives inside (``fsdp2+qgz``) torch's engines
+have a ledger and a prediction, as policies do.
 """
 
 from __future__ import annotations
@@ -165,7 +164,10 @@ class Strategy:
 
     def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
         """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
-        return {}
+        if self.zero is None:
+            return {}
+        units, topology = [unit.geometry for unit in self.zero.units], self.zero.wire.mesh.topology
+        return predict(self.zero.policy, topology, units, 0, events).copied
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -266,9 +268,8 @@ class Sharded(Strategy):
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
         """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
-        shard = unit.master_shard.mean_gradient()
-        if shard is None:
-            shard = torch.zeros(unit.geometry.shard)
+        found = unit.master_shard.mean_gradient()
+        shard = torch.zeros(unit.geometry.shard) if found is None else found
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
@@ -296,14 +297,10 @@ class Sharded(Strategy):
     def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
         """What ``impl.plan.traffic`` says."""
         mesh, buffers = self.zero.wire.mesh, self.zero.buffers.nbytes
+        policy, codecs = self.zero.policy, self.decisions
         return predict(
-            self.zero.policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers,
-            decisions=self.decisions,
-        ).sent  # fmt: skip
-
-    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
-        """See :meth:`Strategy.predicted_copies`."""
-        return predict(self.zero.policy, self.zero.wire.mesh.topology, self.units, 0, events).copied
+            policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers, decisions=codecs
+        ).sent
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""
@@ -322,9 +319,7 @@ class Sharded(Strategy):
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Wrap ``model``, unsharded on ``device``, in the trial's strategy, in place; all ranks must call it.
-    Raises Refusal, PolicyError or GeometryError for what is not possible.
-    """
+    """Wrap ``model`` in the trial's strategy, in place, or raise Refusal, PolicyError or GeometryError."""
     policy = trial.resolved_policy()
     if policy is not None:
         wire = wire_of(trial, rank, device)

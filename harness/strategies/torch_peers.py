@@ -76,9 +76,8 @@ def _in_fsdp2(peer: Peer, model: nn.Module, device: torch.device, compute: Compu
 def _prefetch(model: Any, blocks: list[Any]) -> None:
     """Have every unit begin the all-gathers of those that run next, in forward and in backward."""
     model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # its documentation names it so
-    order = [model, *blocks]
-    for place, unit in enumerate(order):
-        unit.set_modules_to_forward_prefetch(order[place + 1 : place + 1 + AHEAD])
-    backward = [model, *reversed(blocks)]
-    for place, unit in enumerate(backward):
-        unit.set_modules_to_backward_prefetch(backward[place + 1 : place + 1 + AHEAD])
+    forward, backward = [model, *blocks], [model, *reversed(blocks)]
+    for place in range(len(forward)):
+        ahead = slice(place + 1, place + 1 + AHEAD)
+        forward[place].set_modules_to_forward_prefetch(forward[ahead])
+        backward[place].set_modules_to_backward_prefetch(backward[ahead])

@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.measure.step_clock import StepClock
 from harness.measure.training_replay import TrainingChecks
+from harness.measure.unsharded_loss import evaluating
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
-from harness.workloads.rank_batches import Batches, Given, RankBatches
+from harness.workloads.generation import decode
+from harness.workloads.models import shape_of
+from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_of
+from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 from impl.engine.masters import Stepped
 from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
@@ -47,7 +51,7 @@ def run_passes(
             with clock.part("forward"):
                 loss = strategy.model(*batch)
             with clock.part("backward"):
-                strategy.backward(loss / (trial.accumulation * data.parts))
+                strategy.backward(loss / (trial.accumulation * len(micro)))
             found.losses.append(loss.detach())
             found.batches.append(batch)
         reduced = last or strategy.reduces_each_micro_batch
@@ -109,3 +113,32 @@ class TrainingLoop:
     def seconds(self) -> float:
         """Of all steps so far."""
         return math.fsum(step.total for step in self.clock.steps)
+
+
+def collect(
+    trial: Trial,
+    data: RankBatches,
+    actor: nn.Module,
+    judges: nn.Module,
+    *,
+    rank: int,
+    index: int,
+    clock: StepClock,
+) -> Given:
+    """What step ``index`` of a rank trains on: beginnings, each continued ``rlhf.group`` times.
+
+    The actor is passed once a token, the judges once; all ranks must call it, if the models are sharded.
+    """
+    generate, group = trial.generate, trial.rlhf.group
+    drawn = [*batches_of(data, index)]
+    read, _ = drawn[0]  # (B, sequence)
+    prompts = read[: len(read) // group, : generate.prompt].repeat_interleave(group, 0)  # (B, prompt)
+    layers, choose = shape_of(trial.model).layers, sampler(trial.seed, index, rank)
+    with clock.part("generate"), evaluating(actor):
+        written = torch.stack([*decode(actor, prompts, generate.tokens, layers, choose)], 1)
+    sequences = torch.cat([prompts, written], 1)  # (B, sequence)
+    targets = targets_of(sequences, generate.prompt)  # (B, sequence - 1)
+    with clock.part("score"), torch.no_grad():
+        reference, rewards = judges(sequences, targets)
+    experience = Experience(targets, group_advantages(rewards, group), reference, trial.rlhf.kl)
+    return Given((sequences[:, :-1], experience), drawn)

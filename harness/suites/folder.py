@@ -1,7 +1,4 @@
-"""The folder of a suite's file, from which its inputs are found: corpora, configurations, modules.  No torch.
-
-A process has one suite: where none was read, paths are of the working folder.
-"""
+"""The folder of a process's suite, from which its inputs are found; else the working folder.  No torch."""
 
 from __future__ import annotations
 

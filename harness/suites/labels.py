@@ -36,13 +36,9 @@ def padded(share: float) -> str:
 
 def padded_in_words(shares: Iterable[float]) -> str:
     """What the mark says, for tables in which it stands; empty for others."""
-    most = max((share for share in shares if share > MUCH_PADDING), default=0.0)
-    if not most:
-        return ""
-    return (
-        f"{PADDED}: more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to "
-        "them as padding, which is sent and held too."
-    )
+    most = max(shares, default=0.0)
+    told = f"more than {MUCH_PADDING:.0%} of the model's elements, at most {most:.1%}, is added to them"
+    return f"{PADDED}: {told} as padding, which is sent and held too." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:

@@ -73,10 +73,3 @@ def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) ->
     if isinstance(shape, ViTShape):
         return blocks + 4 * sequences * IMAGE_SIDE**2 * width + 6 * sequences * width * IMAGE_CLASSES
     return blocks + 6 * sequences * length * width * shape.vocab
-
-
-def tflops_per_rank(
-    shape: Shape, *, sequences: int, length: int, recompute: bool, seconds: float, ranks: int
-) -> float:
-    """Model TFLOP/s of each rank, for a step that took ``seconds``."""
-    return step_flops(shape, sequences=sequences, length=length, recompute=recompute) / seconds / ranks / 1e12

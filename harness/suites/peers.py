@@ -69,21 +69,21 @@ def family_of(strategy: str) -> Family | None:
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a peer of DeepSpeed's asks it, beside batches and types: ``table``, else ZeRO-3 as shipped."""
     found = _SHIPPED if table is None else table
-    if not peer.hpz:
-        return found
-    zero = found.get("zero_optimization")
     hpz = {"zero_hpz_partition_size": ranks_per_node}
-    return found | {"zero_optimization": hpz | zero if isinstance(zero, dict) else hpz}
+    return found | {"zero_optimization": hpz | _zero(found)} if peer.hpz else found
+
+
+def _zero(table: dict[str, Any]) -> dict[str, Any]:
+    found = table.get("zero_optimization")
+    return found if isinstance(found, dict) else {}
 
 
 def quantised(table: dict[str, Any]) -> list[str]:
     """The switches of a DeepSpeed configuration that ask for its quantising kernels, which need a GPU."""
-    zero = table.get("zero_optimization")
-    return [name for name in QUANTISERS if isinstance(zero, dict) and zero.get(name)]
+    return [name for name in QUANTISERS if _zero(table).get(name)]
 
 
 def zero_stage(table: dict[str, Any]) -> int:
     """The stage that a DeepSpeed configuration asks for; DeepSpeed's default is 0."""
-    zero = table.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    stage = _zero(table).get("stage", 0)
     return stage if isinstance(stage, int) else 0

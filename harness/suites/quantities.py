@@ -14,28 +14,26 @@ CANONICAL: Final = {"canonical": True}  # validation context: quantities are pla
 
 def parse_rate(value: object) -> float | None:
     """``"50 Mbit/s"`` or ``"unshaped"`` to Mbit/s or None; a ValueError for a rate that no link has."""
-    if value is None or value == "unshaped":
-        return None
     words = "kbit/s, Mbit/s or Gbit/s, or 'unshaped', from 1 kbit/s to 1000 Gbit/s"
-    return _parsed(value, {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}, 1e-3, 1e6, words)
+    units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
+    return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e6, words)
 
 
 def parse_latency(value: object) -> float | None:
     """``"2 ms"`` or ``"50 us"`` to milliseconds; a ValueError above a second."""
-    if value is None:
-        return None
     return _parsed(value, {"us": 1e-3, "ms": 1.0}, 0.0, 1e3, "us or ms, and at most 1000 ms")
 
 
 def parse_size(value: object) -> int | None:
     """``"48 MiB"`` to bytes; a ValueError for more than can be counted."""
+    found = _parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63")
+    return None if found is None else round(found)
+
+
+def _parsed(value: object, units: Mapping[str, float], least: float, most: float, words: str) -> float | None:
+    """A number with one of these units, above 0 and between these ends."""
     if value is None:
         return None
-    return round(_parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63"))
-
-
-def _parsed(value: object, units: Mapping[str, float], least: float, most: float, words: str) -> float:
-    """A number with one of these units, above 0 and between these ends."""
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     found = float(match[1]) * units.get(match[2], 0.0) if match else 0.0
     if not (found > 0 and least <= found <= most):

@@ -1,8 +1,7 @@
-"""How often a suite's trials are repeated, and in which order.
+"""How often a suite's trials are repeated, and in which order.  No torch.
 
-``repeats = 3`` says how often; ``repeats = "until 2 %"`` says how close the interval of each ratio must come,
-and :mod:`harness.runs.further_repeats` asks for more until it does.  A sweep is all of that once; its
-repeats have numbers of their own, so that a further sweep changes no trial of those before.  No torch.
+A sweep is all repeats once; its repeats have numbers of their own, so that a further sweep changes no trial
+of those before.
 """
 
 from __future__ import annotations

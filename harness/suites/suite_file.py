@@ -227,9 +227,7 @@ def _axes(file: _File) -> list[list[_Cell]]:
                 raise SuiteError(f"{table} {path} = {_text(values)}: expected a list of at least one value")
             for other in taken:
                 if f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}."):
-                    raise SuiteError(
-                        f"{table} {path}: {other!r} is an axis already; expected each field once"
-                    )
+                    raise SuiteError(f"{table} {path}: {other!r} is an axis already; say each field once")
             taken.append(path)
         if len({len(values) for values in columns.values()}) > 1:
             counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
@@ -309,13 +307,10 @@ def _expected(errors: Sequence[ErrorDetails]) -> str:
 
 def _hits(match: dict[str, Any], name: str, cells: list[_Cell]) -> list[bool]:
     """Which cells a partial match hits: by value, so ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``."""
-    wanted = {
-        path: [
-            _at(_trial(_settings({path: choice}, name)), path)
-            for choice in (value if isinstance(value, list) else [value])
-        ]
-        for path, value in flatten(match)
-    }
+    wanted: dict[str, list[Any]] = {}
+    for path, value in flatten(match):
+        choices = value if isinstance(value, list) else [value]
+        wanted[path] = [_at(_trial(_settings({path: choice}, name)), path) for choice in choices]
     trials = [_trial(cell) for cell in cells]
     hits = [all(_at(trial, path) in values for path, values in wanted.items()) for trial in trials]
     if not any(hits):
@@ -368,15 +363,11 @@ def _foreign(trial: Trial) -> list[str]:
     changes, found = trial.policy, list[str]()
     if trial.host is not None:
         found = [name for name in trial.changes if not carries(trial.host, name)]
-    for name, ours, asked in (
-        ("weights", (base.weights,), changes.weights),
-        ("gradients", base.gradients, changes.gradients),
-    ):
-        given = [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
-        if given and _raw(ours) and (trial.strategy.endswith("exact") or not _raw(given)):
-            found.append(name)
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
+    exact = trial.strategy.endswith("exact")
     lacks = {
+        "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
+        "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
         "secondary": not base.secondary,
         "secondary_format": not base.secondary,
         "differences": base.differences is None,
@@ -397,6 +388,10 @@ def _foreign(trial: Trial) -> list[str]:
         if lacking and getattr(changes, name) not in (None, "none", getattr(base, name)):
             found.append(name)
     return [f"policy.{name}" for name in found]
+
+
+def _codecs(asked: str | tuple[str, str] | None) -> list[Codec]:
+    return [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
 
 
 def _raw(codecs: Sequence[Codec]) -> bool:

@@ -71,17 +71,16 @@ class Model(_Frozen):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str, info: ValidationInfo) -> str:
-        if info.context == CANONICAL:  # a record's, of which a later version may have no such preset
+        # A record's may be a preset of an earlier version; a function is not imported here.
+        if value in MODELS or ":" in value or info.context == CANONICAL:
             return value
-        if value not in MODELS and ":" not in value:  # a function is not imported here
-            known = f"{', '.join(MODELS)} or 'module:function'"
-            raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")
-        return value
+        known = f"{', '.join(MODELS)} or 'module:function'"
+        raise ValueError(f"expected one of {known}{suggestion(value, MODELS)}")
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # a module
 _Host = Annotated[
-    str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_]([A-Za-z0-9_.:-]*)$")
+    str, Field(pattern=r"^([A-Za-z0-9_.-]+@)?[A-Za-z0-9_][A-Za-z0-9_.:-]*$")
 ]  # no option of ssh
 _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
@@ -195,11 +194,8 @@ class PolicyChanges(_Frozen):
         changes = {name: value for name, value in self if value is not None}
         limits = {field.name for field in dataclasses.fields(MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
-        offload = {
-            name: changes.pop(f"offload_{name}")
-            for name in ("optimizer", "weights")
-            if f"offload_{name}" in changes
-        }
+        shares = [name for name in changes if name.startswith("offload_")]
+        offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
         if isinstance(self.gradients, str):
             changes["gradients"] = (self.gradients,) * 2
         if isinstance(self.weights, tuple):  # of hops inside an hpZ group, and of those before them
@@ -208,9 +204,8 @@ class PolicyChanges(_Frozen):
         for name in changes.keys() & _TEXT_FORMS.keys():
             read, text = _TEXT_FORMS[name], changes[name]
             changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
-        return replace(
-            base, memory=replace(base.memory, **memory), offload=replace(base.offload, **offload), **changes
-        )
+        changes |= {"memory": replace(base.memory, **memory), "offload": replace(base.offload, **offload)}
+        return replace(base, **changes)
 
 
 _AS_PUBLISHED: Final = ("sums", "blocks", "planes")  # left out where they are the strategy's own
@@ -355,10 +350,8 @@ class Trial(_Frozen):
         """The schedule of the optimizer's rate; None for a constant one, a ValueError if it is too long."""
         asked, total = self.optimizer.schedule, self.warmup + self.steps
         if asked != LearningRates():
-            if asked.warmup > total:
-                raise ValueError(
-                    f"optimizer.schedule.warmup = {asked.warmup}: the trial has {total} steps in all"
-                )
+            if (warmup := asked.warmup) > total:
+                raise ValueError(f"optimizer.schedule.warmup = {warmup}: the trial has {total} steps in all")
             return Schedule(steps=total, **asked.model_dump())
         return self.recipe().schedule if self.strategy == RECIPE else None
 

@@ -235,7 +235,7 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
 
 def _refused(trial: Trial, *, speaks: bool) -> str | None:
     """Print what became of each key and what each stage needs; why it does not fit, if it does not."""
-    from harness.train.memory_table import activation_bytes, in_words, needs, table, too_large
+    from harness.train.memory_table import in_words, needs, table, too_large
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
@@ -248,7 +248,7 @@ def _refused(trial: Trial, *, speaks: bool) -> str | None:
         model = models.build(trial.model, trial.sequence)
     try:
         found = laid_out(found, plan_units(model, topology, policy))
-        needed = needs(model, policy, trial, activations=activation_bytes(trial, policy))
+        needed = needs(model, policy, trial)
     except (ValueError, ZeroError) as error:
         option = f": --max-padding {error.needed:.2f}" if isinstance(error, PaddingError) else ""
         raise Refusal(f"{error}{option}") from None
@@ -272,9 +272,6 @@ def _run(job: Job) -> None:
     from harness.cluster.link import open_link
     from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
-    from impl.checkpoint.save_load import CheckpointError
-    from impl.engine.masters import LossScaleError
-    from impl.errors import ZeroError
 
     interrupts.take_over()
     trial, cluster = job.trial, job.trial.cluster
@@ -294,5 +291,5 @@ def _run(job: Job) -> None:
             start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))
         except LaunchError as error:
             raise Refusal(f"{error} (log: {error.log})") from None
-        except (*REFUSALS, CheckpointError, LossScaleError, ZeroError) as error:
+        except REFUSALS as error:
             raise Refusal(str(error)) from None

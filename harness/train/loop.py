@@ -16,12 +16,14 @@ from harness.records.record import Step
 from harness.runs.rank_trial import device_of
 from harness.strategies.strategy import sharded, wire_of
 from harness.strategies.training import TrainingLoop
-from harness.suites.model_sizes import tflops_per_rank
+from harness.suites.model_sizes import step_flops
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
 from impl.checkpoint.save_load import CheckpointError
+from impl.engine.masters import LossScaleError
+from impl.errors import ZeroError
 from impl.parameters.init import Init
 
 MB: Final = 1e6
@@ -39,8 +41,11 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank; rank 0 reports a line a step.  Raises what cannot be run as asked."""
-    return _Training(rank, job).run()
+    """Train on this rank; rank 0 reports a line a step.  A Refusal of what cannot be run as asked."""
+    try:
+        return _Training(rank, job).run()
+    except (CheckpointError, LossScaleError, ZeroError) as error:
+        raise Refusal(str(error)) from None
 
 
 class _Training:
@@ -91,10 +96,7 @@ class _Training:
             return 0
         groups = self.loop.optimizer.param_groups
         asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        try:
-            loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
-        except CheckpointError as error:
-            raise Refusal(str(error)) from None
+        loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
         other: dict[str, None] = {}  # each once
         for group, options in zip(self.loop.optimizer.param_groups, asked, strict=True):
             for name, value in options.items():
@@ -123,10 +125,7 @@ class _Training:
         if job.save is None or not (last or (job.every and done % job.every == 0)):
             return
         extra = self._run() | {"steps": done}
-        try:
-            path = checkpoint.save(job.save, self.zero, [self.loop.optimizer], extra=extra, keep=job.keep)
-        except CheckpointError as error:
-            raise Refusal(str(error)) from None
+        path = checkpoint.save(job.save, self.zero, [self.loop.optimizer], extra=extra, keep=job.keep)
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
 
     def _run(self) -> dict[str, Any]:
@@ -139,14 +138,8 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
     """Log line of one step, in the form of the ZeRO++ tutorial's; ``loss`` is over all ranks."""
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks
-    rate = tflops_per_rank(
-        models.shape_of(trial.model),
-        sequences=sequences,
-        length=trial.sequence,
-        recompute=trial.activation_checkpointing,
-        seconds=step.total,
-        ranks=ranks,
-    )
+    shape, recompute = models.shape_of(trial.model), trial.activation_checkpointing
+    flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=recompute)
     parts = ", ".join(
         f"{name} {getattr(step, name) * 1e3:.1f}" for name in ("forward", "backward", "optimizer")
     )
@@ -155,7 +148,7 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
         f"loss {loss:.6f}",
         f"{step.total * 1e3:.1f} ms ({parts})",
         f"{sequences / step.total:.3f} samples/s",
-        f"{rate:.4g} TFLOP/s per rank",
+        f"{flops / step.total / ranks / 1e12:.4g} TFLOP/s per rank",
         f"{'process' if trial.cluster.device == 'cpu' else 'GPU'} peak {peak / MB:.2f} MB",
     ]
     if scale is not None:

@@ -53,11 +53,9 @@ class Need:
         return sum(self.device.values()) + self.activations
 
 
-def needs(model: nn.Module, policy: Policy, trial: Trial, *, activations: int) -> list[Need]:
-    """Memory needs of a rank at each stage, with the rest of ``policy`` where it supports it; the model is on
-    the meta device.  Raises as ``plan_units``.
-    """
-    found, topology = [], trial.topology()
+def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
+    """Memory needs of a rank at each stage, with the rest of ``policy`` where it supports that."""
+    found, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
         at = policy
         if stage != policy.stage:  # without what only its own has, and however much that would be padded
@@ -77,10 +75,8 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
     return {**found, "other": sum(parts.values()) - sum(found.values())}
 
 
-def activation_bytes(trial: Trial, policy: Policy) -> int:
-    """Estimate the activation bytes that a micro-batch keeps, at most: of blocks, and of the logits and their
-    gradient in the compute type and in fp32.
-    """
+def _activation_bytes(trial: Trial, policy: Policy) -> int:
+    """Estimate the activation bytes of a micro-batch, at most: of blocks, logits and the logits' gradient."""
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
     assert isinstance(shape, GPTShape)  # noqa: S101  # there is no flag for others
     place = trial.tokens_per_rank * shape.width

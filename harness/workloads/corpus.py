@@ -1,16 +1,15 @@
-"""Corpora: the tokens that language models train on.
+"""Corpora: the tokens that language models train on.  No torch.
 
-A corpus is text: ``stdlib``, the interpreter's own sources, a file, or all files of a folder in alphabetical
-order, of which the first 95 % are for training; bytes are the tokens, unless a tokenizer, a
-``module:function``, makes a list of ints of each part. Or it is tokens: a folder with ``train.npy`` and
-``validation.npy``, or a ``module:function`` that returns both, or pairs of arrays
-(:mod:`harness.workloads.own_pairs`).  No torch.
+Text (``stdlib``, a file, all files of a folder in alphabetical order), of which the first 95 % are for
+training, whose bytes are the tokens unless a tokenizer makes others; or arrays: a folder with ``train.npy``
+and ``validation.npy``, or what a ``module:function`` returns.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from harness.suites import folder
 from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.masked_text import masked
 from harness.workloads.own_pairs import OwnPairs, are_pairs
-from impl.errors import raised, told
+from impl.errors import told
 from impl.named_object import NamedObjectError, import_object, is_name
 
 STDLIB: Final = "stdlib"
@@ -97,10 +96,8 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         )
     if not files:
         raise CorpusError(f"corpus {source!r}: no files in it")
-    try:
+    with told(CorpusError, f"corpus {source!r}: cannot read it:"):
         size = sum(path.stat().st_size for path in files)
-    except OSError as error:
-        raise CorpusError(f"corpus {source!r}: cannot read {error.filename}: {error.strerror}") from error
     if size > LARGEST_BYTES:
         raise CorpusError(
             f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held in memory by every rank"
@@ -120,25 +117,25 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
         if tokenizer is not None:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
         return _of_arrays(source, folder.here())
-    text = _read(source)
+    files, _ = _files_of(source)
+    with told(CorpusError, f"corpus {source!r}: cannot read it:"):
+        text = b"\n".join(path.read_bytes() for path in files)
     cut = int(len(text) * TRAINING_SHARE)
     if tokenizer is not None:
         return _tokenised(source, tokenizer, text[:cut], text[cut:])
     tokens = np.frombuffer(text, dtype=np.uint8)
-    return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:], BYTES - 1)
+    return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:])
 
 
 def holds_arrays(source: str) -> bool:
     """Whether a corpus is arrays, and no text: token files, or a function."""
     place = folder.path_of(source)
-    if place.exists():
-        there = [name for name in _TOKEN_FILES if (place / name).exists()]
-        if len(there) == 1 or any(not (place / name).is_file() for name in there):
-            raise CorpusError(
-                f"corpus {source!r}: expected the files {' and '.join(_TOKEN_FILES)}, or neither"
-            )
-        return bool(there)
-    return is_name(source)
+    if not place.exists():
+        return is_name(source)
+    there = [name for name in _TOKEN_FILES if (place / name).is_file()]
+    if len(there) == 1:
+        raise CorpusError(f"corpus {source!r}: expected the files {' and '.join(_TOKEN_FILES)}, or neither")
+    return bool(there)
 
 
 @lru_cache(1)
@@ -146,18 +143,18 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     """Of a folder of token files, or of a function."""
     place = folder.path_of(source)
     if place.is_dir():
-        parts: Any = [_token_file(source, place / name) for name in _TOKEN_FILES]
+        parts: Any = []
+        for name in _TOKEN_FILES:
+            with told(CorpusError, f"corpus {source!r}: {name}:"):
+                parts.append(np.load(place / name, mmap_mode="r", allow_pickle=False))
     else:
         parts = _called(f"corpus {source!r}", source)
     if not isinstance(parts, tuple | list) or len(parts) != 2:  # train, validation
-        raise CorpusError(
-            f"corpus {source!r}: returned a {type(parts).__name__}; expected tokens for training and for "
-            "validation, or a pair of arrays for each"
-        )
+        found, wanted = type(parts).__name__, "tokens for training and for validation, or a pair for each"
+        raise CorpusError(f"corpus {source!r}: returned a {found}; expected {wanted}")
     if are_pairs(parts):
         return OwnPairs(source, parts)
-    train, validation = (_checked(f"corpus {source!r}", part) for part in parts)
-    return _corpus(source, train, validation)
+    return _of_tokens(source, f"corpus {source!r}", parts)
 
 
 @lru_cache(1)
@@ -165,10 +162,12 @@ def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> 
     """Of text, by a user's function; a character that the cut halves is replaced."""
     whose = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))
-    return _corpus(source, *(_checked(whose, _called(whose, tokenizer, text)) for text in texts))
+    return _of_tokens(source, whose, (_called(whose, tokenizer, text) for text in texts))
 
 
-def _corpus(source: str, train: NDArray[Any], validation: NDArray[Any]) -> Corpus:
+def _of_tokens(source: str, whose: str, parts: Iterable[Any]) -> Corpus:
+    """Of rows of token numbers for training and validation, which ``whose`` function gave."""
+    train, validation = (_checked(whose, part) for part in parts)
     digest = hashlib.sha256()
     for part in (train, validation):
         digest.update(str((part.dtype.str, len(part))).encode())
@@ -187,32 +186,13 @@ def _called(whose: str, name: str, *arguments: str) -> Any:
         return function(*arguments)
 
 
-def _token_file(source: str, path: Path) -> NDArray[Any]:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except Exception as error:  # of headers that are none it raises whatever reading them raises
-        raise CorpusError(f"corpus {source!r}: {path.name}: {raised(error)}") from error
-
-
 def _checked(whose: str, tokens: Any) -> NDArray[Any]:
     """Refuse what is no row of token numbers."""
-    try:
+    with told(CorpusError, f"{whose}: no array of tokens:"):
         found = np.asarray(tokens)
-    except Exception as error:  # of an object that is no array
-        raise CorpusError(f"{whose}: no array of tokens: {raised(error)}") from error
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
-        raise CorpusError(
-            f"{whose}: an array {found.shape} of {found.dtype}; expected one dimension of whole numbers"
-        )
+        wanted = "expected one dimension of whole numbers"
+        raise CorpusError(f"{whose}: an array {found.shape} of {found.dtype}; {wanted}")
     if int(found.min()) < 0:
         raise CorpusError(f"{whose}: has a token {int(found.min())}; expected 0 and above")
     return found
-
-
-def _read(source: str) -> bytes:
-    """The text of a corpus."""
-    files, _ = _files_of(source)
-    try:
-        return b"\n".join(path.read_bytes() for path in files)
-    except OSError as error:
-        raise CorpusError(f"corpus {source!r}: cannot read {error.filename}: {error.strerror}") from error

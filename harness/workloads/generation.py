@@ -1,8 +1,4 @@
-"""Decoding with sharded weights: workload ``generate``, which takes the likeliest token, and a phase of
-``rlhf``.
-
-Every token after the first is one forward pass over one position, which still needs all weights.
-"""
+"""Decoding with sharded weights: workload ``generate``, and a phase of ``rlhf``."""
 
 from __future__ import annotations
 
@@ -29,11 +25,10 @@ def decode(
     layers: int,
     choose: Callable[[Tensor], Tensor] = likeliest,
 ) -> Iterator[Tensor]:
-    """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each; the caller has set evaluation
-    mode.
+    """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each, in evaluation mode.
 
-    ``forward(tokens, None, past)`` gives (B, vocab) logits, as a GPT's, of which ``choose`` makes tokens;
-    each of the ``layers`` has a cache.
+    ``forward(tokens, None, past)`` gives (B, vocab) logits, of which ``choose`` makes tokens; each of the
+    ``layers`` has a cache.
     """
     past = [KeysAndValues() for _ in range(layers)]
     given = prompt

@@ -1,8 +1,7 @@
-"""Labelled images for vision models: characters rendered in the fonts that ship with matplotlib.
+"""Labelled images for vision models: characters rendered in matplotlib's fonts.  No torch.
 
 The classes are the first 256 characters, by code point, of twelve DejaVu fonts that look different from one
-another; an item is a character of one font, drawn at some offset. Every twentieth, by hash, is for
-validation: a character is validated in fonts in which it was never trained.  No torch.
+another; every twentieth item, by hash, is for validation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Digests of a trial's input files: the corpus, and the sources of a user's model, optimizer, codecs.  No
-torch.
-"""
+"""Digests of a trial's input files: the corpus, and the sources of a user's own objects.  No torch."""
 
 from __future__ import annotations
 
@@ -13,17 +11,14 @@ from typing import TYPE_CHECKING
 from harness.errors import CorpusError
 from harness.suites import folder
 from harness.workloads import corpus, glyph_images
-from impl.codecs.codec import OwnCodec, parse
-from impl.named_object import is_name, see
+from impl.named_object import see
 
 if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the laws on its GPU may not have
     from harness.suites.trial import Trial
 
 
 def digests(trial: Trial) -> dict[str, str]:
-    """SHA-256 of the ``corpus``, and of the file of each ``module:object`` named; without what cannot be
-    read.
-    """
+    """SHA-256 of the ``corpus``, and of the file of each ``module:object``, where they can be read."""
     found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.here())}
     found |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}
     return {name: digest for name, digest in found.items() if digest is not None}
@@ -32,12 +27,9 @@ def digests(trial: Trial) -> dict[str, str]:
 def own_objects(trial: Trial) -> dict[str, str]:
     """``module:object`` by what it is: the trial's model, optimizer, tokenizer, or a codec."""
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
-    policy = trial.policy
-    gradients = (policy.gradients,) if isinstance(policy.gradients, str) else policy.gradients or ()
-    texts = [text for text in (policy.weights, policy.frozen, *gradients) if text and is_name(text)]
-    codecs = {text: text for text in texts if isinstance(parse(text), OwnCodec)}
-    of_trial = {name: text for name, text in named.items() if ":" in text}
-    return of_trial | {f"codec {text}": text for text in codecs}
+    policy = trial.resolved_policy()
+    named |= {f"codec {codec}": str(codec) for codec in (() if policy is None else policy.own_codecs)}
+    return {name: text for name, text in named.items() if ":" in text}
 
 
 @cache

@@ -1,7 +1,4 @@
-"""BERT's masking of tokens, for masked language modelling (arXiv 1810.04805, section 3.1).  No torch.
-
-Each sequence has the same number of targets, so a mean over sequences weighs all alike.
-"""
+"""BERT's masking of tokens (arXiv 1810.04805, section 3.1), as many in each sequence.  No torch."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ def targets_in(length: int) -> int:
 
 
 def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """(B, T) int64 masked tokens and targets, ``NO_TARGET`` where none is, by the B ``keys``; ``vocab`` is
-    the mask.
-    """
+    """(B, T) int64 masked tokens, and targets or ``NO_TARGET``, by the B ``keys``; ``vocab`` is the mask."""
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)
     for row, key in enumerate(keys):

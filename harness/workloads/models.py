@@ -1,17 +1,14 @@
 """Models: presets of GPT, BERT and ViT by name, or a user's own ``module:function``.
 
-A model is a module whose ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both are
-(sequences, T) int64 (``harness.workloads.trial_dataset`` has the other forms).  Its repeated blocks stand in
-a ``ModuleList``, by which strategies find the units.  Presets have no biases, so that units need almost no
-padding.
+A model's ``forward(read, answer)`` returns a mean cross-entropy in nats; of text both are (sequences, T)
+int64.  Its repeated blocks stand in a ``ModuleList``, by which strategies find the units.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -44,22 +41,19 @@ _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default
 
 @dataclass(slots=True)
 class KeysAndValues:
-    """Key-value cache of one attention layer: (B, heads, tokens so far, width / heads) each."""
+    """Key-value cache of one attention layer."""
 
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    held: Tensor | None = None  # (2, B, heads, tokens so far, width / heads)
 
     @property
     def length(self) -> int:
         """Tokens so far."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return 0 if self.held is None else self.held.shape[3]
 
-    def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extended(self, more: Tensor) -> Tensor:
         """Append those of the next tokens; returns those of all tokens so far."""
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+        self.held = more if self.held is None else torch.cat([self.held, more], 3)
+        return self.held
 
 
 class Attention(nn.Module):
@@ -75,9 +69,8 @@ class Attention(nn.Module):
         """(B, T, width) to the same; with a ``past``, of the next tokens: several only if it is empty."""
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
-        if past is not None:
-            key, value = past.extended(key, value)
+        query, *both = heads.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, width / heads) each
+        key, value = both if past is None else past.extended(torch.stack(both))
         causal = self.causal and length > 1  # one token, the latest, sees all
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
@@ -100,22 +93,43 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
 
-class GPT(nn.Module):
+class _Transformer(nn.Module):
+    """Learned positions, blocks, a norm and a head over an embedding."""
+
+    def __init__(
+        self, shape: Shape, embedding: nn.Embedding | nn.Linear, places: int, outputs: int, *, causal: bool
+    ) -> None:
+        super().__init__()
+        self.embedding, self.positions = embedding, nn.Embedding(places, shape.width)
+        self.blocks = nn.ModuleList(
+            Block(shape.width, shape.heads, causal=causal) for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(shape.width, bias=False)
+        self.head = nn.Linear(shape.width, outputs, bias=False)
+        for name, parameter in self.named_parameters():  # GPT-2's initialisation
+            if parameter.dim() == 2:
+                onto_residual = name.endswith(("out.weight", "down.weight"))
+                std = _INIT_STD / math.sqrt(2 * shape.layers) if onto_residual else _INIT_STD
+                nn.init.normal_(parameter, std=std)
+
+    def through_blocks(self, x: Tensor, past: Sequence[KeysAndValues] | None = None) -> Tensor:
+        """(B, T, width) of embeddings (B, T, width); with a ``past``, a cache for each block, after it."""
+        start = past[0].length if past is not None else 0
+        x = x + self.positions(torch.arange(start, start + x.shape[1], device=x.device))
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if past is None else past[index])
+        return x
+
+
+class GPT(_Transformer):
     """A GPT: a decoder-only transformer with learned positions; ``sequence`` is the longest it takes."""
 
     causal = True
 
     def __init__(self, shape: GPTShape | BERTShape, sequence: int) -> None:
-        super().__init__()
         read = shape.vocab if self.causal else shape.vocab + 1  # a mask, which is never answered
-        self.embedding = nn.Embedding(read, shape.width)
-        self.positions = nn.Embedding(sequence, shape.width)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, causal=self.causal) for _ in range(shape.layers)
-        )
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        _initialise(self, shape.layers)
+        embedding = nn.Embedding(read, shape.width)
+        super().__init__(shape, embedding, sequence, shape.vocab, causal=self.causal)
         if isinstance(shape, GPTShape) and shape.tied:
             self.head.weight = self.embedding.weight
 
@@ -127,7 +141,7 @@ class GPT(nn.Module):
         Without targets, (B, vocab) logits of the next token.  With ``past``, a cache for each block,
         ``tokens`` are those that it does not hold yet: several only if it is empty.
         """
-        x = self._through_blocks(tokens, past)
+        x = self.through_blocks(self.embedding(tokens), past)
         if targets is None:
             return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
         logits = self.head(self.norm(x))  # (B, T, vocab)
@@ -135,20 +149,11 @@ class GPT(nn.Module):
 
     def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, T) fp32, of each of (B, T) targets after (B, T) tokens; 0 where it is ``NO_TARGET``."""
-        logits = self.head(self.norm(self._through_blocks(tokens, None))).float()  # (B, T, vocab)
+        logits = self.head(self.norm(self.through_blocks(self.embedding(tokens)))).float()  # (B, T, vocab)
         nats = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none"
         )
         return -nats.view_as(targets)
-
-    def _through_blocks(self, tokens: Tensor, past: Sequence[KeysAndValues] | None) -> Tensor:
-        """(B, T, width) of (B, T) tokens; ``past`` as of :meth:`forward`."""
-        start = past[0].length if past is not None else 0
-        places = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.positions(places)
-        for index, block in enumerate(self.blocks):
-            x = block(x, None if past is None else past[index])
-        return x  # type: ignore[no-any-return]
 
 
 class BERT(GPT):
@@ -157,30 +162,20 @@ class BERT(GPT):
     causal = False
 
 
-class ViT(nn.Module):
+class ViT(_Transformer):
     """A vision transformer over patches of ``patch`` pixels each way: learned positions, mean pooling."""
 
     def __init__(self, shape: ViTShape, patch: int) -> None:
-        super().__init__()
-        self.patch, across = patch, IMAGE_SIDE // patch
-        self.embedding = nn.Linear(patch * patch, shape.width, bias=False)
-        self.positions = nn.Embedding(across * across, shape.width)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, causal=False) for _ in range(shape.layers)
-        )
-        self.norm = nn.LayerNorm(shape.width, bias=False)
-        self.head = nn.Linear(shape.width, IMAGE_CLASSES, bias=False)
-        _initialise(self, shape.layers)
+        embedding = nn.Linear(patch * patch, shape.width, bias=False)
+        super().__init__(shape, embedding, (IMAGE_SIDE // patch) ** 2, IMAGE_CLASSES, causal=False)
+        self.patch = patch
         nn.init.normal_(self.embedding.weight, std=1 / patch)  # pixels of 0 to 1 among positions of 0.02
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) labels."""
         rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
         patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
-        x = self.embedding(patches.to(self.embedding.weight.dtype))
-        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
-        for block in self.blocks:
-            x = block(x)
+        x = self.through_blocks(self.embedding(patches.to(self.embedding.weight.dtype)))
         logits = self.head(self.norm(x).mean(1))  # (B, classes)
         return _mean_cross_entropy(logits, labels)
 
@@ -192,30 +187,14 @@ def under_autocast(model: nn.Module, device: torch.device) -> None:
 
 
 def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """() nats, of (N, classes) logits over (N,) targets, in fp32: near 5.4 one in bf16 moves in steps of
-    1/32.
-    """
+    """() nats, of (N, classes) logits over (N,) targets, in fp32: bf16 would step by 1/32."""
     return F.cross_entropy(logits.float(), targets, ignore_index=NO_TARGET)
 
 
-def _initialise(model: nn.Module, layers: int) -> None:
-    """GPT-2's initialisation: small normal matrices, smaller where they add to the residual stream."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            onto_residual = name.endswith(("out.weight", "down.weight"))
-            std = _INIT_STD / math.sqrt(2 * layers) if onto_residual else _INIT_STD
-            nn.init.normal_(parameter, std=std)
-
-
 def build(model: Model, sequence: int) -> nn.Module:
-    """Build a model on the current default device, whose weights follow from torch's seed, or raise a
-    Refusal.
-    """
+    """Build a model on the default device, whose weights follow from torch's seed, or raise a Refusal."""
     if ":" in model.name:
-        built = _user_function(model, sequence)(sequence=sequence, **model.arguments)
-        if not isinstance(built, nn.Module):
-            raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
-        return built
+        return _of_ones_own(model, sequence)
     shape = shape_of(model)
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
@@ -230,10 +209,7 @@ def build(model: Model, sequence: int) -> nn.Module:
 def shape_of(model: Model) -> Shape:
     """Sizes of a preset with the model's changes; raises as :func:`build`."""
     if model.name not in PRESETS:  # of a record: suites are checked where they are read
-        raise Refusal(
-            f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'"
-            f"{suggestion(model.name, PRESETS)}"
-        )
+        raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
@@ -261,9 +237,7 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Have each block of ``model`` keep its inputs alone, and run again in backward; a Refusal without
-    blocks.
-    """
+    """Have each block keep its inputs alone, and run again in backward; a Refusal without blocks."""
     check_blocks(model)
     for block in find_blocks(model):
         block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # classes have a hash
@@ -288,31 +262,16 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-def _user_function(model: Model, sequence: int) -> Callable[..., object]:
-    """The function of ``module:function``, whose signature takes what it will be called with."""
-    name = model.name
+def _of_ones_own(model: Model, sequence: int) -> nn.Module:
+    """What a ``module:function`` returns for the suite's sequence and the model's arguments."""
     try:
-        function: Callable[..., object] = import_object(name)
+        function: Any = import_object(model.name)
     except NamedObjectError as error:
         raise Refusal(f"model {error}") from error
-    if not callable(function):
-        raise Refusal(f"model {name!r}: expected a function")
-    if "sequence" in model.arguments:
-        raise Refusal(f"model {name!r}: model.arguments has 'sequence', which is the suite's own field")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of what is not written in Python: calling it says what it takes
-        return function
-    given: dict[str, object] = {"sequence": sequence, **model.arguments}
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        call = ", ".join(f"{key}={value!r}" for key, value in given.items())
-        raise Refusal(
-            f"model {name!r}: called with ({call}), model.arguments beside the suite's sequence, but it is "
-            f"{name.partition(':')[2]}{signature}: {error}"
-        ) from None
-    return function
+    built = function(sequence=sequence, **model.arguments)
+    if not isinstance(built, nn.Module):
+        raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
+    return built
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]

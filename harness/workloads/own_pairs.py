@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from harness.errors import CorpusError
 from harness.workloads.dataset import Dataset, Pair
-from impl.errors import raised
+from impl.errors import told
 
 _PARTS: Final = ("training", "validation")
 _SIDES: Final = ("input", "target")
@@ -18,33 +18,18 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples of a function that returned ``(input, target)`` for training and for validation, an entry of
-    the first dimension each; a CorpusError names the array that cannot be.
+    """Examples of a function that returned ``(input, target)`` for training and for validation.
 
-    Floating numbers reach the model as float32, all others as int64.
+    An entry of the first dimension each; floating numbers reach the model as float32, all others as int64.
     """
 
     def __init__(self, source: str, parts: Any) -> None:
-        checked: list[_Arrays] = []
-        for part, pair in zip(_PARTS, parts, strict=True):
-            if not _is_pair(pair) or len(pair) != len(_SIDES):
-                found = f"{len(pair)} arrays" if _is_pair(pair) else type(pair).__name__
-                raise CorpusError(f"corpus {source!r}: {found} for {part}; expected a pair, input and target")
-            read, answer = (
-                _array(f"corpus {source!r}: {name} for {part}", side)
-                for name, side in zip(_SIDES, pair, strict=True)
-            )
-            if len(read) != len(answer):
-                counts = f"{len(read)} inputs and {len(answer)} targets for {part}"
-                raise CorpusError(f"corpus {source!r}: {counts}; expected as many of both")
-            checked.append((read, answer))
+        checked = [_pair(f"corpus {source!r}:", part, pair) for part, pair in zip(_PARTS, parts, strict=True)]
         for side, (train, validation) in zip(_SIDES, zip(*checked, strict=True), strict=True):
             if (train.shape[1:], train.dtype) != (validation.shape[1:], validation.dtype):
                 said = [f"{array.shape[1:]} of {array.dtype}" for array in (train, validation)]
-                raise CorpusError(
-                    f"corpus {source!r}: {side}s are {said[0]} for training and {said[1]} for validation; "
-                    "expected the same"
-                )
+                told = f"{side}s are {said[0]} for training and {said[1]} for validation"
+                raise CorpusError(f"corpus {source!r}: {told}; expected the same")
         self.train, self.validation = checked
         digest = hashlib.sha256()
         for array in (*self.train, *self.validation):
@@ -72,6 +57,20 @@ def are_pairs(parts: Any) -> bool:
     return any(_is_pair(part) for part in parts)
 
 
+def _pair(whose: str, part: str, pair: Any) -> _Arrays:
+    """Refuse what is no pair of arrays, as many inputs as targets."""
+    if not _is_pair(pair) or len(pair) != len(_SIDES):
+        found = f"{len(pair)} arrays" if _is_pair(pair) else type(pair).__name__
+        raise CorpusError(f"{whose} {found} for {part}; expected a pair, input and target")
+    read, answer = (
+        _array(f"{whose} {name} for {part}", side) for name, side in zip(_SIDES, pair, strict=True)
+    )
+    if len(read) != len(answer):
+        counts = f"{len(read)} inputs and {len(answer)} targets for {part}"
+        raise CorpusError(f"{whose} {counts}; expected as many of both")
+    return read, answer
+
+
 def _is_pair(part: Any) -> bool:
     """Whether a part is several arrays; a row of tokens is one, or a list of numbers."""
     return isinstance(part, tuple | list) and bool(part) and all(hasattr(side, "__len__") for side in part)
@@ -84,18 +83,12 @@ def _sent(array: NDArray[Any]) -> np.dtype[Any]:
 
 def _array(whose: str, value: Any) -> NDArray[Any]:
     """Refuse what is no array of numbers with at least one example."""
-    try:
+    with told(CorpusError, f"{whose}: no array:"):
         found = np.ascontiguousarray(value)
-    except Exception as error:  # of an object that is no array
-        raise CorpusError(f"{whose}: no array: {raised(error)}") from error
     if found.dtype.kind not in "fiub":
         raise CorpusError(f"{whose}: an array of {found.dtype}; expected numbers")
     if not len(found):
-        raise CorpusError(
-            f"{whose}: an array {found.shape}; expected one example or more in its first dimension"
-        )
+        raise CorpusError(f"{whose}: an array {found.shape}; expected one example or more")
     if found.dtype.kind == "f" and not np.isfinite(found).all():
         raise CorpusError(f"{whose}: holds NaN or infinity; expected finite numbers")
-    if found.dtype.kind == "u" and int(found.max(initial=0)) > np.iinfo(np.int64).max:
-        raise CorpusError(f"{whose}: holds {found.max()}; expected numbers below 2^63")
     return found

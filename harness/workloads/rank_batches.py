@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,14 +18,10 @@ Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
 
 class Batches(Protocol):
-    """What a step's passes read: :class:`Data`, or :class:`Given`."""
-
-    @property
-    def parts(self) -> int:
-        """Number of ranks whose batches these are."""
+    """What a step's passes read: :class:`RankBatches`, or :class:`Given`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """For each micro-batch of a step, the batches of each part."""
+        """For each micro-batch of a step, the batches of each rank whose batches these are."""
 
 
 def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
@@ -39,7 +35,6 @@ class Given:
 
     batch: tuple[Tensor, Any]  # what the model reads, and what it is to answer
     drawn: list[Batch]  # the batches of which it was made
-    parts: int = 1
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """See :class:`Batches`."""
@@ -53,8 +48,7 @@ class RankBatches:
         trial_dataset.check(trial)
         self.dataset, self._trial, self._device = trial_dataset.load(trial), trial, device
         world = trial.topology().world
-        self._ranks = range(world) if trial.strategy == "single" else (rank,)
-        self.parts = len(self._ranks)  # number of ranks whose batches these are
+        self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)  # whose batches
         self.sha256 = self.dataset.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
         self._read = self._sequences // 2 if trial.control == "half_batch" else self._sequences
@@ -62,20 +56,20 @@ class RankBatches:
         if trial.validate_every is not None:
             self.validation = [
                 self._tensors(pair)
-                for part in self._ranks
+                for part in self.ranks
                 for pair in self.dataset.validation_batches(
                     batches=trial.validation_batches, rank=part, world=world, sequences=self._sequences
                 )
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """For each micro-batch of a step, the batches of each part."""
+        """See :class:`Batches`."""
         for micro_batch in range(self._trial.accumulation):
-            yield [self._batch(index, micro_batch, part) for part in self._ranks]
+            yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
         """Batches of a step of another rank; of strategy ``single``, of all ranks."""
-        ranks = (rank,) if self.parts == 1 else self._ranks
+        ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)
 

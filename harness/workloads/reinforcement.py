@@ -1,9 +1,4 @@
-"""Workload ``rlhf``: group-relative policy gradients (GRPO, arXiv 2402.03300, one update of what was
-written).
-
-An actor continues prompts, several times each; a frozen reference, the actor as it began, and a frozen reward
-model, drawn at random, score what it wrote; it learns to write what scored above the others.
-"""
+"""Workload ``rlhf``: group-relative policy gradients (GRPO, arXiv 2402.03300), one update a step."""
 
 from __future__ import annotations
 
@@ -85,10 +80,9 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
-    """() mean over written tokens of ``-advantage * log p + kl * (r - log r - 1)``, ``r`` being the
-    reference's probability over ``p``, whose logarithms (B, T) are ``logs``.
+    """() mean over written tokens of ``-advantage * log p + kl * (r - log r - 1)``, of ``logs`` (B, T) of p.
 
-    Of continuations that these weights wrote, the first term's gradient is that of GRPO's ratio, 1 there.
+    ``r`` is the reference's probability over ``p``; the first term's gradient is that of GRPO's ratio.
     """
     written = experience.targets != NO_TARGET  # (B, T)
     apart = (experience.reference - logs)[written]  # (n,), log r

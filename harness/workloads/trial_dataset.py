@@ -1,8 +1,4 @@
-"""The data set of a trial, in the form that its model reads.  No torch.
-
-A BERT reads masked text, a vision transformer images, every other preset text; a user's ``module:function``
-reads what the trial's corpus is: text, images, or pairs of arrays of its own.
-"""
+"""The data set of a trial, in the form that its model reads.  No torch."""
 
 from __future__ import annotations
 
@@ -29,32 +25,27 @@ def load(trial: Trial) -> Dataset:
     found = corpus.load(trial.corpus, trial.tokenizer)
     if not isinstance(found, OwnPairs):
         masks = isinstance(shape, BERTShape)
-        return corpus.Text(
-            found, trial.sequence, vocab=vocab if isinstance(vocab, int) else None, masks=masks
-        )
+        vocab = vocab if isinstance(vocab, int) else None
+        return corpus.Text(found, trial.sequence, vocab=vocab, masks=masks)
     if shape is not None:
-        raise CorpusError(
-            f"corpus {trial.corpus!r}: pairs of arrays, and model {trial.model.name!r} reads "
-            f"{'images' if isinstance(shape, ViTShape) else 'text'} of ours; expected model.name = "
-            "'module:function'"
-        )
+        reads = f"pairs of arrays, and model {trial.model.name!r} reads text of ours"
+        raise CorpusError(f"corpus {trial.corpus!r}: {reads}; expected model.name = 'module:function'")
     return found
 
 
 def check(trial: Trial) -> None:
     """Refuse data that is missing, too small, or does not fit the model, by a CorpusError."""
     shape, name = PRESETS.get(trial.model.name), trial.model.name
-    if isinstance(shape, ViTShape) and trial.corpus != GLYPHS:
-        raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads images; expected {GLYPHS!r}")
-    if trial.corpus == GLYPHS and trial.tokenizer is not None:
-        raise CorpusError(f"corpus {GLYPHS!r}: images; expected no tokenizer")
-    if trial.corpus == GLYPHS and shape is not None and not isinstance(shape, ViTShape):
-        raise CorpusError(f"corpus {GLYPHS!r}: images, and model {name!r} reads text; expected a text")
-    if trial.corpus != GLYPHS:
-        if corpus.holds_arrays(trial.corpus) or trial.tokenizer is not None:
-            load(trial)
-        else:
-            corpus.check(trial.corpus, trial.sequence)
+    reads, expected = ("images", repr(GLYPHS)) if isinstance(shape, ViTShape) else ("text", "a text")
+    if shape is not None and (trial.corpus == GLYPHS) != (reads == "images"):
+        raise CorpusError(f"corpus {trial.corpus!r}: model {name!r} reads {reads}; expected {expected}")
+    if trial.corpus == GLYPHS:
+        if trial.tokenizer is not None:
+            raise CorpusError(f"corpus {GLYPHS!r}: images; expected no tokenizer")
+    elif corpus.holds_arrays(trial.corpus) or trial.tokenizer is not None:
+        load(trial)
+    else:
+        corpus.check(trial.corpus, trial.sequence)
 
 
 def micro_batch_bytes(trial: Trial) -> int:

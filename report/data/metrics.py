@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from harness.suites.model_sizes import PRESETS, tflops_per_rank
+from harness.suites.model_sizes import PRESETS, step_flops
 from harness.suites.question import LEAST_STEPS
 from harness.suites.trial import Trial
 from report.data import best_step, contender, speedups
@@ -70,10 +70,9 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
         return math.nan
     changed: dict[str, Any] = model.arguments
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
-    return tflops_per_rank(
-        replace(preset, **changed), sequences=sequences, length=trial.sequence, recompute=False,
-        seconds=seconds, ranks=ranks,
-    )  # fmt: skip
+    shape = replace(preset, **changed)
+    flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=False)
+    return flops / seconds / ranks / 1e12
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:

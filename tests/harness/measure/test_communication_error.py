@@ -288,7 +288,12 @@ def test_what_other_groups_send_is_part_of_the_error(text: str, tmp_path: Path, 
 
 
 def test_sums_of_ranks_make_one_error() -> None:
-    """Sums add up over ranks and units; zeros have no error, and what is not finite is not known."""
+    """Sums add up over ranks and units; zeros have no error, and what is not finite is not known.
+
+    The cosine of equal gradients is 1, of opposite ones -1; a rank without any has none.
+    """
+    for products, cosine in (([[4.0, 2], [2, 1]], 1), ([[4.0, -2], [-2, 1]], -1), ([[4.0, 0], [0, 0]], None)):
+        assert mean_cosine(np.array(products)) == (cosine and pytest.approx(cosine))
     place = Place(3, "gradients", "a")
     sums = Sums(1.0, 10.0, np.array([[4.0, 1.0], [1.0, 1.0]]))
     other = dataclasses.replace(sums, error=3.0)
@@ -303,11 +308,3 @@ def test_sums_of_ranks_make_one_error() -> None:
     assert found[3, "a"].cosine == pytest.approx(0.5)
     assert found[4, "c"].squared_error is None
     assert found[4, "c"].squared_value is None
-
-
-def test_the_cosine_of_ranks() -> None:
-    """Of equal gradients 1, of opposite ones -1; a rank without any has none."""
-    assert mean_cosine(np.array([[4.0, 2.0], [2.0, 1.0]])) == pytest.approx(1)
-    assert mean_cosine(np.array([[4.0, -2.0], [-2.0, 1.0]])) == pytest.approx(-1)
-    assert mean_cosine(np.array([[4.0, 0.0], [0.0, 0.0]])) is None
-    assert mean_cosine(np.array([[4.0]])) is None

@@ -89,7 +89,7 @@ def test_what_a_gpu_does_not_report_is_left_out(monkeypatch: pytest.MonkeyPatch,
     assert (gpu.joules is None) == (lacks == "GetTotalEnergyConsumption")
     assert (gpu.watts == 0) == (lacks == "GetPowerUsage")
     assert (gpu.utilisation == 0) == (lacks == "GetUtilizationRates")
-    assert gpu.throttled  # by the older name of the function too
+    assert bool(gpu.throttled) == (lacks != "GetCurrentClocksEventReasons")
 
 
 def test_processes_of_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

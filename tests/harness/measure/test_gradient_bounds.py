@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.gradient_bounds import Layout, composed, of_model, relative_bound
+from harness.measure.gradient_bounds import composed, relative_bound
 from impl.codecs import reference
 from impl.codecs.codec import Codec, parse
 from impl.codecs.rounding_noise import Clock
@@ -75,15 +73,3 @@ def test_bounds_compose() -> None:
     assert composed([four]) == pytest.approx(1 / 14, rel=1e-3)
     assert composed([four, four]) == pytest.approx(2 / 14 + 1 / 14**2, rel=1e-3)
     assert relative_bound(parse("int2:64")) == pytest.approx(0.5, rel=1e-3)
-
-
-def test_a_models_gradients_lie_in_one_row() -> None:
-    """Every trained parameter's gradient is in the layout once; what is frozen, or has none, is not."""
-    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 7))
-    model[1].bias.requires_grad_(False)
-    (layout,) = of_model(model)
-    assert isinstance(layout, Layout)
-    values = {name: torch.full(p.shape, i + 1.0) for i, (name, p) in enumerate(model.named_parameters())}
-    rows = layout.packed(values | {"0.bias": None})
-    assert rows.shape == (1, layout.row)
-    assert math.isclose(float(rows.sum()), 1.0 * 15 + 3.0 * 21)

@@ -52,12 +52,9 @@ def test_every_file_of_code_counts() -> None:
     ("change", "same"),
     [
         ({"cpu": "another"}, False),
-        ({"cores": 99}, False),
         ({"packages": {"torch": "0"}}, False),
-        ({"shared_memory_gib": 0.0}, True),
-        ({"packages": {"torch": "2", "rich": "1"}}, True),
         ({"source": "t"}, False),
-        ({"commit": "b"}, True),
+        ({"shared_memory_gib": 0.0, "commit": "b", "packages": {"torch": "2", "rich": "1"}}, True),
     ],
 )
 def test_pool_key_follows_machine_and_sources(change: dict[str, object], same: bool) -> None:

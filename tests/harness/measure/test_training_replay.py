@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any, Final
 from unittest import mock
 
@@ -56,15 +58,15 @@ def other_batches(rank: Rank) -> Patch:
     return mock.patch.object(RankBatches, "step", step)
 
 
-def _stepping(change: Callable[[torch.optim.AdamW, int, Rank], bool]) -> Callable[[Rank], Patch]:
+def _stepping(change: Callable[[torch.optim.AdamW, int], bool]) -> Callable[[Rank], Patch]:
     """AdamW that is changed before each step, which is left out if ``change`` says so."""
 
-    def patched(rank: Rank) -> Patch:
-        taken, count = torch.optim.AdamW.step, dict[int, int]()
+    def patched(_: Rank) -> Patch:
+        taken, count = torch.optim.AdamW.step, Counter[int]()
 
         def step(self: torch.optim.AdamW, closure: None = None) -> Any:
-            count[id(self)] = count.get(id(self), 0) + 1
-            return None if change(self, count[id(self)], rank) else taken(self, closure)
+            count[id(self)] += 1
+            return None if change(self, count[id(self)]) else taken(self, closure)
 
         return mock.patch.object(torch.optim.AdamW, "step", step)
 
@@ -74,19 +76,17 @@ def _stepping(change: Callable[[torch.optim.AdamW, int, Rank], bool]) -> Callabl
 def local_norms(rank: Rank) -> Patch:
     """Every rank clips by the norm of its own shards."""
     whole = Zero.grad_norm
-
-    def grad_norm(self: Zero, norm_type: float = 2.0) -> Tensor:
-        return whole(self, norm_type) * (1 + 0.01 * rank.rank)
-
-    return mock.patch.object(Zero, "grad_norm", grad_norm)
+    return mock.patch.object(
+        Zero, "grad_norm", lambda self, kind=2.0: whole(self, kind) * (1 + 0.01 * rank.rank)
+    )
 
 
 def quartered(_: Rank) -> Patch:
     """Each unit's mean is divided by 4 from its fifth reduction on."""
-    taken, count = GradientReduction._take_mean, dict[int, int]()
+    taken, count = GradientReduction._take_mean, Counter[int]()
 
     def take(self: GradientReduction, mean: Tensor) -> None:
-        count[id(self)] = count.get(id(self), 0) + 1
+        count[id(self)] += 1
         taken(self, mean / 4 if count[id(self)] > 4 else mean)
 
     return mock.patch.object(GradientReduction, "_take_mean", take)
@@ -104,15 +104,28 @@ def stale_secondary(_: Rank) -> Patch:
     return mock.patch.object(SecondaryShard, "keep", keep)
 
 
-def early_clock(_: Rank) -> Patch:
-    """The clock stops before a wait of a tenth of a second."""
+def _ending(change: Callable[..., None]) -> Callable[[Rank], Patch]:
+    """A clock each step of which ends as ``change`` says, which is given the true end."""
     end = StepClock.end
+    return lambda _: mock.patch.object(StepClock, "end", partialmethod(change, end))
 
-    def ended(self: StepClock, **said: Any) -> None:
-        end(self, **said)
-        time.sleep(0.1)
 
-    return mock.patch.object(StepClock, "end", ended)
+def stops_early(clock: StepClock, end: Callable[..., None], **said: Any) -> None:
+    """The clock stops before a wait of a tenth of a second."""
+    end(clock, **said)
+    time.sleep(0.1)
+
+
+def better_loss(clock: StepClock, end: Callable[..., None], *, loss: float, **said: Any) -> None:
+    """One per cent less than the loss goes on record from the third step on."""
+    end(clock, loss=loss * (0.99 if said["index"] > 1 else 1), **said)
+
+
+def halves_steps(clock: StepClock, end: Callable[..., None], **said: Any) -> None:
+    """Every second step is on record with half its time, and the next one with that half."""
+    end(clock, **said)
+    total = clock.steps[-1].total * (0.5 if said["index"] % 2 else 1.5)
+    clock.steps[-1] = clock.steps[-1].model_copy(update={"total": total})
 
 
 def biased_kernel(_: Rank) -> Patch:
@@ -147,16 +160,6 @@ def half_a_loss(_: Rank) -> Patch:
     return mock.patch.object(Sharded, "backward", backward)
 
 
-def a_better_loss(_: Rank) -> Patch:
-    """One per cent less than the loss goes on record from the third step on."""
-    end = StepClock.end
-
-    def ended(self: StepClock, *, index: int, loss: float, **said: Any) -> None:
-        end(self, index=index, loss=loss * (0.99 if index > 1 else 1), **said)
-
-    return mock.patch.object(StepClock, "end", ended)
-
-
 def no_clipping(_: Rank) -> Patch:
     """Norms are computed, and gradients stay as they are."""
     taken = Sharded.step
@@ -171,7 +174,7 @@ def a_late_update(_: Rank) -> Patch:
     """The optimizer steps by the gradients of the step before."""
     before = dict[int, list[Tensor]]()
 
-    def change(optimizer: torch.optim.AdamW, _: int, __: Rank) -> bool:
+    def change(optimizer: torch.optim.AdamW, _: int) -> bool:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         now = [gradient.clone() for gradient in gradients]
         for gradient, old in zip(gradients, before.get(id(optimizer), now), strict=True):
@@ -214,31 +217,19 @@ def little_waiting(_: Rank) -> Iterator[None]:
         yield
 
 
-def halved_steps(_: Rank) -> Patch:
-    """Every second step is on record with half its time, and the next one with that half."""
-    end = StepClock.end
-
-    def ended(self: StepClock, *, index: int, **said: Any) -> None:
-        end(self, index=index, **said)
-        total = self.steps[-1].total / 2 if index % 2 else self.steps[-1].total * 1.5
-        self.steps[-1] = self.steps[-1].model_copy(update={"total": total})
-
-    return mock.patch.object(StepClock, "end", ended)
-
-
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
     "every second step skipped": (
-        _stepping(lambda _, count, __: count % 2 == 0),
+        _stepping(lambda _, count: count % 2 == 0),
         "after step . element .* by AdamW of the trial",
     ),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "gradients of .* err by"),
     "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
-    "a clock that stops early": (early_clock, "the clock misses a part"),
+    "a clock that stops early": (_ending(stops_early), "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
-    "a better loss on record": (a_better_loss, "trained in step 2 at a loss of"),
+    "a better loss on record": (_ending(better_loss), "trained in step 2 at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a late update": (
         a_late_update,
@@ -247,7 +238,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (little_waiting, "is said to have waited .* s for messages in .* its thread slept for"),
-    "halved steps": (halved_steps, "the clock counts too much"),
+    "halved steps": (_ending(halves_steps), "the clock counts too much"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
 }
 REPRESENTATIVE: Final = "every second step skipped"

@@ -137,7 +137,14 @@ def test_hundred_billion() -> None:
         ({"policy": PolicyChanges(align=100_000)}, "would be padding"),
         ({"model": Model(name="gpt-tiny", arguments={"layer": 1})}, "did you mean 'layers'?"),
         ({"model": Model(name="no_such_module_at_all:model")}, "cannot import 'no_such_module_at_all'"),
-        ({"model": Model(name="tests.harness.runs.test_feasibility:broken")}, "RuntimeError: two lines"),
+        (
+            {"model": Model(name="tests.harness.runs.test_feasibility:broken")},
+            "cannot be built: RuntimeError: two",
+        ),
+        (
+            {"model": Model(name="tests.harness.runs.test_feasibility:broken", arguments={"a": 1})},
+            "cannot be built: TypeError: broken() got an unexpected keyword argument 'a'",
+        ),
         ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer; did you mean 'AdamW'?"),
         ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
         ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 
 from harness.strategies.controls import spoil
-from harness.suites.trial import Trial
 from harness.workloads.rank_batches import RankBatches
 from impl.comm.mesh import Mesh
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
 from impl.zero import shard
-from report.data.contender import label_of
 from tests.harness.runs.test_rank_trial import text, trial
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
@@ -43,24 +40,17 @@ def _trained(mesh: Mesh, control: str | None) -> tuple[list[float], dict[LedgerK
     return losses, dict(zero.wire.ledger.rows())
 
 
-@pytest.mark.parametrize("control", ["stale_secondary", "late_secondary"])
-def test_an_old_secondary_changes_gradients_from_the_second_step_on(control: str) -> None:
-    """Losses of two steps are equal, whose forward passes are right; the third differs, bytes never."""
-    topology = Topology(2, 2)
-    for (right, sent), (wrong, other) in zip(
-        on_threads(topology, _trained, None), on_threads(topology, _trained, control), strict=True
-    ):
-        assert right[:2] == wrong[:2]
-        assert right[2] != wrong[2]
-        assert sent == other
+def test_an_old_secondary_changes_gradients_from_the_second_step_on() -> None:
+    """Losses of two steps are equal, whose forward passes are right; the third differs, bytes never.
 
-
-def test_a_late_secondary_is_one_step_old() -> None:
-    """Its backward pass of the third step has the second's weights: another gradient than of the first's."""
-    late, stale = (on_threads(Topology(2, 2), _trained, one) for one in ("late_secondary", "stale_secondary"))
-    for (ours, _), (theirs, _) in zip(late, stale, strict=True):
-        assert ours[:3] == theirs[:3]
-        assert ours[3] != theirs[3]
+    A late one is one step old: its backward pass of the third step has the second's weights, not the first's.
+    """
+    runs = [on_threads(Topology(2, 2), _trained, one) for one in (None, "late_secondary", "stale_secondary")]
+    for (right, sent), (late, late_sent), (stale, stale_sent) in zip(*runs, strict=True):
+        assert right[:2] == late[:2] == stale[:2]
+        assert right[2] != late[2] == stale[2]
+        assert late[3] != stale[3]
+        assert sent == late_sent == stale_sent
 
 
 def test_half_a_batch_is_its_first_half(text: str) -> None:
@@ -99,12 +89,3 @@ def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
         assert (owner == rank) == all(
             torch.equal(a, b) for a, b in zip(wrong[rank][0], right[rank][0], strict=True)
         )
-
-
-def test_a_control_is_part_of_a_trial_and_of_its_name() -> None:
-    """Another id than the same trial's without, which keeps its own; tables name it."""
-    control = Trial(control="stale_secondary")
-    assert control.id != Trial().id
-    assert "control" not in Trial().canonical()
-    assert Trial.from_canonical(control.canonical()) == control
-    assert label_of(control, {}) == "ZeRO++ (control: stale secondary)"

@@ -8,22 +8,13 @@ import pytest
 
 from harness.suites.expanded_suite import Suite
 from harness.suites.repeat_order import LEAST, MOST, Repeats
-from harness.suites.suite_file import SuiteError, load
-
-SUITE = """
-name = "t"
-question = "?"
-repeats = {repeats}
-[matrix]
-strategy = {strategies}
-seed = [0, 1]
-"""
+from harness.suites.suite_file import SuiteError
+from tests.harness.suites.test_suite_file import HEAD, suite
 
 
-def suite(folder: Path, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
-    path = folder / "t.toml"
-    path.write_text(SUITE.format(repeats=repeats, strategies=strategies))
-    return load(path)
+def repeated(folder: Path, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
+    body = f"[matrix]\nstrategy = {strategies}\nseed = [0, 1]\n"
+    return suite(folder, body, f"{HEAD}repeats = {repeats}\n")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +34,7 @@ def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
 
 def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> None:
     """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
-    three, six = suite(tmp_path, "3"), suite(tmp_path, "6")
+    three, six = repeated(tmp_path, "3"), repeated(tmp_path, "6")
     first, second = three.sweep(0), three.sweep(1)
     assert first == three.trials
     assert [trial.id for trial in first + second] == [trial.id for trial in six.trials]
@@ -52,7 +43,7 @@ def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> Non
 
 def test_sweeps_of_unknown_length_do_not_overlap(tmp_path: Path) -> None:
     """Where repeats go on until ratios are known, a sweep begins where the one before must have ended."""
-    found = suite(tmp_path, '"until 2 %, at most 10"')
+    found = repeated(tmp_path, '"until 2 %, at most 10"')
     assert {trial.repeat for trial in found.sweep(0)} == set(range(LEAST))
     assert {trial.repeat for trial in found.sweep(2)} == set(range(20, 20 + LEAST))
 
@@ -60,4 +51,4 @@ def test_sweeps_of_unknown_length_do_not_overlap(tmp_path: Path) -> None:
 def test_ratios_need_a_baseline(tmp_path: Path) -> None:
     """Repeating until a ratio is known is refused where nothing stands for the other side of it."""
     with pytest.raises(SuiteError, match="over zero3, which does not stand beside zeropp, qwz"):
-        suite(tmp_path, '"until 2 %"', '["zeropp", "qwz"]')
+        repeated(tmp_path, '"until 2 %"', '["zeropp", "qwz"]')

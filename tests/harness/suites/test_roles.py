@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from harness.suites.expanded_suite import Suite
-from harness.suites.suite_file import SuiteError, load
+from harness.suites.suite_file import SuiteError
+from tests.harness.suites.test_suite_file import HEAD, suite
 
-HEAD = """
-name = "asked"
-question = "Which is better?"
-repeats = 2
-{keys}
+BODY = """
 [defaults.cluster]
 nodes = 2
 ranks_per_node = 2
@@ -25,26 +22,23 @@ sequence = [32]
 """
 
 
-def suite(tmp_path: Path, keys: str) -> Suite:
+def asked(tmp_path: Path, keys: str) -> Suite:
     """The suite with these keys."""
-    path = tmp_path / "asked.toml"
-    path.write_text(HEAD.format(keys=keys))
-    return load(path)
-
-
-def test_without_keys_nobody_has_a_role(tmp_path: Path) -> None:
-    """Then the report compares with ZeRO-3."""
-    assert {suite(tmp_path, "").role_of(trial) for trial in suite(tmp_path, "").trials} == {""}
+    return suite(tmp_path, BODY, f"{HEAD}repeats = 2\n{keys}\n")
 
 
 def test_all_repeats_of_the_baseline_are_it(tmp_path: Path) -> None:
-    """A partial match names it in every cell; all others are the contrast, or those that are named."""
+    """A partial match names it in every cell; all others are the contrast, or those that are named.
+
+    Without keys nobody has a role.
+    """
+    assert {asked(tmp_path, "").role_of(trial) for trial in asked(tmp_path, "").trials} == {""}
     keys = 'baseline = { strategy = "zeropp", policy.weights = "int8:64" }'
-    found = suite(tmp_path, keys)
+    found = asked(tmp_path, keys)
     for trial in found.trials:
         base = trial.strategy == "zeropp" and trial.policy.weights == "int8:64"
         assert found.role_of(trial) == ("baseline" if base else "contrast")
-    narrow = suite(tmp_path, f'{keys}\ncontrast = {{ policy.weights = "int6:64", strategy = "zeropp" }}')
+    narrow = asked(tmp_path, f'{keys}\ncontrast = {{ policy.weights = "int6:64", strategy = "zeropp" }}')
     told = {(trial.strategy, str(trial.policy.weights)): narrow.role_of(trial) for trial in narrow.trials}
     assert told["zeropp", "int6:64"] == "contrast"
     assert {role for (strategy, _), role in told.items() if strategy == "zero3"} == {""}
@@ -64,4 +58,4 @@ def test_all_repeats_of_the_baseline_are_it(tmp_path: Path) -> None:
 def test_what_names_no_two_groups_is_refused(keys: str, words: str, tmp_path: Path) -> None:
     """In one line with the key."""
     with pytest.raises(SuiteError, match=words):
-        suite(tmp_path, keys)
+        asked(tmp_path, keys)

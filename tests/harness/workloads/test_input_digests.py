@@ -12,7 +12,7 @@ from harness.measure import machine
 from harness.records.record import Failure, Record, write
 from harness.runs.feasibility import check_inputs
 from harness.runs.sweep import finished
-from harness.suites.trial import Model, Trial
+from harness.suites.trial import Model, PolicyChanges, Trial
 from harness.workloads import input_digests as inputs
 from harness.workloads.input_digests import digests
 
@@ -27,7 +27,7 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digests(tmp_path: Path) -> None:
-    """Corpus and model module are named by the SHA-256 of their bytes; a preset needs none."""
+    """Corpus and modules are named by the SHA-256 of their bytes; a preset needs none."""
     (tmp_path / "text").write_text("some text")
     (tmp_path / "mine_a.py").write_text("x = 1\n")
     found = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
@@ -35,7 +35,10 @@ def test_digests(tmp_path: Path) -> None:
         "corpus": hashlib.sha256(b"some text").hexdigest(),
         "model": hashlib.sha256(b"x = 1\n").hexdigest(),
     }
-    assert set(digests(Trial())) == {"corpus"}
+    assert set(digests(Trial(policy=PolicyChanges(weights=("int8:64", "mine_a:C"))))) == {
+        "corpus",
+        "codec mine_a:C",
+    }
 
 
 def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from harness.suites.model_sizes import (
     PRESETS,
     GPTShape,
     step_flops,
-    tflops_per_rank,
 )
 from harness.suites.trial import Model, Trial
 from harness.workloads.generation import decode
@@ -134,31 +133,11 @@ def not_a_model(sequence: int) -> int:
     return sequence
 
 
-def without_sequence(width: int = 4) -> nn.Module:
-    return nn.Linear(width, 1)
-
-
 def test_a_users_function_builds_the_model() -> None:
     """``module:function`` is called with the sequence and the arguments."""
     model = build(Model(name=f"{__name__}:custom", arguments={"width": 8}), 16)
     assert isinstance(model, GPT)
     assert model.positions.weight.shape == (16, 8)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("without_sequence", {"width": 3}, "(sequence=16, width=3), .* but it is without_sequence\\(width: "),
-        ("custom", {"widht": 3}, "(sequence=16, widht=3), .* unexpected keyword argument 'widht'"),
-        ("custom", {"sequence": 3}, "model.arguments has 'sequence', which is the suite's own field"),
-    ],
-)
-def test_a_function_of_another_signature_is_refused(name: str, arguments: dict[str, int], words: str) -> None:
-    """In one line: how it is called, and what it takes."""
-    words = words.replace("(sequence", "\\(sequence", 1).replace("), .*", "\\), .*")
-    with pytest.raises(Refusal, match=words) as caught:
-        build(Model(name=f"{__name__}:{name}", arguments=arguments), 16)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -197,15 +176,9 @@ def test_published_teraflops_follow_from_their_shapes() -> None:
     for row in rows:
         shape = PRESETS["gpt-18b"]
         assert (shape.layers, shape.width) == (int(row["layers"]), int(row["hidden"]))
-        found = tflops_per_rank(
-            shape,
-            sequences=int(row["global_batch"]),
-            length=int(row["seq_length"]),
-            recompute=True,
-            seconds=float(row["ms_per_iteration"]) / 1e3,
-            ranks=int(row["gpus"]),
-        )
-        assert f"{found:.2f}" == row["tflops_per_gpu"]
+        sizes = {"sequences": int(row["global_batch"]), "length": int(row["seq_length"])}
+        flops = step_flops(shape, **sizes, recompute=True) / int(row["gpus"])
+        assert f"{flops / float(row['ms_per_iteration']) / 1e9:.2f}" == row["tflops_per_gpu"]
 
 
 def test_patches_that_make_no_image_are_refused() -> None:

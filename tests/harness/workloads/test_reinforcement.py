@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from harness.records.record import LedgerRow, Record
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import units_of
-from harness.strategies.rollouts import collect
-from harness.strategies.training import unread_clock
+from harness.strategies.training import collect, unread_clock
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.rank_batches import RankBatches
