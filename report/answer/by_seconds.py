@@ -140,7 +140,7 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
         longer = [(name, Interval(1 / of.estimate, 1 / of.high, 1 / of.low, 0)) for name, of in turned]
         return listed([f"{ratio(of)} with {name}" for name, of in longer])
 
-    took = g3(speedups.middle(first.pairs, "baseline_seconds"))
+    took = g3(speedups.step_interval(first.pairs, "baseline_seconds").estimate)
     place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
     if not times(NO):
         shortest = f"the shortest step of {strategy(first.base)}{place}, {took} s, is that with {base}"
@@ -284,7 +284,8 @@ def tokens(derived: Derived) -> Found:
     (first, best), *others = speeds.items()
     told = [f"{ratio(best)} times as fast as {base}"]
     told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
-    ours, theirs = (speedups.middle(mine[first], f"{key}tokens_per_second") for key in ("", "baseline_"))
+    columns = ("tokens_per_second", "baseline_tokens_per_second")
+    ours, theirs = (speedups.step_interval(mine[first], name).estimate for name in columns)
     named = [name for name in speeds if parts.is_named(derived, name)] or list(speeds)
     pace = f"decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)}"
     more = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]

@@ -158,7 +158,8 @@ def titles(found: Sequence[Effect]) -> dict[str, str]:
 
 def seconds(effect: Effect) -> str:
     """The steps behind a ratio, and where they were measured."""
-    ours, base = (speedups.middle(effect.pairs, name) for name in ("step_seconds", "baseline_seconds"))
+    columns = ("step_seconds", "baseline_seconds")
+    ours, base = (speedups.step_interval(effect.pairs, name).estimate for name in columns)
     rate = effect.pairs["achieved_mbit"].median()
     link = "" if math.isnan(rate) else f"; the link achieved {rate:.3g} Mbit/s"
     return (

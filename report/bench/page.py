@@ -14,7 +14,7 @@ from rich.markup import escape
 from harness.fitted_table import console
 from harness.records.bench_record import Bench, read_all
 from report import page
-from report.bench.tables import PAGE_ALONE, rounds_of, table_of
+from report.bench.tables import PAGE_ALONE, tables_of
 from report.build import publish
 from report.data import caveats
 from report.data.frames import ReportError
@@ -34,7 +34,7 @@ def build(results: Path) -> Path:
         if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:
             kinds = f"{len(found)} {name} ({', '.join(found)}), which are not put together"
             raise ReportError(f"{results}: holds records of {kinds}; move some aside")
-    tables, last = [table_of(kind, data) for kind, data in rounds_of(benches)], benches[-1]
+    tables, last = tables_of(benches), benches[-1]
     text = page.fill(
         title=f"zeropp bench {last.subject}",
         kicker="Results of a benchmark",
@@ -66,8 +66,7 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
 
 def show(benches: Sequence[Bench], out: Console) -> None:
     """Print the tables of records of one benchmark."""
-    for kind, data in rounds_of(benches):
-        table = table_of(kind, data)
+    for table in tables_of(benches):
         replace(table, columns=tuple(one for one in table.columns if one.key not in PAGE_ALONE)).show(out)
         out.print(textwrap.fill(table.caption, _TEXT_COLUMNS), markup=False, highlight=False)
 

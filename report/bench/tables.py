@@ -5,7 +5,7 @@ Ratios are formed inside a round of one run; a row of a table holds medians over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -193,28 +193,29 @@ KINDS: Final[dict[Kind, Measured]] = {
 }
 
 
-def rounds_of(benches: Sequence[Bench]) -> Iterator[tuple[Measured, pd.DataFrame]]:
-    """Every kind of sample that records hold, with a row for each round; ``id`` names the record."""
+def tables_of(benches: Sequence[Bench]) -> list[Table]:
+    """A table for every kind of sample in records, a row for each contender over all its rounds: medians with
+    their intervals; ``id`` names the records.
+    """
+    tables = []
     for name, kind in KINDS.items():
-        parts = [
+        rounds = [
             pd.DataFrame(kind.values(sample)).assign(id=bench.id)
             for bench in benches
             for sample in bench.samples
             if sample.kind == name
         ]
-        if parts:
-            yield kind, pd.concat(parts, ignore_index=True)
-
-
-def table_of(kind: Measured, data: pd.DataFrame) -> Table:
-    """A row for each contender over all its runs: medians over rounds, with their intervals."""
-    measures = [name for name in map(str, data.select_dtypes("float")) if not name.endswith("_mb")]
-    labels = [name for name in map(str, data) if name not in (*measures, "id")]
-    rows: list[dict[str, Any]] = [
-        {str(name): value for name, value in mine.iloc[0].items()}
-        | {name: median_interval(list(mine[name])) for name in measures}
-        | {"id": " ".join(sorted(set(mine["id"]))), "rounds": len(mine)}
-        for _, here in groups(data, ["where"])
-        for _, mine in groups(here, labels)
-    ]
-    return made(kind.name, kind.title, rows, *kind.columns, notes=f"{_MEDIANS} {kind.notes}")
+        if not rounds:
+            continue
+        data = pd.concat(rounds, ignore_index=True)
+        measures = [name for name in map(str, data.select_dtypes("float")) if not name.endswith("_mb")]
+        labels = [name for name in map(str, data) if name not in (*measures, "id")]
+        rows: list[dict[str, Any]] = [
+            dict(zip(labels, key, strict=True))
+            | {name: median_interval(list(mine[name])) for name in measures}
+            | {"id": " ".join(sorted(set(mine["id"]))), "rounds": len(mine)}
+            for _, here in groups(data, ["where"])
+            for key, mine in groups(here, labels)
+        ]
+        tables.append(made(kind.name, kind.title, rows, *kind.columns, notes=f"{_MEDIANS} {kind.notes}"))
+    return tables

@@ -26,6 +26,7 @@ KEPT: Final = [
     "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",
 ]  # fmt: skip
 """Columns by which the table of a figure says whose its rows are."""
+OF_TRIAL: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
 
 
 def trials(frames: Frames) -> pd.DataFrame:
@@ -164,6 +165,17 @@ def split(frames: Frames) -> pd.DataFrame:
     means["other"] = means["other"].clip(lower=0)
     long = means.reset_index().melt(id_vars="id", var_name="part", value_name="seconds")
     return long.dropna(subset=["seconds"])
+
+
+def sent_errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
+    """Errors of what was sent, of all units together: one row per trial, step, purpose, and hop or end (then
+    ``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
+    """
+    found = frames.communication_errors
+    floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
+    found = found[found["unit"] == ""].astype(floats)
+    found = found.assign(vnmse=found["squared_error"] / found["squared_value"])
+    return table[OF_TRIAL].merge(found, on="id")
 
 
 @dataclass(frozen=True, eq=False)  # one is another's equal only if it is the same: what is cached of it stays

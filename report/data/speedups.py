@@ -58,13 +58,10 @@ def geometric(values: pd.Series[float]) -> float:
     return float(np.exp(np.log(values).mean()))
 
 
-def middle(group: pd.DataFrame, column: str) -> float:
-    """Geometric mean over sweeps of each one's: the ratio of two paired columns' is :func:`speedup`'s."""
-    return float(np.exp(np.log(group[column]).groupby(group["sweep"]).mean().mean()))
-
-
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of trials with its interval, which is what pages print of their steps."""
+    """Geometric mean of a column of trials with its interval, which is what pages print of their steps; the
+    ratio of two paired columns' is :func:`speedup`'s.
+    """
     return geometric_interval(list(group[column]), list(group["sweep"]))
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 import pandas as pd
 
-from report.data import communication, loss_verdicts
+from report.data import loss_verdicts, metrics
 from report.data.contender import is_baseline
-from report.data.metrics import Derived
+from report.data.metrics import OF_TRIAL, Derived
 from report.data.text import byte_unit, counted, number, span
 from report.draw.figure import Figure, Measure
 from report.draw.marks import Front, Lines, Rows
 from report.draw.names_of_rows import titles_of
 from report.quantities import formula
 
-_KEPT: Final = ["id", "strategy", "contender", "place", "first", "cell", "where", "seed", "repeat"]
-_ENDS: Final = [*_KEPT, "validation_loss", "validation_step"]
+_ENDS: Final = [*OF_TRIAL, "validation_loss", "validation_step"]
 _FEWEST: Final = 4  # contenders of a cell that have a front
 _EXCESS: Final = "loss minus the baseline's, nats"
 _OF_SEED: Final = "of the last validation, same seed"
@@ -26,7 +24,7 @@ _OF_SEED: Final = "of the last validation, same seed"
 def _curves(derived: Derived) -> pd.DataFrame:
     """Validations of trials that made three or more, once against each of steps, seconds and bytes."""
     long = derived.trials[derived.trials["validation_loss"].notna()]
-    found = long[_KEPT].merge(derived.frames.validations, on="id")
+    found = long[OF_TRIAL].merge(derived.frames.validations, on="id")
     found = found[found.groupby("id")["step"].transform("nunique") >= 3]
     if found.empty:
         return found
@@ -85,18 +83,18 @@ def _front(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells that have a front, with the bytes of a step in M."""
     known = loss_verdicts.front(derived)
     found = derived.trials[derived.trials["cell"].isin(known["cell"])].dropna(subset=["validation_loss"])
-    told = found["contender"].map(known.set_index("contender")["front"])
-    m = (found["sent_bytes"] / found["m_bytes"]).round(3)
-    kept = found[[*_KEPT, "validation_loss"]]
-    return kept.assign(m=m, front=told, excess=_excess(derived, found))
+    return found[[*OF_TRIAL, "validation_loss"]].assign(
+        m=(found["sent_bytes"] / found["m_bytes"]).round(3),
+        front=found["contender"].map(known.set_index("contender")["front"]),
+        excess=_excess(derived, found),
+    )
 
 
-def _excess(derived: Derived, found: pd.DataFrame) -> list[float]:
+def _excess(derived: Derived, found: pd.DataFrame) -> pd.Series[float]:
     """Each trial's validation loss less the baseline's of its cell and seed."""
-    every = derived.trials
-    base = every[is_baseline(every)].groupby(["cell", "seed"])["validation_loss"].mean()
-    theirs = base.reindex(pd.MultiIndex.from_frame(found[["cell", "seed"]]))
-    return list(np.asarray(found["validation_loss"], dtype=float) - np.asarray(theirs, dtype=float))
+    every, keys = derived.trials, ["cell", "seed"]
+    base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
+    return found["validation_loss"] - found.join(base.rename("base"), on=keys)["base"]
 
 
 FRONTIER: Final = Figure(
@@ -114,7 +112,7 @@ FRONTIER: Final = Figure(
 
 def _sent(derived: Derived) -> pd.DataFrame:
     """Errors of gradients at the last measured step, of hops and end to end; exact messages are left out."""
-    found = communication.errors(derived.frames, derived.trials)
+    found = metrics.sent_errors(derived.frames, derived.trials)
     found = found[(found["purpose"] == "gradients") & (found["repeated"] == 1) & found["vnmse"].gt(0)]
     last: pd.DataFrame = found[found["step"] == found.groupby("id")["step"].transform("max")]
     end = last["hop"].isna()
@@ -147,7 +145,7 @@ SENT_ERROR: Final = Figure(
 def _costs(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells with enough contenders whose bytes and errors are known."""
     found = derived.trials
-    sent = communication.errors(derived.frames, found)
+    sent = metrics.sent_errors(derived.frames, found)
     sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
     last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
     vnmse = found["id"].map(last.groupby("id")["vnmse"].max())
@@ -155,7 +153,7 @@ def _costs(derived: Derived) -> pd.DataFrame:
     found = found.assign(m=m, vnmse=vnmse, excess=_excess(derived, found))
     found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
     enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
-    return found[enough][[*_KEPT, "m", "vnmse", "excess", "step_seconds"]]
+    return found[enough][[*OF_TRIAL, "m", "vnmse", "excess", "step_seconds"]]
 
 
 PARETO: Final = Figure(

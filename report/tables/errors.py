@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import ENOUGH_POWER
 from harness.suites.question import LEAST_STEPS
-from report.data import communication, loss_verdicts
+from report.data import loss_verdicts, metrics
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
@@ -20,12 +20,22 @@ from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 def sent_error(derived: Derived) -> Table:
     """Table of the error of what was sent, hop by hop and end to end, at the measured steps."""
-    found = communication.errors(derived.frames, derived.trials)
-    rows = [
-        _sent_error_row(mine, derived)
-        for _, _, of_all in by_cell_and_contender(found)
-        for _, mine in groups(of_all, ["step"])
-    ]
+    found, rows = metrics.sent_errors(derived.frames, derived.trials), []
+    for *_, of_all in by_cell_and_contender(found):
+        for _, mine in groups(of_all, ["step"]):
+            first, hops = mine.iloc[0], mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
+            ends = mine[mine["hop"].isna()]
+            ends = ends.assign(of=ends["purpose"].mask(ends["repeated"].gt(1), "repeated"))
+            medians = ends.groupby("of")["vnmse"].median().rename({"gradients": "end_to_end"})
+            rows.append({
+                **first[["where", "contender", "step"]],
+                **counted(derived.trials[derived.trials["id"].isin(mine["id"])]),
+                "cosine": ends[ends["of"] == "gradients"]["cosine"].median(),
+                "hops": hops_told(hops),
+                "smallest_of_a_hop": float(hops["vnmse"].min()),
+                "largest_of_a_hop": float(hops["vnmse"].max()),
+                **medians.reindex(["end_to_end", "repeated", "weights", "secondary"]),
+            })  # fmt: skip
     times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
     return made(
         "sent_error",
@@ -45,29 +55,22 @@ def sent_error(derived: Derived) -> Table:
     )
 
 
-def _sent_error_row(mine: pd.DataFrame, derived: Derived) -> dict[str, Any]:
-    """One contender in one cell at one step."""
-    ends, first = communication.end_to_end(mine), mine.iloc[0]
-    hops = mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
-    others = ("weights", "secondary")
-    return {
-        "where": first["where"],
-        "contender": first["contender"],
-        "step": int(first["step"]),
-        **counted(derived.trials[derived.trials["id"].isin(mine["id"])]),
-        "cosine": ends["cosine"].median(),
-        "hops": communication.hops_told(hops),
-        "smallest_of_a_hop": float(hops["vnmse"].min()),
-        "largest_of_a_hop": float(hops["vnmse"].max()),
-        "end_to_end": ends["vnmse"].median(),
-        "repeated": communication.end_to_end(mine, repeated=True)["vnmse"].median(),
-        **{name: communication.end_to_end(mine, name)["vnmse"].median() for name in others},
-    }
+def hops_told(mine: pd.DataFrame) -> str:
+    """``local int4:128 0.012; node int4:128 0.011``; of a ring the range and the number of its steps."""
+    told = []
+    for (axis, codec), group in mine.groupby(["axis", "codec"], sort=False):
+        of_hop = group.groupby("hop")["vnmse"].median()
+        low, high = number(2)(float(of_hop.min())), number(2)(float(of_hop.max()))
+        ring = f" to {high} in {len(of_hop)} steps" if len(of_hop) > 1 else ""
+        told.append(f"{axis} {codec} {low}{ring}")
+    return "; ".join(told)
 
 
 def chosen_codecs(derived: Derived) -> Table:
     """Table of the codecs that a budget chose for each unit, step by step."""
-    found = communication.chosen(derived.frames, derived.trials)
+    order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
+    first = order.drop_duplicates(["cell", "contender"]).sort_index()[metrics.OF_TRIAL]
+    found = first.merge(derived.frames.chosen_codecs, on="id")
     new = found["codec"] != found.groupby(["cell", "contender", "what", "unit"])["codec"].shift()
     found = found.assign(codecs=found["step"].astype(str) + ": " + found["codec"], new=new)
     rows = [
@@ -106,8 +109,13 @@ def largest_error(derived: Derived) -> Table:
 
 
 def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors with one row per tensor, bits and kind of codec, and one column per block size."""
-    found, where = communication.tried(derived.frames, derived.trials)
+    """Errors with one row per tensor, bits and kind of codec, and one column per block size; of the first
+    contender that tried any, in its first cell.
+    """
+    found = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
+    first = found.sort_values(["place", "first"], kind="stable").head(1)
+    found = found.merge(first[["contender", "cell"]], on=["contender", "cell"])
+    where = "".join(first["contender"] + " (" + first["where"] + ")")
     parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
     kinds = [f"{head} {options}".strip() for head, _, options in parts]
     found = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])

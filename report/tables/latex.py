@@ -12,7 +12,7 @@ from typing import Final
 import pandas as pd
 
 from report.data.text import text
-from report.tables.table import Column, Table
+from report.tables.table import Table
 
 SPECIAL: Final = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{",
@@ -21,8 +21,6 @@ SPECIAL: Final = {
     "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}", "¶": r"\P{}",
     "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
 }  # fmt: skip
-_LETTER_MM: Final = 1.55  # of Computer Modern in 8 pt, on average
-_GAP_MM: Final = 4.2  # between two columns: twice 6 pt
 _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page prints it.
 \providecommand{\zp}[1]{\ifcsname zp:#1\endcsname\csname zp:#1\endcsname\else
   \errmessage{no number #1 in this report}\fi}
@@ -43,20 +41,22 @@ def escaped(value: str) -> str:
 
 
 def tabular(table: Table) -> str:
-    """A bare ``tabular``; rows that ran at one place stand under its name."""
+    """A bare ``tabular``; rows that ran at one place stand under its name.
+
+    Titles stand in lines, no wider than the cells or their longest word.
+    """
     columns, groups = table.by_place()
-    cells = [row for _, rows in groups for row in rows]
-    widths = [max((len(row[number]) for row in cells), default=0) for number in range(len(columns))]
-    # Titles in lines, no wider than the cells or their longest word.
-    least = [max(width, *map(len, one.title.split()), 1) for one, width in zip(columns, widths, strict=True)]
-    heads = [textwrap.wrap(one.title, width) or [""] for one, width in zip(columns, least, strict=True)]
-    letters = [max(width, *map(len, head)) for head, width in zip(heads, widths, strict=True)]
-    wide = sum(letters) * _LETTER_MM + (len(columns) - 1) * _GAP_MM
+    sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
+    for number, (column, side) in enumerate(zip(columns, sides, strict=True)):
+        cells = [row[number] for _, rows in groups for row in rows]
+        width = max(map(len, [*cells, *column.title.split(), " "]))
+        head = r"\\".join(map(escaped, textwrap.wrap(column.title, width)))
+        heads.append(rf"\shortstack[{side}]{{{head}}}" if r"\\" in head else head)
     lines = [
-        f"% {escaped(table.title)}: about {wide:.0f} mm wide in \\footnotesize (8 pt). Needs booktabs.",
-        r"\begin{tabular}{@{}" + "".join("r" if column.numeric else "l" for column in columns) + "@{}}",
+        f"% {escaped(table.title)}. Needs booktabs.",
+        rf"\begin{{tabular}}{{@{{}}{sides}@{{}}}}",
         r"\toprule",
-        " & ".join(_stacked(column, head) for column, head in zip(columns, heads, strict=True)) + r" \\",
+        " & ".join(heads) + r" \\",
         r"\midrule",
     ]
     for number, (place, rows) in enumerate(groups):
@@ -65,11 +65,6 @@ def tabular(table: Table) -> str:
             lines.append(rf"\multicolumn{{{len(columns)}}}{{@{{}}l}}{{\emph{{{escaped(place)}}}}} \\")
         lines += [" & ".join(map(escaped, row)) + r" \\" for row in rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _stacked(column: Column, lines: Sequence[str]) -> str:
-    stack = r"\\".join(map(escaped, lines))
-    return rf"\shortstack[{'r' if column.numeric else 'l'}]{{{stack}}}" if len(lines) > 1 else stack
 
 
 def numbers(tables: Sequence[Table], records_of: Callable[[pd.Series], Sequence[str]]) -> str:

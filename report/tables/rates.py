@@ -86,13 +86,17 @@ def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
     found: list[dict[str, Any]] = speedups.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
     rows = [row | {"where": row["elsewhere"], **_behind(derived, row["records"].split())} for row in found]
+
+    def told(mbit: float) -> str:
+        return number(3)(mbit) if math.isfinite(mbit) else "above" if mbit > 0 else "below"
+
     return made(
         "break_even",
         "Break-even",
         rows,
         CONTENDER,
         TRIALS,
-        Column("break_even_mbit", "Break-even, Mbit/s", _end, formula("break-even"), "_rates"),
+        Column("break_even_mbit", "Break-even, Mbit/s", told, formula("break-even"), "_rates"),
         Column("low_mbit", "Lowest rate, Mbit/s", number(3)),
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
@@ -100,13 +104,6 @@ def break_even(derived: Derived) -> Table:
         notes="'below' and 'above': it goes on beyond the rates that were measured. "
         f"{NOTHING}: not crossed. n: trials at all rates, {derived.compared.baseline}'s among them.",
     )
-
-
-def _end(value: float) -> str:
-    """A number, or that it lies beyond what was measured."""
-    if math.isinf(value):
-        return "above" if value > 0 else "below"
-    return number(3)(value)
 
 
 def generation(derived: Derived) -> Table:

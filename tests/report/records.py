@@ -45,9 +45,10 @@ from impl.plan.topology import Topology
 from impl.plan.traffic import Load, predict
 
 POOL: Final = "0123456789ab"
+_CORES: Final = 2
 MACHINE: Final = {
     "cpu": "Example CPU",
-    "cores": 2,
+    "cores": _CORES,
     "memory_gib": 8.0,
     "kernel": "6.1",
     "python": "3.12.1",
@@ -84,7 +85,7 @@ def record_of(
 ) -> Record:
     """The record of one trial, without results if it failed, with more in ``ran`` and other ``fields``."""
     at = f"2026-01-02T03:{order // 60:02}:{order % 60:02}+00:00"
-    found = {} if failure else _results(trial, trial.topology(), trial.resolved_policy())
+    found = {} if failure else _results(trial)
     found |= {"ran": found["ran"] | ran} if ran else {}
     usual = {
         "id": trial.id, "suite": "quickstart", "trial": trial.canonical(), "started": at, "finished": at,
@@ -166,22 +167,30 @@ def _processor_use(ranks: list[RankRecord]) -> ProcessorUse:
     timed = [[step for step in rank.steps if not step.warmup] for rank in ranks]
     seconds = max(sum(step.total for step in steps) for steps in timed) or 1.0
     computed = sum(step.cpu_seconds or 0.0 for steps in timed for step in steps)
-    had = seconds * int(str(MACHINE["cores"]))
+    had = seconds * _CORES
     return ProcessorUse(
-        seconds=seconds, processors=int(str(MACHINE["cores"])), ranks=computed,
+        seconds=seconds, processors=_CORES, ranks=computed,
         user=0.9 * computed + 0.01 * had, system=0.1 * computed, interrupts=0.02 * had, steal=0.0,
     )  # fmt: skip
 
 
-def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[str, Any]:
+def _results(trial: Trial) -> dict[str, Any]:
     noise = np.random.default_rng(int(trial.id, 16))
-    units = units_of(topology)
-    ledgers = _ledgers(trial, topology, policy, units)
-    egress = _egress(trial, topology, ledgers, units)
+    topology, policy = trial.topology(), trial.resolved_policy()
+    units, world = units_of(topology), topology.world
+    load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
+    ledgers = [_ledger(policy, topology, tuple(units), rank, load) for rank in range(world if policy else 0)]
+    egress = 0.0  # bytes per step that one node sends to others
+    if topology.nodes > 1 and ledgers:
+        sent = sum(row.bytes for rows in ledgers for row in rows if row.link == "inter")
+        egress = sent / topology.nodes / trial.steps
+    elif topology.nodes > 1:  # a ring of 32-bit gradients
+        egress = 2 * 4 * sum(unit.padded for unit in units) * (world - 1) / world
     rate = (trial.cluster.rate or 20_000.0) * (1 + 0.01 * noise.standard_normal())
     compute = 2e-4 * trial.tokens_per_rank * trial.accumulation
     wire = 8 * egress / (rate * 1e6)
     step_seconds = max(compute, wire) + 0.1 * min(compute, wire)
+    held = memory(policy, topology, units) if policy else {}
     ranks = [
         RankRecord(
             rank=rank,
@@ -189,9 +198,9 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
             local=rank % topology.ranks_per_node,
             steps=_steps(trial, policy, compute, step_seconds, noise),
             ledger=ledgers[rank] if ledgers else None,
-            memory=_memory(policy, topology, units),
+            memory=Memory(engine=held, formula=held, peak_rss=400_000_000),
         )
-        for rank in range(topology.world)
+        for rank in range(world)
     ]
     return {
         "ran": {"transport": trial.cluster.transport, "gather": policy.gather if policy else "library"},
@@ -214,16 +223,6 @@ def _results(trial: Trial, topology: Topology, policy: Policy | None) -> dict[st
     }
 
 
-def _ledgers(
-    trial: Trial, topology: Topology, policy: Policy | None, units: list[UnitGeometry]
-) -> list[list[LedgerRow]]:
-    load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
-    return [
-        list(_ledger(policy, topology, tuple(units), rank, load))
-        for rank in range(topology.world if policy else 0)
-    ]
-
-
 @functools.cache
 def _ledger(
     policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, load: Load
@@ -233,23 +232,11 @@ def _ledger(
     return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in found.items()]
 
 
-def _egress(
-    trial: Trial, topology: Topology, ledgers: list[list[LedgerRow]], units: list[UnitGeometry]
-) -> float:
-    """Bytes per step that one node sends to others."""
-    if topology.nodes == 1:
-        return 0.0
-    if not ledgers:  # a ring of 32-bit gradients
-        return 2 * 4 * sum(unit.padded for unit in units) * (topology.world - 1) / topology.world
-    total = sum(row.bytes for rows in ledgers for row in rows if row.link == "inter")
-    return total / topology.nodes / trial.steps
-
-
 def _steps(
     trial: Trial, policy: Policy | None, compute: float, step: float, noise: np.random.Generator
 ) -> list[Step]:
     exposed = max(step - compute, 0.0)
-    processors = MACHINE["cores"] / trial.topology().world
+    processors = _CORES / trial.topology().world
     steps = []
     for index in range(trial.warmup + trial.steps):
         stretch = 1 + 0.02 * abs(noise.standard_normal())
@@ -275,11 +262,6 @@ def _steps(
 def _loss(step: int, policy: Policy | None, noise: np.random.Generator) -> float:
     bits = min(policy.gradients[1].bits, policy.weights.bits) if policy else 16
     return 1.6 + 3.9 / (1 + 0.12 * step) + 0.4 * 4.0**-bits + 0.01 * float(noise.standard_normal())
-
-
-def _memory(policy: Policy | None, topology: Topology, units: list[UnitGeometry]) -> Memory:
-    formula = memory(policy, topology, units) if policy else {}
-    return Memory(engine=formula, formula=formula, peak_rss=400_000_000)
 
 
 def _link(trial: Trial, rate: float, noise: np.random.Generator) -> LinkRecord | None:

@@ -16,17 +16,14 @@ from harness.records.bench_record import Bench
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import RecordError
 from report.bench.page import build, show
-from report.bench.tables import OPERATIONS, rounds_of, table_of
+from report.bench.tables import OPERATIONS, tables_of
 from report.data.frames import ReportError
 from tests.report.bench.bench_records import codecs, collectives, overlap
 
 
 def tables(*benches: Bench) -> dict[str, list[dict[str, Any]]]:
     """Rows of the tables of these records."""
-    return {
-        kind.name: table_of(kind, data).data.to_dict("records")  # type: ignore[misc]
-        for kind, data in rounds_of(benches)
-    }
+    return {table.name: table.data.to_dict("records") for table in tables_of(benches)}  # type: ignore[misc]
 
 
 def test_ratios_are_of_pairs() -> None:

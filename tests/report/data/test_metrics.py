@@ -17,8 +17,6 @@ from report.tables import sizes
 from tests.report.records import (
     changed,
     changed_steps,
-    committed,
-    on_link,
     record_of,
     records_of,
     taken_by_others,
@@ -128,15 +126,6 @@ def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
         assert row["parity"] == pytest.approx(expected)
 
 
-def test_a_cell_is_marked_when_its_rates_differ_by_more_than_a_tenth() -> None:
-    """Two contenders whose links achieved 48 and 40 Mbit/s mark their cell; 48 and 46 do not."""
-    cluster = Cluster(rate="50 Mbit/s")
-    ours, base = (record_of(Trial(strategy=name, cluster=cluster)) for name in ("zeropp", "zero3"))
-    for other, marked in ((40.0, True), (46.0, False)):
-        pair = [on_link(base, 48.0), on_link(ours, other)]
-        assert bool(derive(frames_of(pair)).differing) is marked
-
-
 def test_break_even_lies_where_the_speedup_crosses_one() -> None:
     """The break-even rate lies between measured rates on both sides of a speed-up of 1."""
     derived = derive(frames_of(records_of("bandwidth")))
@@ -182,12 +171,3 @@ def test_others_share_is_what_no_rank_had() -> None:
     derived = derive(frames_of([changed(record, processor_use=None)]))
     assert derived.trials["taken_share"].isna().all()
     assert not derived.disturbed
-
-
-@pytest.mark.parametrize("suite", ["quickstart", "generation"])
-def test_trials_of_which_others_took_too_much_are_disturbed(suite: str) -> None:
-    """More than a twentieth disturbs a trial, by programs and host together; also one that generates."""
-    records = records_of(suite, repeats=1) if suite == "quickstart" else committed(suite)[:3]
-    taken = ((0.03, 0.03), (0.03, 0.01), (0.0, 0.0))
-    changed = [taken_by_others(one, *parts) for one, parts in zip(records, taken, strict=False)]
-    assert derive(frames_of(changed)).disturbed == {records[0].id}

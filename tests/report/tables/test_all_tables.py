@@ -20,13 +20,13 @@ from harness.records.record import Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import with_columns
-from report.data import caveats, communication, metrics
+from report.data import caveats, metrics
 from report.data import text as wording
 from report.data.caveats import warnings
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
-from report.tables import all_tables, latex, rates
+from report.tables import all_tables, errors, latex, rates
 from report.tables.table import Column, Table
 from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
 
@@ -226,7 +226,7 @@ def test_the_steps_of_a_ring_are_told_as_a_range() -> None:
     ring = [("world", "int4:64", hop, 0.01 * (hop + 1)) for hop in range(3)]
     hops = [("local", "int4:64", 0, 0.012), ("node", "int8:64", 1, 0.00034)]
     columns = ["axis", "codec", "hop", "vnmse"]
-    told = [communication.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
+    told = [errors.hops_told(pd.DataFrame(rows, columns=columns)) for rows in (ring, hops)]
     assert told == ["world int4:64 0.010 to 0.030 in 3 steps", "local int4:64 0.012; node int8:64 0.00034"]
 
 
@@ -333,7 +333,7 @@ def test_latex_is_a_bare_tabular_with_stacked_heads() -> None:
     """No float and no caption, which are the paper's; heads are no wider than cells or their longest word."""
     table = all_tables.summary(derive(frames_of(records_of("quickstart"))))
     told = latex.tabular(table)
-    assert told.startswith("% Summary: about ")
+    assert told.startswith("% Summary. Needs booktabs.")
     assert "\\begin{table}" not in told
     assert table.caption[:40] not in told
     assert r"\shortstack[r]{Speed{-}up\\over\\ZeRO{-}3}" in told or r"\shortstack[r]{Speed{-}up" in told
