@@ -21,19 +21,15 @@ def explained(folder: Path, table: str, row: str, column: str) -> str:
     """
     derived = derive(load(folder))
     shown = named(all_tables.all_tables(derived), table)
-    number = shown.row(row)
-    raw, cells = shown.data.iloc[number], shown.rows()[number]
-    if column in raw.index and column not in {one.key for one in shown.columns}:  # of the CSV alone
-        title, key, told = column, column, str(raw[column])
-    else:
-        printed = shown.column(column)
-        title, key, told = printed.title, printed.name, cells[shown.columns.index(printed)]
-    ids = records_of(derived, raw)
+    number, printed = shown.row(row), shown.column(column)
+    cells = shown.rows()[number]
+    ids = records_of(derived, shown.data.iloc[number])
     pairs = derived.pairs[derived.pairs["id"].isin(ids)]
     beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
-    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {title}: {told}"]
+    told = cells[shown.columns.index(printed)]
+    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {told}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
-    lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(key)]
+    lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(printed.name)]
     files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
     lines.append(f"records ({len(ids)}): {files}")
     if beside:

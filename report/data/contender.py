@@ -21,7 +21,6 @@ from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.recipe import recipe
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
-from report.data.text import listed
 
 BASELINE: Final = "zero3"  # the strongest that is not quantised
 PAPERS_BASELINE: Final = "zero3-flat"  # of ZeRO++: one ring over all ranks, blind to nodes
@@ -64,15 +63,6 @@ class Comparison:
     asked: bool
 
 
-def comparison(table: pd.DataFrame) -> Comparison:
-    """What is compared by records: of a table with ``role``, ``cell``, ``order`` and ``contender``."""
-    base = is_baseline(table)
-    asked = bool(table["role"].eq("baseline").any())
-    names = [str(name) for name in table[base]["contender"].unique()]
-    against = table[table["role"].eq("contrast") if asked else ~table["contender"].isin(names)]
-    return Comparison(listed(names), tuple(str(name) for name in against["contender"].unique()), asked)
-
-
 FLAT_FACTOR = (
     "Of N nodes with P ranks in all, one ring sends ((P - 1) / P) / ((N - 1) / N) times the bytes between "
     "nodes that hops do: 1.5 on 2 nodes of 2 ranks, 1.015 on 64 of 16"
@@ -103,13 +93,6 @@ def with_baseline(
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
     """Which rows are of a strategy without changes."""
     return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
-
-
-def is_contrast(table: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows parity compares with the baseline: those that the suite names, else the preset ZeRO++."""
-    if table["role"].eq("baseline").any():
-        return table["role"].eq("contrast")
-    return is_preset(table, PROPOSED)
 
 
 def name_of(strategy: str) -> str:

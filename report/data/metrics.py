@@ -17,6 +17,7 @@ from report.data import best_step, contender, speedups
 from report.data.contender import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames
+from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
 OTHERS_WITHIN: Final = 0.05  # of the processors' time, of which others may have so much in a trial
@@ -192,7 +193,10 @@ class Derived:
     @cached_property
     def compared(self) -> Comparison:
         """What the suite's question compares."""
-        return contender.comparison(self.finished)
+        ran, asked = self.finished, bool(self.finished["role"].eq("baseline").any())
+        names = [str(name) for name in ran[is_baseline(ran)]["contender"].unique()]
+        against = ran[ran["role"].eq("contrast") if asked else ~ran["contender"].isin(names)]
+        return Comparison(listed(names), tuple(map(str, against["contender"].unique())), asked)
 
     @property
     def finished(self) -> pd.DataFrame:

@@ -11,33 +11,20 @@ import pandas as pd
 from impl.plan import memory as held
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.frames import Frames, groups
-from report.data.metrics import TRAINING, Derived, timed_steps
+from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
 VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
 _FEWEST: Final = 3  # numbers of nodes that make a line
 _HELD: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
-_KEPT: Final = [
-    "id", "strategy", "contender", "place", "first", "cell", "where", "sweep", "seed", "repeat", "nodes",
-    "ranks_per_node", "tokens_per_rank", "achieved_mbit", "step_seconds", "tokens_per_second", "sent_bytes",
-]  # fmt: skip
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part."""
-    between = frames.bytes[
-        (frames.bytes["link"] == "inter")
-        & frames.bytes["phase"].isin(TRAINING)
-        & (frames.bytes["source"] == "ledger")
-    ]
-    part = np.select(
-        [
-            (between["purpose"] == "weights") & (between["phase"] == "forward"),
-            between["purpose"] == "weights",
-            between["purpose"] == "gradients",
-        ],
-        VOLUME_PARTS[:3],
-        default=VOLUME_PARTS[3],
-    )
+    ledger = frames.bytes[frames.bytes["source"] == "ledger"]
+    between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
+    purpose, in_forward = between["purpose"], between["phase"].eq("forward")
+    gathers = in_forward.map({True: VOLUME_PARTS[0], False: VOLUME_PARTS[1]})
+    part = purpose.where(purpose.eq("gradients"), VOLUME_PARTS[3]).mask(purpose.eq("weights"), gathers)
     own = between.assign(part=part, bytes=between["bytes"] - between["padding"])
     of_padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
     parts = pd.concat([own, of_padding[of_padding["padding"] > 0]])
@@ -64,21 +51,19 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Memory of the rank that holds most, by part, engine beside formula: one row per trial and part."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
-    kept = ["id", "strategy", "contender", "place", "first", "where", "cell", "secondary", "seed", "repeat"]
-    kept += ["nodes", "ranks_per_node", "shape"]
-    return table[kept].merge(largest, on="id", how="inner")
+    return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
     """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all."""
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
-    parts = []
+    kept, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
     for kind, alike, tokens in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
         for key, group in groups(table, [*_HELD, alike]):
             if group["nodes"].nunique() >= _FEWEST:
                 title = f"{kind}: {int(key[-1])} tokens {tokens}"
-                parts.append(group[_KEPT].assign(kind=kind, title=title))
-    return pd.concat(parts, ignore_index=True) if parts else table[_KEPT].iloc[:0]
+                parts.append(group[kept].assign(kind=kind, title=title))
+    return pd.concat(parts, ignore_index=True) if parts else table[kept].iloc[:0]
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:

@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, crossing, geometric_interval, paired_ratio_interval
-from report.data import contender
-from report.data.contender import is_baseline
+from report.data.contender import PROPOSED, is_baseline, is_preset, with_baseline
 from report.data.frames import groups
 
 RATES_AGREE_WITHIN: Final = 0.10  # policies of a cell are compared at one rate if within this
@@ -27,7 +26,7 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     """
     of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
     of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
-    joined = contender.with_baseline(table, is_base, PAIR, "inner", **of)
+    joined = with_baseline(table, is_base, PAIR, "inner", **of)
     joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
     joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
     joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
@@ -132,7 +131,9 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     Columns of ``table``, ``baseline`` (its id), ``full_rate``, and ``parity``, of tokens per second.
     """
     shaped = table.dropna(subset=["rate_mbit"])
-    ours = shaped[contender.is_contrast(shaped)].assign(full_rate=lambda t: 4 * t["rate_mbit"])
+    asked = shaped["role"].eq("baseline").any()
+    contrast = shaped["role"].eq("contrast") if asked else is_preset(shaped, PROPOSED)
+    ours = shaped[contrast].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)]
     base = base.rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]

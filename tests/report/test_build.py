@@ -15,6 +15,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from docs.tables.from_records import REFERENCE, ROOT
+from harness import cli
+from harness.measure import machine
 from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
@@ -376,3 +379,19 @@ def test_a_modelled_link_is_called_so(tmp_path: Path) -> None:
     assert page.count("Modelled: of all trials the link between nodes was a pacer") == captions + 1
     for path in (tmp_path / "tables").glob("*.md"):
         assert "Modelled" in path.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("cores", [1, *nightly(2)])
+def test_a_folder_of_archives_is_reported_whole(
+    cores: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``zeropp report`` draws a page of each, in as many processes."""
+    monkeypatch.setattr(machine, "cores", lambda: cores)
+    for suite in ("rlhf", "stages"):
+        shutil.copy(ROOT / REFERENCE / f"{suite}.tar.xz", tmp_path)
+    assert cli.main(["report", str(tmp_path)]) == cli.OK
+    pages = [Path(page) for page in capsys.readouterr().out.split()]
+    assert pages == [tmp_path / suite / "report.html" for suite in ("rlhf", "stages")]
+    assert all(page.stat().st_size > 1000 for page in pages)

@@ -32,21 +32,13 @@ def test_a_number_is_its_records_and_formula(folder: Path) -> None:
     assert told.splitlines()[0].startswith("Summary, ZeRO++, Speed-up over ZeRO-3: ")
 
 
-def test_a_raw_value_of_the_csv_is_one_too(folder: Path) -> None:
-    """By its name in the CSV."""
-    assert "Summary, ZeRO++, achieved_mbit: " in explained(folder, "summary", "ZeRO++", "achieved_mbit")
-
-
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
         (("sumary", "ZeRO++", "n"), r"no table 'sumary': expected one of summary, .*did you mean 'summary'"),
         (("summary", "DDP", "n"), r"0 rows of summary hold 'DDP': expected words of one of ZeRO-3; "),
         (("summary", "Z", "n"), r"[3-9] rows of summary hold 'Z'"),
-        (
-            ("summary", "ZeRO++", "speed"),
-            "no column 'speed' in summary: expected one of Contender; n; Step, s",
-        ),
+        (("summary", "ZeRO++", "speed"), "no column 'speed' in summary: expected one of Contender; n; Step"),
     ],
 )
 def test_what_is_not_there_is_refused(folder: Path, cell: tuple[str, str, str], words: str) -> None:

@@ -10,13 +10,15 @@ import pytest
 
 from harness.records.record import Record
 from harness.suites.trial import Cluster, Model, Trial
-from report.data import speedups
+from report.data import decoding, speedups
 from report.data.frames import frames_of
 from report.data.metrics import derive
+from report.quantities import QUANTITIES, formula
 from report.tables import sizes
 from tests.report.records import (
     changed,
     changed_steps,
+    committed,
     record_of,
     records_of,
     taken_by_others,
@@ -171,3 +173,50 @@ def test_others_share_is_what_no_rank_had() -> None:
     derived = derive(frames_of([changed(record, processor_use=None)]))
     assert derived.trials["taken_share"].isna().all()
     assert not derived.disturbed
+
+
+def test_rates_equal_those_recomputed_by_hand() -> None:
+    """Tokens per second count every sequence's tokens over the sum of each token's slowest rank."""
+    records = {record.id: record for record in committed("generation")}
+    table = decoding.generations(frames_of(list(records.values())))
+    assert len(table) == 2 * len(records)
+    for row in table.to_dict("records"):
+        ranks = [[t for t in rank.tokens if t.step == row["step"]] for rank in records[row["id"]].ranks]
+        slowest = [max(t.seconds for t in token) for token in zip(*ranks, strict=True)]
+        assert row["tokens_per_second"] == pytest.approx(4 * 12 / sum(slowest))
+        assert row["later_tokens_per_second"] == pytest.approx(4 * 11 / sum(slowest[1:]))
+        assert row["first_bytes"] == sum(tokens[0].inter_bytes or 0 for tokens in ranks)
+        assert row["later_bytes"] == sum(t.inter_bytes or 0 for tokens in ranks for t in tokens[1:]) / 11
+
+
+def test_ratios_are_of_the_same_generation() -> None:
+    """A generation is compared with ZeRO-3's of the same number and repeat; ZeRO-3's ratio is one.
+
+    Those of one trial are no samples of their own, nor are those of a trial that was run again: six repeats
+    of two generations each are six pairs.
+    """
+    records = committed("generation")
+    again = [changed(one, id=one.id[::-1]) for one in records]
+    for found in (records, [*records, *again]):
+        table = decoding.generations(frames_of(found))
+        for contender, group in table.groupby("contender"):
+            assert group["baseline"].nunique() == 6
+            faster = decoding.speedup(group)
+            assert faster.n == 6
+            assert (faster.estimate == 1) == (contender == "ZeRO-3")
+            assert group["speedup"].min() <= faster.estimate <= group["speedup"].max()
+
+
+def test_a_column_that_a_quantity_names_is_one_of_the_trials() -> None:
+    """And no column is two quantities'."""
+    named = [row["column"] for row in QUANTITIES.values() if row["column"]]
+    assert len(named) == len(set(named)) > 20
+    assert set(named) <= set(derive(frames_of(records_of("quickstart", repeats=1))).trials.columns)
+
+
+def test_a_caption_has_no_markup() -> None:
+    """Each quantity is a sentence without what Markdown marks code and bars by."""
+    for name, row in QUANTITIES.items():
+        assert row["formula"]
+        assert not {"`", "\\"} & set(told := formula(name))
+        assert told.endswith(".")

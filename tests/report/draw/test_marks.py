@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawn
 from matplotlib.patches import Rectangle
@@ -17,6 +20,7 @@ from matplotlib.patches import Rectangle
 from harness.records.record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data import speedups
+from report.data.contender import STRATEGIES
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes
@@ -209,3 +213,31 @@ def test_a_row_without_a_value_has_none() -> None:
         figure = mark.draw(pd.DataFrame(rows), Style(looks=looks_of([("x", "x"), ("y", "y")])))
     assert [ax.get_xlabel() for ax in figure.axes] == ["a", "b"]
     assert _labels(figure.axes[1]) == ["2.00"]
+
+
+def test_settings_of_the_user_change_no_figure() -> None:
+    """A matplotlibrc of one's own changes no byte: equal records give equal files."""
+
+    def drawn() -> bytes:
+        buffer = io.BytesIO()
+        with fonts():
+            figure, ax = plt.subplots()
+            ax.plot([1, 2], [1e5, 3e5])
+            ax.set_title("words")
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+            plt.close(figure)
+        return buffer.getvalue()
+
+    own = {"svg.fonttype": "none", "font.family": ["monospace"], "axes.axisbelow": False}
+    with mpl.rc_context(own | {"figure.constrained_layout.use": False}):
+        changed = drawn()
+    assert changed == drawn()
+
+
+def test_contenders_of_one_strategy_look_different_and_the_first_like_the_strategy() -> None:
+    """Ten codecs of one policy are ten pairs of colour and marker."""
+    named = [("zeropp", f"ZeRO++ ({number})") for number in range(10)] + [("qwz", "qwZ")]
+    looks = looks_of(named)
+    assert len({(look.colour, look.marker) for look in looks.values()}) == len(named)
+    assert looks["ZeRO++ (0)"].colour == STRATEGIES["zeropp"].colour
+    assert looks["qwZ"].colour == STRATEGIES["qwz"].colour
