@@ -22,9 +22,13 @@ from harness.suites.suite_file import name_of
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures
+ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = Path("results")
 ResultsFolder = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
 Answer = Annotated[str, typer.Argument(help="Suite name or file, or results folder.", metavar="SUITE")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Only say what in README and docs differs from the committed records.")
+]
 Explain = Annotated[
     tuple[str, str, str] | None,
     typer.Option("--explain", help="Only say what is behind one number.", metavar="TABLE ROW COLUMN"),
@@ -39,14 +43,25 @@ Width = Annotated[
 
 
 def report(
-    what: Answer,
+    what: Answer = "",
     results: ResultsFolder = RESULTS,
     *,
+    check: Check = False,
     explain: Explain = None,
     columns: Columns = None,
     width: Width = _WIDTH,
 ) -> None:
     """Build a suite's report from its records and print its path; of a folder of archives, every suite's."""
+    if check:
+        if not (ROOT / "docs" / "tables").is_dir():
+            raise Refusal(f"--check is of a checkout's README and docs; {ROOT} is none")
+        sys.path.insert(0, str(ROOT))
+        from docs.tables.from_records import wrong
+
+        if differing := wrong():
+            print("\n".join(differing))
+            raise typer.Exit(SOME_FAILED)
+        return
     folder = _known(what, results)
     asked = _columns(columns or [])
     if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):

@@ -1,8 +1,8 @@
 """What README.md and docs/ say of the committed records, written and checked here.
 
-``python -m docs.tables.from_records`` writes it anew and prints the files that changed; its tests compare.
-It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands between marks in
-README.md, docs/questions.md and docs/paper.md.
+``python -m docs.tables.from_records`` writes it anew and prints the files that changed; ``zeropp report
+--check`` compares.  It is: docs/results.md, docs/claims.md, the figures in docs/figures, and what stands
+between marks in README.md, docs/questions.md and docs/paper.md.
 """
 
 from __future__ import annotations
