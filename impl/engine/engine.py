@@ -331,12 +331,7 @@ class Zero:
         """Bytes copied between host and device so far (as ``traffic.predict`` foresees)."""
         return dict(self._host.copied)
 
-    # Refusals, also of what watches the model's parameters and optimizers
-
-    def check_step(self) -> None:
-        """Refuse, with a ZeroError, a step after a pass that failed, or while parameters are seen whole."""
-        self.hooks.check_finished("optimizer.step()")
-        self.check_hidden("optimizer.step()")
+    # Refusals
 
     def check_hidden(self, what: str) -> None:
         """Refuse ``what``, which writes weights, while parameters are seen whole: leaving would undo it."""

@@ -85,7 +85,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for engine in _held(optimizer)[1]:
         if names:
             raise ZeroError(f"{names.pop()} is not elementwise: on shards it would be another algorithm")
-        engine.check_step()
+        engine.hooks.check_finished("optimizer.step()")
+        engine.check_hidden("optimizer.step()")
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
