@@ -108,8 +108,6 @@ def shard(
         cut = taken_over(geometry, draft.parameters, wire)
         given = geometry, draft.parameters, draft.holders, context, placement
         units.append(Unit(*given, siblings=units, queue=queue, cut=cut))
-    for unit in sorted(units, key=lambda unit: -unit.geometry.padded):
-        unit.reserve()  # the largest first, so that each arena is made once
     hooks = Hooks(model, units, [draft.module for draft in drafts], context, queue, casts_inputs=casts)
     zero = Zero(model, units, context, hooks)
     unit_of = {id(one): unit for draft, unit in zip(drafts, units, strict=True) for one in draft.parameters}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,11 @@ class Mesh:
         """What its ranks exchange words through; None where there is none."""
         world = dist.group.WORLD if dist.is_initialized() and self.topology.world > 1 else None
         return None if world is None else world.get_group_store()
+
+    def make_groups(self, axes: Iterable[Axis]) -> None:
+        """Make the groups along ``axes``, all ranks together, before any of them waits for another."""
+        for axis in axes:
+            self.group(axis)
 
     def group(self, axis: Axis) -> Group:
         """This rank's group along ``axis``; made at the first call, which all ranks must reach.

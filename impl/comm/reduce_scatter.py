@@ -73,7 +73,7 @@ class Reduction:
         lengths = [end - start for start, end in self.chunks]
         # bytes of a frame, and of what a rank sends to another, by hop and chunk
         self._frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
-        self.rows = [
+        self._rows = [
             [math.prod(self.sizes[hop + 1 :]) * frame for frame in frames]
             for hop, frames in enumerate(self._frames)
         ]
@@ -106,7 +106,7 @@ class Reduction:
 
     def open_message(self) -> Exchange:
         """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
-        return self.wire.all_to_all(self.hops[0][0], self.rows[0][0], self.tag)
+        return self.wire.all_to_all(self.hops[0][0], self._rows[0][0], self.tag)
 
     def start(
         self,
@@ -227,7 +227,7 @@ class Reduction:
             source = None
             if self.lent and len(self.hops) == len(self.chunks) == 1 and carried is None and self._in_order:
                 source = as_frames(codec, gradient, self.piece)
-            exchange = self.wire.all_to_all(axis, self.rows[0][index], self.tag, source=source)
+            exchange = self.wire.all_to_all(axis, self._rows[0][index], self.tag, source=source)
             frames = exchange.send.view(*self.sizes, frame)
             if source is None or exchange.send.data_ptr() != source.data_ptr():
                 ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
@@ -241,7 +241,7 @@ class Reduction:
         received = self._under_way[index]
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
-        exchange = self.wire.all_to_all(axis, self.rows[hop][index], self.tag)
+        exchange = self.wire.all_to_all(axis, self._rows[hop][index], self.tag)
         send = exchange.send.view(*rest, self._frames[hop][index])
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)

@@ -138,14 +138,6 @@ class Wire:
         finally:
             self._watchdog.timeline = None
 
-    def reserve(self, axis: Axis, nbytes: int) -> None:
-        """Make room for messages of up to ``nbytes`` a rank; all ranks of the axis must call it."""
-        if self.shares_memory(axis) and (axis not in self._arenas or self._arenas[axis].row_bytes < nbytes):
-            make = partial(Arena, nbytes, self.mesh.group(axis), self._timeout)
-            with torch.inference_mode(mode=False):  # it outlives a pass
-                making = f"the making of shared memory along {axis.name}"
-                self._arenas[axis] = self._watchdog.wait(making, make)
-
     def all_gather(
         self,
         axis: Axis,
@@ -248,10 +240,19 @@ class Wire:
             host = exchanges.Distributed(dog, step, route, staging, memory=None, pacer=pacer)
             return exchanges.Staged(host, route, staging, self._buffers)
         if route.shared:
-            if axis not in self._arenas or self._arenas[axis].row_bytes < route.row:
-                self.reserve(axis, route.row)
-            return exchanges.InMemory(dog, step, route, self._arenas[axis])
+            arena = self._arenas.get(axis)
+            if arena is None or arena.row_bytes < route.row:
+                arena = self._make_arena(axis, route.row)
+            return exchanges.InMemory(dog, step, route, arena)
         return exchanges.Distributed(dog, step, route, self._buffers, memory=memory, pacer=pacer)
+
+    def _make_arena(self, axis: Axis, row_bytes: int) -> Arena:
+        """Make room for messages of up to ``row_bytes`` a rank; all ranks of the axis come here together."""
+        make = partial(Arena, row_bytes, self.mesh.group(axis), self._timeout)
+        with torch.inference_mode(mode=False):  # it outlives a pass
+            arena = self._watchdog.wait(f"the making of shared memory along {axis.name}", make)
+        self._arenas[axis] = arena
+        return arena
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
         """Work out, and note, how such messages travel."""

@@ -94,6 +94,7 @@ class GradientReduction:
         geometry, wire = self._geometry, self._wire
         topology, rank = wire.mesh.topology, wire.mesh.rank
         hops, (replicas, codec) = policy.reduce_axes(topology), policy.replica_axes(topology)
+        wire.mesh.make_groups([*(axis for axis, _ in hops), *replicas])
         kind = Ring if policy.reduce == "ring" else Reduction
         self.collective = kind(
             wire=wire,
@@ -111,11 +112,6 @@ class GradientReduction:
         self._draws = any(codec.stochastic for codec in policy.gradients)
         # An offset, or a rotation, makes something of padding's zeros; it must not reach norms or weights.
         self._pads = () if all(map(_keeps_zeros, policy.gradients)) else geometry.pads(rank)
-
-    def reserve(self) -> None:
-        """Make room in shared memory for the largest messages."""
-        for (axis, _), rows in zip(self.collective.hops, self.collective.rows, strict=True):
-            self._wire.reserve(axis, axis.size * max(rows))
 
     # Collecting
 

@@ -74,11 +74,6 @@ class Unit:
         shown = self.state is State.UNSHARDED
         return [member.parameter if shown else member.placeholder for member in self.members]
 
-    def reserve(self) -> None:
-        """Make room in shared memory for this unit's largest messages; all ranks must call it."""
-        self.weight_gather.reserve()
-        self.reduction.reserve()
-
     # The events of a step
 
     def pre_forward(self, phase: Phase) -> None:

@@ -66,9 +66,10 @@ class WeightGather:
         self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard, flat: FlatBuffer
     ) -> None:
         policy, wire, shard = context.policy, context.wire, geometry.shard
-        self.geometry, self.policy, self.wire, self.clock = geometry, policy, wire, context.clock
+        self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
         self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
+        wire.mesh.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
         self.target = (*sizes, shard), (*strides, 1)
         between, offloaded = self.axes[: self.spared], master_shard.placement.frames
@@ -94,16 +95,6 @@ class WeightGather:
                 self._differences = _Differences(self, policy.differences, self._copy)
         self._way: _Frames | _Between | None = None  # of the gather under way
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
-
-    def reserve(self) -> None:
-        """Make room in shared memory for the largest messages; all ranks must call it."""
-        policy, shard = self.policy, self.geometry.shard
-        codecs = [*policy.candidates.get("weights", (policy.weights,)), policy.differences]
-        sent = max(codec.frame_bytes(shard) for codec in codecs if codec is not None) * policy.planes
-        kept = max(sent, policy.kept.frame_bytes(shard))
-        for hop, axis in enumerate(self.axes):
-            self.wire.reserve(axis, kept if hop >= self.spared else sent)
-            sent, kept = sent * axis.size, kept * axis.size
 
     def start(self, phase: Phase) -> None:
         """Encode this rank's frame, or take it from the secondary, and post hop 1: steps 1, 2 and 7."""

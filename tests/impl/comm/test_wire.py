@@ -53,7 +53,7 @@ def test_a_missing_rank_is_named(mesh: Mesh) -> None:
     """Waiting for a rank that does not come ends in an error that names it."""
     wire = Wire(mesh, transport="shm", timeout=0.3)
     axis = mesh.topology.local_axis
-    wire.reserve(axis, 64)
+    wire._make_arena(axis, 64)
     if mesh.rank == 1:
         time.sleep(1)
         return
@@ -131,7 +131,7 @@ def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
 def test_ranks_that_part_in_shared_memory_are_told_at_once(mesh: Mesh) -> None:
     """A rank never takes another exchange's message for its own: the first one that differs is an error."""
     wire = Wire(mesh, transport="shm", timeout=60.0)
-    wire.reserve(mesh.topology.world_axis, 64)
+    wire._make_arena(mesh.topology.world_axis, 64)
     tag = [Tag("backward", "gradients", "blocks.1"), Tag("backward", "weights", "blocks.0")][mesh.rank]
     exchange = wire.all_gather(mesh.topology.world_axis, 64, tag)
     exchange.post()
