@@ -5,8 +5,8 @@ exchange's number, and reads the others' rows *in place* once theirs are posted.
 after all have marked it read.  Which slot an exchange takes is decided by each rank alone: the first that it
 has itself finished with.  Ranks open and finish exchanges in the same order, so they choose alike.
 
-Waits are Linux's futex through the C library, where there is one: where there are more ranks than cores, a
-rank that spins, or sleeps for a guessed time, takes its time from the rank that it waits for.
+Waits are Linux's futex through the C library: where there are more ranks than cores, a rank that spins, or
+sleeps for a guessed time, takes its time from the rank that it waits for.
 
 The arena is an anonymous file (``memfd``) of the group's first rank, opened by the others through ``/proc``:
 it has no name to clean up, and is gone with its last user, however that ends.
@@ -33,10 +33,8 @@ from impl.transport.group import Group
 SLOTS: Final = 16  # exchanges that may be under way at once in one group
 LINE: Final = 64  # bytes; each flag has a cache line of its own
 
-_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
-# A futex is 32 bits; of a 64-bit word the lower half must lie first.
-_FITS: Final = sys.platform == "linux" and sys.byteorder == "little"
-_NUMBER: Final = _NUMBERS.get(platform.machine()) if _FITS else None
+# Of the system call, by machine; all are little-endian: a futex is 32 bits, the lower half of a flag.
+_FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(platform.machine(), 0)
 _WAIT, _WAKE = 0, 1  # of words that processes share
 _ALL: Final = 2**31 - 1
 
@@ -47,9 +45,7 @@ class _Span(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_syscall = ctypes.CDLL(None, use_errno=True).syscall if _NUMBER is not None else None
-if _syscall is not None:
-    _syscall.restype = ctypes.c_long
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class SharedMemoryError(RuntimeError):
@@ -69,8 +65,8 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 
     Returns this rank's handle, which the caller closes; a SharedMemoryError says why there is none.
     """
-    if not hasattr(os, "memfd_create"):
-        raise SharedMemoryError("transport 'shm' needs Linux (memfd_create); use transport 'backend'")
+    if _libc is None or not _FUTEX:
+        raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
     address, handle = torch.zeros(2, dtype=torch.int64), -1
     if group.index == 0:
         handle = os.memfd_create("zeropp-arena", os.MFD_CLOEXEC)
@@ -185,19 +181,15 @@ class Flags:
         """Wait until all ranks' flags of ``slot`` have reached ``number``; those that have not ``what``."""
         if min(self._numbers[slot].tolist()) >= number:
             return
-        deadline, pause = time.monotonic() + self._timeout, 20e-6
+        deadline = time.monotonic() + self._timeout
         for rank in range(self._size):
             while (seen := int(self._numbers[slot, rank])) < number:
                 if (left := deadline - time.monotonic()) < 0:
                     arrived = zip(self._ranks, self._numbers[slot].tolist(), strict=True)
                     late = ranks_in_words([one for one, reached in arrived if reached < number])
                     raise TimeoutError(f"waited {self._timeout:g} s: {late} {what}")
-                if _syscall is not None:  # may return early
-                    nap = min(left, 1.0)
-                    _futex(self._address(slot, rank), _WAIT, seen, _Span(int(nap), int(nap % 1 * 1e9)))
-                else:  # let others run, who may be more than there are cores
-                    time.sleep(pause)
-                    pause = min(pause * 1.5, 500e-6)
+                nap = min(left, 1.0)  # at most
+                _futex(self._address(slot, rank), _WAIT, seen, _Span(int(nap), int(nap % 1 * 1e9)))
 
     def _address(self, slot: int, rank: int) -> int:
         """Where one lies."""
@@ -206,6 +198,6 @@ class Flags:
 
 def _futex(address: int, operation: int, value: int, span: _Span | None) -> None:
     """Sleep while the 32 bits at ``address``, which processes share, are ``value``, or wake as many."""
-    if _syscall is not None:
-        word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
-        _syscall(_NUMBER, ctypes.c_void_p(address), operation, word, limit, None, 0)
+    assert _libc is not None  # noqa: S101  # an arena is there
+    word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)
+    _libc.syscall(_FUTEX, ctypes.c_void_p(address), operation, word, limit, None, 0)
