@@ -147,7 +147,7 @@ class SavedTensors:
         index = self._weights_at.get(address)
         if index is not None:
             unit = self._units[index]
-            if unit.gathered and unit.flat.bounds[0] == address:
+            if unit.gathered and unit.flat.address == address:
                 if tensor.dtype != unit.flat.dtype or tensor.is_conj() or tensor.is_neg():
                     tensor = tensor.detach().clone()  # seen as complex numbers, or negated when read
                 else:

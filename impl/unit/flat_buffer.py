@@ -68,7 +68,7 @@ class FlatBuffer:
 
     Attributes:
         members: of the unit, in slot order.
-        bounds: addresses where the gathered weights begin and end; equal while there is no memory.
+        address: of the gathered weights; 0 while there is no memory.
         shown: by number of a member, its values (shape) while GatheredParameters shows them.
         used_outside: the engine's, which gathers the unit, or refuses, where a parameter is used by name.
     """
@@ -87,7 +87,7 @@ class FlatBuffer:
             self._member(nowhere, number, original, where)
             for number, (original, where) in enumerate(zip(originals, holders, strict=True))
         ]
-        self.bounds, self.shown = (0, 0), dict[int, Tensor]()
+        self.address, self.shown = 0, dict[int, Tensor]()
         self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
@@ -102,8 +102,8 @@ class FlatBuffer:
         parameter = nn.Parameter(no_values.data, requires_grad=trainable)
         placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
         parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
-        release(placeholder, InUnit(self, name, number))
-        keep(parameter, InUnit(self, name, number))
+        for one in (parameter, placeholder):
+            keep(one, InUnit(self, name, number))
         view = shape, torch.empty(shape, device="meta").stride(), slot.offset
         member = Member(parameter, placeholder, holders, view, no_values)
         member.put(placeholder)
@@ -117,8 +117,7 @@ class FlatBuffer:
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
             self.lay()
-            self._own_views, begin = _handles(flat), flat.data_ptr()
-            self.bounds = begin, begin + flat.nbytes
+            self._own_views, self.address = _handles(flat), flat.data_ptr()
         return self._flat
 
     def detach(self) -> None:
@@ -126,7 +125,7 @@ class FlatBuffer:
         flat = self._flat
         if flat is None or self.shown or _handles(flat) != self._own_views:
             return
-        self._flat, self.bounds = None, (0, 0)
+        self._flat, self.address = None, 0
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             for member in self.members:
                 member.parameter.data = member.no_values

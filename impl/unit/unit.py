@@ -94,7 +94,7 @@ class Unit:
         (Megatron's bias) has it used outside.
         """
         passes = self._passes
-        if self.gathered and self.flat.bounds[0] in outputs:
+        if self.gathered and self.flat.address in outputs:
             passes.escaped.add(self.index)
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
@@ -176,7 +176,7 @@ class Unit:
             finally:
                 self._passes.gathering.discard(self.index)
             self.flat.expose()
-            self._passes.weights_at[self.flat.bounds[0]] = self.index
+            self._passes.weights_at[self.flat.address] = self.index
             self.state = State.UNSHARDED
         elif self.state is State.HIDDEN:
             self.flat.expose()
