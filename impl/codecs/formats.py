@@ -6,6 +6,7 @@ the lowest bits, then what each block has beside its codes, then what the shard 
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import ClassVar, Final
 
@@ -103,11 +104,10 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 class _Table(_Format):
     """Each element is the entry of a symmetric table that is nearest, times the block's scale.
 
-    Attributes:
-        table: entries in ascending order; a code counts from the least.
+    By the scale, fp32 or one byte of E8M0, the largest magnitude becomes the largest entry.
     """
 
-    table: tuple[float, ...]
+    table: tuple[float, ...]  # in ascending order; a code counts from the least
 
     def nearest(self, quotients: Tensor) -> Tensor:
         """(n, size) uint8: the code of the nearest entry, of two as near that an even number from zero."""
@@ -122,35 +122,27 @@ class _Table(_Format):
         """(n, size) fp32 of codes."""
         return torch.tensor(self.table, device=codes.device)[codes.long()]
 
-    @property
-    def gap(self) -> float:
-        """Half of the largest distance of neighbours."""
-        return max(b - a for a, b in zip(self.table, self.table[1:], strict=False)) / 2
-
-
-class NF4(_Table):
-    """Quantiles of a normal distribution times the largest magnitude of a block (QLoRA, 2305.14314)."""
-
-    bits, size, beside, table = 4, 64, 4, _NF4
-    laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
-
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Half the largest gap, 0.152 of the largest magnitude."""
-        return self.gap * max(top, SMALLEST_NORMAL) * _ROOM
+        """Half of the largest distance of neighbours, times the scale."""
+        scale = max(top / self.table[-1], SMALLEST_NORMAL)
+        if self.beside == 1:
+            scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
+        return max(b - a for a, b in itertools.pairwise(self.table)) / 2 * scale * _ROOM
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale, broken = _scale_of(values, 1.0)
-        return self.nearest((values / scale).masked_fill(broken, 0.0)), _bytes(scale), values.new_empty(0)
+        top = values.abs().amax(dim=1, keepdim=True)
+        broken = ~torch.isfinite(top)
+        scale = (top / self.table[-1]).clamp_(min=SMALLEST_NORMAL).masked_fill_(broken, math.nan)
+        beside = to_e8m0(scale) if self.beside == 1 else _bytes(scale)
+        codes = self.nearest((values / self._scale(beside)).masked_fill(broken, 0.0))
+        return codes, beside, values.new_empty(0)
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        return self.entries(codes) * _as(beside, torch.float32)
+        return self.entries(codes) * self._scale(beside)
 
-
-def _scale_of(values: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """(n, 1) fp32: magnitude over ``largest``, NaN where a value is not finite; and where that is."""
-    top = values.abs().amax(dim=1, keepdim=True)
-    broken = ~torch.isfinite(top)
-    return (top / largest).clamp_(min=SMALLEST_NORMAL).masked_fill_(broken, math.nan), broken
+    def _scale(self, beside: Tensor) -> Tensor:
+        """(n, 1) fp32 of each block, NaN where a value of it is not finite."""
+        return of_e8m0(beside) if self.beside == 1 else _as(beside, torch.float32)
 
 
 def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
@@ -159,25 +151,18 @@ def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
     return (*(-v for v in reversed(positive)), zero, *positive)
 
 
+class NF4(_Table):
+    """Quantiles of a normal distribution times the largest magnitude of a block (QLoRA, 2305.14314)."""
+
+    bits, size, beside, table = 4, 64, 4, _NF4
+    laws: ClassVar = ["bound", "zero", "nonfinite", "power_of_two", "idempotent"]
+
+
 class _Microscaled(_Table):
     """Floats with a power of two for each block, rounded up so that nothing saturates."""
 
     size, beside = 32, 1
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
-
-    def _bound(self, low: float, high: float, top: float) -> float:
-        """Half the gap below the largest element, times a scale of at most twice the magnitude over it."""
-        scale = 2.0 ** math.ceil(math.log2(max(top / self.table[-1], SMALLEST_NORMAL)) - 1e-9)
-        return self.gap * scale * _ROOM
-
-    def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scale, broken = _scale_of(values, self.table[-1])
-        exponent = to_e8m0(scale)
-        codes = self.nearest((values / of_e8m0(exponent)).masked_fill(broken, 0.0))
-        return codes, exponent, values.new_empty(0)
-
-    def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        return self.entries(codes) * of_e8m0(beside)
 
 
 class MXFP6E2M3(_Microscaled):

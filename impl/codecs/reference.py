@@ -99,8 +99,7 @@ class Operations:
                 devices, or strides that the backend does not take.
         """
         key = _key("encode", x, frames, codec) if noise is None and carried is None else None
-        if (seen := self._seen.get(key)) is not None:
-            seen[0](x, frames)
+        if self._did_again(key, x, frames):
             return
         _check(codec, x.shape, x.dtype, frames, x)
         _check_state(codec, x.shape, frames, noise, carried)
@@ -111,8 +110,7 @@ class Operations:
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S); raises as :meth:`encode`."""
         key = _key("decode", frames, out, codec)
-        if (seen := self._seen.get(key)) is not None:
-            seen[0](frames, out)
+        if self._did_again(key, frames, out):
             return
         _check(codec, out.shape, out.dtype, frames, out)
         if out.numel() > 0:
@@ -122,15 +120,14 @@ class Operations:
         """Write the sum of ``frames`` (sources, ..., F) uint8, in ascending order, to ``out`` (..., S) fp32.
 
         ``sums`` in fp16 are DeepSpeed's: each term, and its sum with those before it (0 before the first), is
-        rounded to fp16, where what exceeds 65504 is infinite.  Raises as :meth:`encode`, also for no source.
+        rounded to fp16, where what exceeds 65504 is infinite.  Raises as :meth:`encode`.
         """
         key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
-        if (seen := self._seen.get(key)) is not None:
-            seen[0](frames, out)
+        if self._did_again(key, frames, out):
             return
         if out.dtype != torch.float32:
             raise ValueError(f"{codec}: a sum is fp32, got {out.dtype}")
-        _check(codec, out.shape, out.dtype, _first(codec, frames), out)
+        _check(codec, out.shape, out.dtype, frames[0], out)
         if out.numel() > 0:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
@@ -156,8 +153,7 @@ class Operations:
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = _key(numel, frames, out, first, second) if plain else None
-        if (seen := self._seen.get(key)) is not None:
-            seen[0](frames, out)
+        if self._did_again(key, frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
         if not (
@@ -170,7 +166,7 @@ class Operations:
             self.decode_sum(first, frames, held, sums=sums)
             self.encode(second, held, out, noise=noise, carried=carried)
             return
-        _check(first, shape, torch.float32, _first(first, frames), out)
+        _check(first, shape, torch.float32, frames[0], out)
         _check(second, shape, torch.float32, out, out)
         _check_state(second, shape, out, noise, carried)
         if out.numel() > 0:
@@ -185,6 +181,11 @@ class Operations:
             self.decode(codec, source, out)
             total += out.half()
         out.copy_(total)
+
+    def _did_again(self, key: tuple[Hashable, ...] | None, first: Tensor, second: Tensor) -> bool:
+        if (seen := self._seen.get(key)) is not None:
+            seen[0](first, second)
+        return seen is not None
 
     def _remember(self, key: tuple[Hashable, ...] | None, again: Again | None, *codecs: Codec) -> None:
         if key is not None and again is not None:
@@ -207,8 +208,9 @@ class Operations:
         elif isinstance(codec, OwnCodec):
             own_rows.encode(codec, x, frames, noise)
         elif isinstance(codec, Raw):
-            _write_raw(codec, x, frames)
-            frames[..., codec.code_bytes(x.shape[-1]) :] = 0
+            nbytes = codec.code_bytes(x.shape[-1])
+            frames[..., :nbytes] = x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8)
+            frames[..., nbytes:] = 0
         else:
             _encode_blocks(codec, x, frames, noise)
         return None
@@ -252,39 +254,25 @@ def _key(what: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
     """Refuse elements that are none, frames that do not fit them, and an ``other`` tensor elsewhere."""
-    if kind not in NAMES:
-        raise ValueError(f"{codec}: elements are fp32, bf16 or fp16, got {kind}")
-    if not shape:
-        raise ValueError(f"{codec}: elements have at least one dimension, got a scalar")
-    want = codec.frame_bytes(shape[-1])
-    if frames.dtype != torch.uint8 or frames.shape != (*shape[:-1], want):
+    if kind not in NAMES or not shape:
+        raise ValueError(f"{codec}: elements are rows of fp32, bf16 or fp16, got {tuple(shape)} {kind}")
+    wanted = (*shape[:-1], codec.frame_bytes(shape[-1]))
+    whole = wanted[-1] == 0 or frames.stride()[-1:] == (1,)
+    if frames.dtype != torch.uint8 or frames.shape != wanted or not whole:
+        got = f"{tuple(frames.shape)} {frames.dtype} with strides {frames.stride()}"
         raise ValueError(
-            f"{codec}: {tuple(shape)} elements need frames of {want} uint8, got "
-            f"{tuple(frames.shape)} {frames.dtype}"
+            f"{codec}: {tuple(shape)} elements need frames {wanted} of contiguous uint8, got {got}"
         )
-    if want > 0 and frames.stride(-1) != 1:
-        raise ValueError(f"{codec}: a frame's bytes are contiguous, got strides {frames.stride()}")
     if frames.device != other.device:
         raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
-
-
-def _first(codec: Codec, frames: Tensor) -> Tensor:
-    """The frames of the first source."""
-    if frames.dim() == 0 or len(frames) == 0:
-        raise ValueError(f"{codec}: a sum has at least one source, got frames {tuple(frames.shape)}")
-    return frames[0]
 
 
 def _check_state(
     codec: Codec, shape: torch.Size, frames: Tensor, noise: Noise | None, carried: Carried | None
 ) -> None:
     """Refuse noise and carried error that do not fit elements of ``shape``, and noise that is missing."""
-    if codec.stochastic:
-        if noise is None:
-            raise ValueError(f"{codec} rounds stochastically: it needs noise")
-        lead = tuple(shape[:-1])
-        if len(noise.strides) != len(lead):
-            raise ValueError(f"{codec}: rows {lead} need noise with {len(lead)} strides, got {noise.strides}")
+    if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
+        raise ValueError(f"{codec} rounds stochastically: {tuple(shape)} elements need noise, got {noise}")
     if carried is None:
         return
     error = carried.error
@@ -293,8 +281,6 @@ def _check_state(
             f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
             f"{tuple(error.shape)} {error.dtype}, on {frames.device} and {error.device}"
         )
-    if not 0.0 <= carried.decay < 1.0:
-        raise ValueError(f"{codec}: decay of carried error is in [0, 1), got {carried.decay}")
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
@@ -363,28 +349,14 @@ def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return total & 0xFFFFFFFF, (total >> 32) + (second >> 16)
 
 
-def _write_raw(codec: Raw, x: Tensor, frames: Tensor) -> None:
-    """Write the elements of ``x`` (..., S) to frames that may lie anywhere."""
-    codes = frames[..., : codec.code_bytes(x.shape[-1])]
-    if _is_aligned(codes, ITEM_BYTES[codec.dtype]):
-        codes.view(DTYPES[codec.dtype]).copy_(x)
-    else:
-        codes.copy_(x.to(DTYPES[codec.dtype]).contiguous().view(torch.uint8))
-
-
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
     """(..., S) elements of frames: fp32, saturated at +-``largest``, but raw ones as they are."""
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
     codes = frames[..., : codec.code_bytes(numel)]
-    if not _is_aligned(codes, ITEM_BYTES[codec.dtype]):
-        codes = codes.clone(memory_format=torch.contiguous_format)
+    if any(offset % ITEM_BYTES[codec.dtype] for offset in (codes.storage_offset(), *codes.stride()[:-1])):
+        codes = codes.clone(memory_format=torch.contiguous_format)  # no view of misaligned bytes
     return codes.view(DTYPES[codec.dtype])
-
-
-def _is_aligned(codes: Tensor, item: int) -> bool:
-    """Whether (..., bytes) can be viewed as elements of ``item`` bytes."""
-    return all(offset % item == 0 for offset in (codes.storage_offset(), *codes.stride()[:-1]))
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:

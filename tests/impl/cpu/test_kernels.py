@@ -129,9 +129,9 @@ def test_threads_code_at_once(backend: Backend, text: str) -> None:
 
 
 REFUSED = {
-    "fp64": ((2, 8), torch.float64, "elements are fp32, bf16 or fp16, got torch.float64"),
-    "int64": ((2, 8), torch.int64, "elements are fp32, bf16 or fp16, got torch.int64"),
-    "a scalar": ((), torch.float32, "elements have at least one dimension, got a scalar"),
+    "fp64": ((2, 8), torch.float64, r"fp32, bf16 or fp16, got \(2, 8\) torch.float64"),
+    "int64": ((2, 8), torch.int64, r"fp32, bf16 or fp16, got \(2, 8\) torch.int64"),
+    "a scalar": ((), torch.float32, r"elements are rows of fp32, bf16 or fp16, got \(\)"),
     "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames of"),
 }
 
@@ -148,7 +148,7 @@ def test_all_backends_refuse_alike(
     """What one backend refuses, all refuse in the same words: types, scalars, shapes and sums."""
     codec, x = parse(text), torch.zeros(shape, dtype=kind)
     frames = torch.zeros(2, codec.frame_bytes(8), dtype=torch.uint8)
-    none, many = torch.zeros(0, *frames.shape, dtype=torch.uint8), frames.expand(3, *frames.shape)
+    many = frames.expand(3, *frames.shape)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         with pytest.raises(ValueError, match=words):
             kernels.encode(codec, x, frames)
@@ -156,12 +156,6 @@ def test_all_backends_refuse_alike(
             kernels.decode(codec, frames, x)
         with pytest.raises(ValueError, match=r"a sum is fp32, got torch.bfloat16"):
             kernels.decode_sum(codec, many, torch.zeros(2, 8, dtype=torch.bfloat16))
-        with pytest.raises(ValueError, match=r"at least one source, got frames \(0, 2, "):
-            kernels.decode_sum(codec, none, torch.zeros(2, 8))
-        with pytest.raises(ValueError, match=r"at least one source, got frames \(0, 2, "):
-            kernels.decode_sum_encode(codec, codec, none, frames, 8)
-        with pytest.raises(ValueError, match=r"at least one source, got frames \(\)"):
-            kernels.decode_sum(codec, frames[0, 0], torch.zeros(2, 8))
 
 
 def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
@@ -171,19 +165,18 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
     codec, x = parse("int8:8"), torch.zeros(16, 32)
     frames = torch.zeros(16, 48, dtype=torch.uint8)
     for kernels in (backend.kernels, CudaKernels(no_launch)):
-        with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames of 32 uint8, got \(33,\)"):
+        with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames \(32,\) .* got \(33,\)"):
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
-        with pytest.raises(ValueError, match=r"contiguous, got strides \(1, 48\)"):
+        with pytest.raises(ValueError, match=r"contiguous uint8, got .* strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
         with pytest.raises(ValueError, match="tensors on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
         with pytest.raises(ValueError, match=r"\(16, 32\) elements carry as many errors .* got \(16, 31\)"):
             kernels.encode(codec, x, frames, carried=reference.Carried(torch.zeros(16, 31)))
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
-        with pytest.raises(ValueError, match="int8:8:stochastic rounds stochastically: it needs noise"):
-            kernels.encode(parse("int8:8:stochastic"), x, frames)
-        with pytest.raises(ValueError, match=r"rows \(16,\) need noise with 1 strides, got \(\)"):
-            kernels.encode(parse("int8:8:stochastic"), x, frames, noise=Noise((1, 2, 3, 4)))
+        for noise in (None, Noise((1, 2, 3, 4))):
+            with pytest.raises(ValueError, match=r"rounds stochastically: \(16, 32\) elements need noise"):
+                kernels.encode(parse("int8:8:stochastic"), x, frames, noise=noise)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
