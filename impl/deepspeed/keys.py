@@ -80,38 +80,18 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     text, where = str(config), "configuration"
-    if isinstance(config, Path) or not text.lstrip().startswith("{"):
-        where = text
-        try:
-            text = Path(config).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise DeepSpeedError(
-                f"{where}: cannot read: {getattr(error, 'strerror', None) or error}"
-            ) from None
     try:
-        found = json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
-    except DeepSpeedError as error:
-        raise DeepSpeedError(f"{where}: {error}") from None
+        if not text.lstrip().startswith("{"):
+            where = text
+            text = Path(config).read_text(encoding="utf-8")
+        found = json.loads(text)
+    except OSError as error:
+        raise DeepSpeedError(f"{where}: cannot read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise DeepSpeedError(f"{where}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
     return found
-
-
-def _refuse(word: str) -> None:
-    """Of numbers that JSON has not, and Python takes."""
-    raise DeepSpeedError(f"{word} is not a number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table, of whose equal keys Python would let the last one win."""
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise DeepSpeedError(f"key {key!r} stands twice")
-        table[key] = value
-    return table
 
 
 def shown(value: Any) -> str:
@@ -121,11 +101,8 @@ def shown(value: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON on one line, or as Python writes it if JSON cannot."""
-    try:
-        return json.dumps(value, default=repr)
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, tables inside themselves
-        return " ".join(repr(value).split())
+    """A value as JSON on one line; what JSON has not, as Python writes it."""
+    return json.dumps(value, default=repr)
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -148,9 +125,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _nearest(path: str) -> str:
     """``"; did you mean ...?"`` for a path close to a known one in its section, or anywhere."""
     known = [*KEYS, *SECTIONS]
+    short = {name.rpartition(".")[2]: name for name in known}
     near = difflib.get_close_matches(path, known, n=1, cutoff=0.7)
-    if not near:
-        name = path.rpartition(".")[2]
-        names = {other.rpartition(".")[2]: other for other in known}
-        near = [names[found] for found in difflib.get_close_matches(name, names, n=1)]
+    near += [short[found] for found in difflib.get_close_matches(path.rpartition(".")[2], short, n=1)]
     return f"; did you mean {near[0]!r}?" if near else "; docs/guide/deepspeed.md lists what there is"

