@@ -26,7 +26,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.policy import preset
 from impl.plan.topology import Axis, Topology
-from impl.plan.traffic import Load, Tag, predict
+from impl.plan.traffic import Tag, passes, predict
 from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 
@@ -148,7 +148,7 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 def _sent(zero: Zero) -> list[int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
-    found = predict(zero.policy, mesh.topology, units, mesh.rank, Load()).sent.items()
+    found = predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent.items()
     sent = [(key.phase, of.bytes) for key, of in found if key.link == "inter"]
     return [sum(nbytes for phase, nbytes in sent if phase == name) for name in ("forward", "backward")]
 

@@ -99,7 +99,7 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
     norms = 0 if trial.clip is None else 1
-    one, two = (traffic.Load(micro_batches=n, norms=norms).events(policy) for n in (1, 2))
+    one, two = (traffic.passes(policy, micro_batches=n, norms=norms) for n in (1, 2))
     if trial.workload == "rlhf":
         return (["evaluate", *one], ["evaluate", "evaluate", *one]), trial.generate.tokens - 1
     return (one, two), trial.accumulation - 1
@@ -111,7 +111,7 @@ def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
         return [(trial.steps, [])]
     every = policy.refresh or trial.warmup + trial.steps
     whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
-    return [(whole, []), (trial.steps - whole, traffic.Load().events(policy))]
+    return [(whole, []), (trial.steps - whole, traffic.passes(policy))]
 
 
 def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:

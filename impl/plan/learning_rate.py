@@ -34,8 +34,6 @@ class Schedule:
             raise ValueError(f"a warm-up of {self.warmup} steps: expected 0 to {self.steps}")
         if not (0 <= self.start <= 1 and 0 <= self.floor <= 1):
             raise ValueError(f"start = {self.start:g} and floor = {self.floor:g}: expected 0 to 1")
-        if self.shape == "log" and not self.as_deepspeed:
-            raise ValueError("a logarithmic warm-up is DeepSpeed's")
 
     def factor(self, step: int) -> float:
         """Of step ``step``, from 0: what ``torch.optim.lr_scheduler.LambdaLR`` multiplies the rate by."""

@@ -79,26 +79,20 @@ class Decision(NamedTuple):
     vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A regular run: ``steps`` optimizer steps, then evaluation passes on the last weights."""
+def passes(
+    policy: Policy, *, micro_batches: int = 1, steps: int = 1, evaluations: int = 0, norms: int = 0
+) -> list[Event]:
+    """The passes of a regular run: ``steps`` of so many forward and backward passes, then evaluations.
 
-    micro_batches: int = 1  # forward and backward passes per step (accumulation)
-    steps: int = 1
-    evaluations: int = 0  # forward passes without gradient after the last step
-    norms: int = 0  # global norms computed, in total; taken evenly from the steps
-
-    def events(self, policy: Policy) -> list[Event]:
-        """The run as a sequence of passes; ``accumulate`` is a backward pass that reduces nothing."""
-        every = policy.reduces_each_micro_batch
-        one: list[Event] = ["forward", "backward" if every else "accumulate"]
-        events: list[Event] = []
-        for index in range(self.steps):
-            events += one * (self.micro_batches - 1)
-            events += ["forward", "backward"]
-            events += ["norm"] * (self.norms * (index + 1) // self.steps - self.norms * index // self.steps)
-            events.append("step")
-        return events + ["evaluate"] * self.evaluations
+    ``norms`` are of all steps, taken evenly; ``accumulate`` is a backward pass that reduces nothing.
+    """
+    one: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
+    events: list[Event] = []
+    for index in range(steps):
+        events += [*one * (micro_batches - 1), "forward", "backward"]
+        events += ["norm"] * (norms * (index + 1) // steps - norms * index // steps)
+        events.append("step")
+    return events + ["evaluate"] * evaluations
 
 
 @functools.cache
@@ -183,22 +177,21 @@ def predict(
     topology: Topology,
     units: Sequence[UnitGeometry],
     rank: int,
-    load: Load | Iterable[Event],
+    events: Iterable[Event],
     *,
     buffer_bytes: int = 0,
     decisions: Iterable[Decision] = (),
 ) -> Book:
-    """Everything that ``rank`` sends, and copies between host and device for what is offloaded.
+    """Everything that ``rank`` sends in ``events``, and copies between host and device for what is offloaded.
 
     Of offloaded masters 4 S go to the host per reduction, and the frame to the device once after a step, or,
     where frames are offloaded, whenever it is sent; of offloaded secondary frames what the spared hops
     brought, to the host when it is kept and to the device when it is used again.
 
-    ``units`` are in model order, laid out for ``topology.world`` ranks.  ``load`` is a regular run, or the
-    sequence of passes; a ``step`` changes the trained weights, ``changed`` (``Zero.weights_changed``) all,
-    after ``forgotten`` (``Zero.forget_gathered``) all are gathered anew, and after ``dropped``
-    (``Zero.drop_gradients``) what is gathered next is no difference.  ``buffer_bytes`` are of the model's
-    persistent buffers.  ``decisions`` of a budget count steps from the beginning of ``load``.
+    ``units`` are in model order, laid out for ``topology.world`` ranks.  A ``step`` changes the trained
+    weights, ``changed`` (``Zero.weights_changed``) all; after ``forgotten`` (``Zero.forget_gathered``) all
+    are gathered anew; after ``dropped`` (``Zero.drop_gradients``) what is gathered next is no difference.
+    ``buffer_bytes`` are of the model's persistent buffers; ``decisions`` of a budget count steps.
 
     Raises PolicyError: if the policy does not fit the topology.
     """
@@ -213,7 +206,7 @@ def predict(
     decided: dict[int, list[Decision]] = defaultdict(list)
     for decision in decisions:
         decided[decision.step].append(decision)
-    for event in load.events(policy) if isinstance(load, Load) else load:
+    for event in events:
         match event:
             case "norm":
                 book.control(NORM_BYTES)

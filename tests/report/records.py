@@ -42,7 +42,7 @@ from impl.plan.memory import memory
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from impl.plan.traffic import Load, predict
+from impl.plan.traffic import passes, predict
 
 POOL: Final = "0123456789ab"
 _CORES: Final = 2
@@ -178,8 +178,8 @@ def _results(trial: Trial) -> dict[str, Any]:
     noise = np.random.default_rng(int(trial.id, 16))
     topology, policy = trial.topology(), trial.resolved_policy()
     units, world = units_of(topology), topology.world
-    load = Load(micro_batches=trial.accumulation, steps=trial.steps, norms=trial.steps)
-    ledgers = [_ledger(policy, topology, tuple(units), rank, load) for rank in range(world if policy else 0)]
+    run = trial.accumulation, trial.steps
+    ledgers = [_ledger(policy, topology, tuple(units), rank, run) for rank in range(world if policy else 0)]
     egress = 0.0  # bytes per step that one node sends to others
     if topology.nodes > 1 and ledgers:
         sent = sum(row.bytes for rows in ledgers for row in rows if row.link == "inter")
@@ -225,10 +225,12 @@ def _results(trial: Trial) -> dict[str, Any]:
 
 @functools.cache
 def _ledger(
-    policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, load: Load
+    policy: Policy, topology: Topology, units: tuple[UnitGeometry, ...], rank: int, run: tuple[int, int]
 ) -> list[LedgerRow]:
     """The same in trials that differ in seed or repeat alone."""
-    found = predict(policy, topology, units, rank, load).sent
+    micro_batches, steps = run
+    events = passes(policy, micro_batches=micro_batches, steps=steps, norms=steps)
+    found = predict(policy, topology, units, rank, events).sent
     return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in found.items()]
 
 

@@ -59,7 +59,7 @@ def test_nodes_send_alike(
         )
         for i, size in enumerate((70_000, 3, 150_000))
     ]
-    load = traffic.Load(micro_batches=accumulation, steps=1, norms=int(clip))
+    load = traffic.passes(policy, micro_batches=accumulation, norms=int(clip))
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.world):
         for key, sent in traffic.predict(policy, topology, units, rank, load).sent.items():

@@ -28,7 +28,7 @@ from harness.workloads.reinforcement import (
     targets_of,
 )
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.traffic import Event, Load, predict
+from impl.plan.traffic import Event, passes, predict
 from tests.harness.runs.test_rank_trial import result
 from tests.harness.workloads import test_generation
 
@@ -153,7 +153,7 @@ def _phase(row: LedgerRow) -> str:
     return "train"
 
 
-def _between(one: Trial, units: list[UnitGeometry], rank: int, load: Load | list[Event]) -> int:
+def _between(one: Trial, units: list[UnitGeometry], rank: int, load: list[Event]) -> int:
     policy = one.resolved_policy()
     assert policy is not None
     sent = predict(policy, one.topology(), units, rank, load).sent
@@ -190,7 +190,7 @@ def test_bytes_of_every_phase_are_the_closed_form(
         for row in rank.ledger or []:
             sent[_phase(row)] += row.bytes if row.link == "inter" else 0
         gather = _between(one, actor, rank.rank, evaluated)
-        step = Load(norms=0 if one.clip is None else 1).events(policy)
+        step = passes(policy, norms=0 if one.clip is None else 1)
         assert sent["generate"] == STEPS * (1 if keeps or whole else TOKENS) * gather > 0
         score = 0 if keeps or whole else STEPS * _between(one, judges, rank.rank, evaluated)
         assert sent["score"] == score

@@ -15,8 +15,7 @@ from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
 from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds, pass_time
 from impl.plan.topology import Topology
-from impl.plan.traffic import Load as Passes
-from impl.plan.traffic import predict
+from impl.plan.traffic import passes, predict
 from tests.support.strategies import policies, topologies
 
 SECONDS = st.floats(0, 10)
@@ -134,7 +133,7 @@ COSTLY = replace(
 @given(steps())
 def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> None:
     """At a byte a second the adapter is busy for the bytes of :func:`predict`."""
-    events = Passes(micro_batches=step.micro_batches)
+    events = passes(step.policy, micro_batches=step.micro_batches)
     books = [
         predict(step.policy, step.topology, step.units, rank, events)
         for rank in range(step.topology.ranks_per_node)

@@ -12,12 +12,12 @@ from impl.plan.memory import memory
 from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Policy, preset
 from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, Load, predict
+from impl.plan.traffic import Event, passes, predict
 
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
 
-def inter_bytes(policy: Policy, topology: Topology, load: Load | list[Event]) -> int:
+def inter_bytes(policy: Policy, topology: Topology, events: list[Event]) -> int:
     """Bytes that all ranks send between nodes for one unit of 2^22 elements, released after each use."""
     policy = replace(policy, memory=MemoryLimits(max_reuse=0))
     unit = lay_out(
@@ -26,7 +26,7 @@ def inter_bytes(policy: Policy, topology: Topology, load: Load | list[Event]) ->
     return sum(
         sent.bytes
         for rank in range(topology.world)
-        for key, sent in predict(policy, topology, [unit], rank, load).sent.items()
+        for key, sent in predict(policy, topology, [unit], rank, events).sent.items()
         if key.link == "inter"
     )
 
@@ -34,14 +34,14 @@ def inter_bytes(policy: Policy, topology: Topology, load: Load | list[Event]) ->
 def test_volumes_are_the_published_ones_plus_scales() -> None:
     """Each technique's traffic between nodes is the published multiple of M, plus its scales."""
     topology = Topology(2, 2)
-    unit_m = inter_bytes(PRESETS["zero3"], topology, Load()) / 3
+    unit_m = inter_bytes(PRESETS["zero3"], topology, passes(PRESETS["zero3"])) / 3
     with (PUBLISHED / "zeropp_volume.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {row["method"] for row in rows} == set(TECHNIQUES) - {
         *("exact", "zero0", "zero1", "zero2", "mics", "zero3-flat")
     }
     for row in rows:
-        measured = inter_bytes(PRESETS[row["method"]], topology, Load()) / unit_m
+        measured = inter_bytes(PRESETS[row["method"]], topology, passes(PRESETS[row["method"]])) / unit_m
         assert float(row["total_m"]) <= measured <= float(row["total_m"]) * 1.014
 
 
@@ -63,9 +63,9 @@ def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[floa
     topology = Topology(2, 2)
     first: list[Event] = ["forward", "backward", "step"]
     once, twice = (inter_bytes(PRESETS[name], topology, first * count) for count in (1, 2))
-    assert (twice - once) / (inter_bytes(PRESETS["zero3"], topology, Load()) / 3) == pytest.approx(
-        sum(bits) / 16, rel=1e-4
-    )
+    assert (twice - once) / (
+        inter_bytes(PRESETS["zero3"], topology, passes(PRESETS["zero3"])) / 3
+    ) == pytest.approx(sum(bits) / 16, rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -74,9 +74,9 @@ def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> Non
     topology = Topology(2, ranks)
     two = preset("zero3")
     one = preset("zero3", reduce="one_hop")
-    gathers = 2 * inter_bytes(two, topology, Load()) / 3
-    assert inter_bytes(one, topology, Load()) - gathers == ranks * (
-        inter_bytes(two, topology, Load()) - gathers
+    gathers = 2 * inter_bytes(two, topology, passes(two)) / 3
+    assert inter_bytes(one, topology, passes(one)) - gathers == ranks * (
+        inter_bytes(two, topology, passes(two)) - gathers
     )
 
 
@@ -84,10 +84,10 @@ def test_accumulation_and_evaluation_reuse_the_secondary() -> None:
     """With hpZ one gather between nodes serves all passes on the same weights."""
     topology = Topology(2, 2)
     policy = PRESETS["hpz"]
-    once = inter_bytes(policy, topology, Load(micro_batches=1))
+    once = inter_bytes(policy, topology, passes(policy))
     gather = once / 2  # one gather and one reduction, the same size in 16 bits
-    assert inter_bytes(policy, topology, Load(micro_batches=3)) == gather + 3 * gather
-    with_evaluation = inter_bytes(policy, topology, Load(micro_batches=1, evaluations=5))
+    assert inter_bytes(policy, topology, passes(policy, micro_batches=3)) == gather + 3 * gather
+    with_evaluation = inter_bytes(policy, topology, passes(policy, evaluations=5))
     assert with_evaluation == once + gather
     assert inter_bytes(policy, topology, ["evaluate", "forward", "backward"]) == once  # type: ignore[arg-type]
 
