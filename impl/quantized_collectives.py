@@ -54,12 +54,8 @@ def quantized_all_gather(
         key: of a stochastic codec's random bits; change its step from call to call.
         out: contiguous, to write to; a new tensor by default.
 
-    Returns:
-        (world, ...) of ``x``'s type, in rank order.
-
-    Raises:
-        ValueError: for another type, a text that is no codec, a stochastic one without a key, or an ``out``
-            that does not fit.
+    Returns (world, ...) of ``x``'s type, in rank order.  Raises ValueError: for another type, a text that is
+    no codec, a stochastic one without a key, or an ``out`` that does not fit.
     """
     (codec,), numel, world = _checked([codec], x, key), x.numel(), mesh.topology.world
     axes, _ = Policy(weights=codec, gather=gather).gather_axes(mesh.topology)
@@ -133,13 +129,8 @@ def quantized_reduce_scatter(
         wire: what sends.
         key: of stochastic codecs' random bits; change its step from call to call.
 
-    Returns:
-        (n, ...) fp32.
-
-    Raises:
-        ValueError: for another type, a first dimension that the world does not divide, a text that
-            is no codec, a stochastic one without a key, or another number of codecs.
-        PolicyError: for a combination that cannot be carried out.
+    Returns (n, ...) fp32.  Raises ValueError: as :func:`quantized_all_gather`, for a first dimension that the
+    world does not divide, and another number of codecs.  PolicyError: for what cannot be carried out.
     """
     pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
     if len(pair) != 2:

@@ -7,9 +7,6 @@ The training loop gains one line::
     ...
     loss.backward()
     optimizer.step()
-
-What the loop calls is in :mod:`impl.engine.engine`, what happens in forward and backward in
-:mod:`impl.engine.hooks`, what the optimizer steps in :mod:`impl.engine.masters`.
 """
 
 from __future__ import annotations
@@ -70,11 +67,9 @@ def shard(
             buffers; ``reset_parameters()`` by default.
 
     Raises:
-        PolicyError: if the policy does not fit the topology.
-        GeometryError: if a unit would be padded too much.
-        ZeroError: for what is no policy or mesh, lazy modules without shapes, what is sharded already, blocks
-            that overlap or are not in the model, parameters that cannot be sharded, or values that differ
-            between ranks.
+        PolicyError: if the policy does not fit the topology.  GeometryError: if a unit is padded too much.
+        ZeroError: for what is no policy or mesh, or is sharded already, modules without shapes, blocks that
+            overlap or are others', parameters that cannot be sharded, or values that differ between ranks.
     """
     for value, kind in ((policy, Policy), (mesh, Mesh)):
         if not isinstance(value, kind):

@@ -41,9 +41,8 @@ class InDDP(Joined):
     ``model`` is in DDP over all ranks of ``wire.mesh``.  ``policy``, of stage 0, says codecs of gradients,
     reduce and chunks; all else is as in :data:`~impl.adapters.traffic.BASES`.
 
-    Raises:
-        HostError: for a mesh that is not on the CPU.
-        PolicyError, GeometryError: for a policy that DDP cannot carry out, or that does not fit the model.
+    Raises HostError: for a mesh that is not on the CPU.  PolicyError, GeometryError: for a policy that DDP
+    cannot carry out, or that does not fit the model.
     """
 
     def __init__(self, model: DistributedDataParallel, wire: Wire, policy: Policy) -> None:

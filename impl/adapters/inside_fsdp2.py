@@ -43,10 +43,8 @@ class InFSDP2(Joined):
     ``model`` is the root, itself an ``FSDPModule`` over all ranks of ``wire.mesh``.  ``policy`` says codecs
     of weights and gradients, gather, reduce and chunks; all else is as it is by default.
 
-    Raises:
-        HostError: for a model that is not sharded as a whole over all ranks in one dimension, or not on the
-            CPU; in the first pass, for modules that share one parameter group.
-        PolicyError: for a policy that FSDP2 cannot carry out (:func:`~impl.adapters.traffic.check_host`).
+    Raises HostError: for a model that is not sharded as a whole over all ranks in one dimension, or off the
+    CPU; in the first pass, for modules that share one group.  PolicyError: for what FSDP2 cannot carry out.
     """
 
     units: Sequence[GroupGeometry]

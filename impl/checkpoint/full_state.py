@@ -27,10 +27,8 @@ def consolidated(folder: Path | str) -> dict[str, Any]:
 def export(folder: Path | str, path: Path | str, *, dtype: torch.dtype = torch.float32) -> None:
     """Write the same, parameters in ``dtype``, as one safetensors file, which must not be there yet.
 
-    Extra states that are no tensors are left out.  The host holds all bytes until they are written.
-
-    Raises:
-        CheckpointError: if the checkpoint cannot be read, or the file not be written.
+    Extra states that are no tensors are left out.  The host holds all bytes until they are written.  A
+    CheckpointError says what cannot be read, or written.
     """
     path = Path(path)
     if path.exists():

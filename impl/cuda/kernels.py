@@ -21,8 +21,7 @@ all else                             ``encode_extents``, ``encode_given``: two l
 is a multiple of 8, or the row, up to 4,096 elements, and unless it rotates and carries error, or the first
 codec rotates groups that its blocks cut.  Otherwise it is ``decode_sum`` into fp32, then ``encode``.
 
-What each of these brings is measured by taking it away (:data:`Part`): the next row of the table, the
-general kernel, or two launches serve then.
+Without a :data:`Part` the next row of the table, the general kernel, or two launches serve.
 """
 
 from __future__ import annotations

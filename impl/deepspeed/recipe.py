@@ -5,11 +5,6 @@ are accepted and listed as without effect (:mod:`impl.deepspeed.keys` has them a
 DeepSpeed's default counts, not ours: ``stage3_param_persistence_threshold`` is 1e5 in a configuration that
 does not name it.  ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads it, counts as not
 given.
-
-::
-
-    found = recipe("ds_zeropp_config.json", topology=Topology(4, 16))
-    zero = shard(model, mesh=mesh, policy=found.policy)
 """
 
 from __future__ import annotations

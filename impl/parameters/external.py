@@ -22,10 +22,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Say that ``module`` uses ``parameter``, which is another module's, in its forward pass.
 
     Its unit is gathered before each forward pass of ``module`` and released after it.  May be called before
-    the model is sharded (in constructors), or after.
-
-    Raises:
-        ZeroError: when the model is sharded, if the parameter is not one of it.
+    the model is sharded (in constructors), or after.  Raises ZeroError: when the model is sharded, if the
+    parameter is not one of it.
     """
     found = find(parameter)
     if found is not None:
@@ -38,10 +36,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """Let ``module.name(...)`` be a forward pass of ``module``, as a call of it is; as FSDP2's function does.
 
     Such entry points may call one another, and ``forward`` may call them.  Register after
-    :func:`impl.zero.shard`, on all ranks; ``module`` is a sharded model, or one of its blocks.
-
-    Raises:
-        ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.
+    :func:`impl.zero.shard`, on all ranks; ``module`` is a sharded model, or one of its blocks.  Raises
+    ZeroError: if it has no such method or is not sharded; on the first call, if it is a part of a block.
     """
     entry = getattr(module, name, None)
     if not callable(entry):
