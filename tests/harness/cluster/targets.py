@@ -67,17 +67,13 @@ def hang(rank: Rank, _: None) -> None:
     dist.barrier()
 
 
-def exchanged_in_groups(rank: Rank, what: tuple[int, int]) -> list[float]:
-    """Exchange messages as on GPUs; achieved rates."""
-    return exchange(rank, *what, grouped=True)
-
-
-def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
-    """Exchange messages; achieved rates, and what the interface sent meanwhile."""
+def exchanged(rank: Rank, what: tuple[int, int, bool]) -> tuple[list[float], int, int]:
+    """Exchange messages, maybe grouped as on GPUs; achieved rates, and what the interface sent meanwhile."""
+    nbytes, repetitions, grouped = what
     before = counters(rank.port.interface or "lo")
-    rates = exchange(rank, *what, grouped=False)
-    nbytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
-    return rates, nbytes, packets
+    rates = exchange(rank, nbytes, repetitions, grouped=grouped)
+    tx_bytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
+    return rates, tx_bytes, packets
 
 
 def exchanged_inside(rank: Rank, nbytes: int) -> float:

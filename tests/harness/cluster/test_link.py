@@ -55,7 +55,7 @@ def launch_of(joined: Link, tmp_path: Path, per_node: int = 1) -> Launch:
 def exchanged(
     joined: Link, tmp_path: Path, nbytes: int, repetitions: int, per_node: int = 1
 ) -> list[tuple[list[float], int, int]]:
-    return run_ranks(targets.exchanged, (nbytes, repetitions), launch_of(joined, tmp_path, per_node))
+    return run_ranks(targets.exchanged, (nbytes, repetitions, False), launch_of(joined, tmp_path, per_node))
 
 
 # Pure parts
@@ -243,7 +243,7 @@ def test_messages_in_one_call_are_measured_too(tmp_path: Path, nodes: int, per_n
     launch = Launch(
         Topology(nodes, per_node), (Port("lo", "127.0.0.1"),) * nodes, None, 1, 60, tmp_path / "log"
     )
-    found = run_ranks(targets.exchanged_in_groups, (100_000, 2), launch)
+    found = [rates for rates, _, _ in run_ranks(targets.exchanged, (100_000, 2, True), launch)]
     assert [len(rates) for rates in found] == [2 if rank % per_node == 0 else 0 for rank in range(len(found))]
     assert all(rate > 0 for rates in found for rate in rates)
 

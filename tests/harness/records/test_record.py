@@ -72,25 +72,16 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path, where: str, fie
         record.read(rewritten(tmp_path, wrong))
 
 
-def edited_time(data: Any) -> None:
-    data["ranks"][0]["steps"][1]["total"] *= 0.5
-
-
-def halved_ledger(data: Any) -> None:
-    for rank in data["ranks"]:
-        for row in rank["ledger"]:
-            row["bytes"] //= 2
-
-
-def another_machine(data: Any) -> None:
-    data["machine"]["cores"] = 64
-
-
-def one_more(data: Any) -> None:
-    data["note"] = "nothing"
-
-
-@pytest.mark.parametrize("edit", [edited_time, halved_ledger, another_machine, one_more])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda data: data["ranks"][0]["steps"][1].update(total=0.1),
+        lambda data: data["ranks"][0]["ledger"].pop(),
+        lambda data: data["machine"].update(cores=64),
+        lambda data: data.update(note="nothing"),
+    ],
+    ids=["time", "ledger", "machine", "key"],
+)
 def test_an_edited_record_is_refused(tmp_path: Path, edit: Any) -> None:
     """A step's time, ledgers, the machine or a further key: reading says in one line that it was edited."""
     path = record.write(tmp_path, record_of(Trial(steps=2, warmup=0)))

@@ -40,32 +40,25 @@ launcher = "LAUNCHER"
 strategy = ["zero3", "zeropp"]
 seed = [0, 1]
 """
-LOCAL, TORCHRUN = ("none", "local"), ("auto", "torchrun")
 
 
-def started(folder: Path, launched: tuple[str, str]) -> list[subprocess.Popen[bytes]]:
-    """A run of the suite; under torchrun, one process for each node, with the variables that it sets."""
-    link, launcher = launched
-    file = folder / f"{launcher}.toml"
+def started(folder: Path, nodes: int = 1) -> list[subprocess.Popen[bytes]]:
+    """A run of the suite; of several nodes one process for each, with torchrun's variables."""
+    file = folder / f"{nodes}.toml"
+    link, launcher = ("none", "local") if nodes == 1 else ("auto", "torchrun")
     file.write_text(SUITE.replace("LINK", link).replace("LAUNCHER", launcher), encoding="utf-8")
-    port = 0
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
-    for node in range(1 if launched is LOCAL else 2):
-        told = {} if launched is LOCAL else {
+    for node in range(nodes):
+        told = {
             "TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": str(node), "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
+        command = [sys.executable, "-m", "harness.cli", "run", "--no-report", file.name]
         with (folder / f"output{node}").open("ab") as output:
             processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "harness.cli", "run", "--no-report", file.name],
-                    cwd=folder,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)} | told,
-                    stdout=output,
-                    stderr=output,
-                )
+                subprocess.Popen(command, cwd=folder, env=os.environ | told, stdout=output, stderr=output)
             )
     return processes
 
@@ -97,7 +90,7 @@ def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
 
 def kill(folder: Path, who: str, seconds: float, which: int) -> None:
     """Start a run and kill one of its processes; nothing stays behind."""
-    processes = started(folder, TORCHRUN if who == "supervisor" else LOCAL)
+    processes = started(folder, 2 if who == "supervisor" else 1)
     tree = [psutil.Process(process.pid) for process in processes]
     if who == "supervisor":  # for one that has not come yet, the first waits for five minutes
         until(lambda: bool(tree[1].children()) or processes[0].poll() is not None)
@@ -127,7 +120,7 @@ def test_no_finished_trial_is_lost_by_kills(tmp_path: Path) -> None:
     folder, undisturbed, there = tmp_path / "killed", tmp_path / "undisturbed", dict[str, Any]()
     folder.mkdir()
     undisturbed.mkdir()
-    assert ended(started(undisturbed, LOCAL), undisturbed) == [0]
+    assert ended(started(undisturbed), undisturbed) == [0]
     assert len(results(undisturbed)) == 4
     kills = [("supervisor", 6.0), ("rank", 5.0), ("server", 3.0), ("runner", 4.0)]
     for which, (who, seconds) in enumerate(kills):
@@ -135,5 +128,5 @@ def test_no_finished_trial_is_lost_by_kills(tmp_path: Path) -> None:
         now = results(folder)
         assert there.items() <= now.items(), "a finished trial is lost"
         there = now
-    assert ended(started(folder, LOCAL), folder) == [0]
+    assert ended(started(folder), folder) == [0]
     assert results(folder) == results(undisturbed)
