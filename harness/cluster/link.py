@@ -43,8 +43,7 @@ class Port:
 
     interface: str | None  # name for gloo and for the byte counters; None leaves the choice to gloo
     address: str
-    # pid of a process inside the node's network namespace; None is the host's own namespace
-    holder: int | None = None
+    holder: int | None = None  # a process inside the node's network namespace; None is the host's own
     shaped_mbit: float | None = None  # to which its host holds the interface, through which NCCL has to send
     hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; empty leaves it the choice
     control: str = ""  # the keeper's Unix-domain socket (`opened`), where it can hold the link to no rate

@@ -41,7 +41,6 @@ _PR_SET_PDEATHSIG: Final = 1
 
 LOOPBACK: Final = "lo"
 MTU: Final = 1500  # bytes
-_NAME_LENGTH: Final = 15  # of a Linux interface
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # The host's default may be BBR, whose model of the path breaks when both directions are full: a
 # 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR and at 47.6 to 48.5 under Reno,
@@ -64,9 +63,7 @@ class Shape(NamedTuple):
     rate: int  # bytes per second
     burst: int  # bytes that may leave at once after a pause
     limit: int  # bytes that wait before packets are dropped
-    # largest packet handed to the queue (the interface's ``gso_max_size``).  A packet above the burst would
-    # be cut into MTU-sized ones, each with its own headers
-    segment: int
+    segment: int  # largest packet handed to the queue (``gso_max_size``), which cuts those above the burst
 
 
 def shape(rate_mbit: float) -> Shape:
@@ -311,8 +308,6 @@ def _serve(request: Request, holders: Sequence[int], listening: socket.socket) -
 def _keep(request: Request) -> None:
     """Make the namespaces and their link, answer, and keep them until standard input closes."""
     nodes = range(len(request.shapes))
-    if len(longest := interface(request.prefix, nodes[-1])) > _NAME_LENGTH:
-        raise OSError(f"{longest!r} is longer than an interface's name")
     mode = _enter_own_namespace()
     holders = [_hold() for _ in nodes]
     _join(request, holders)

@@ -350,9 +350,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
     """Main function of a rank process."""
-    # The first full collection would walk all that the fork server imported, and copy its pages: 0.25 s of
-    # processor within whatever is timed then.
-    gc.freeze()
+    gc.freeze()  # the first collection would copy the pages of all imports: 0.25 s in whatever is timed then
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -70,9 +70,7 @@ class ComparedLoss:
 
     reference: float  # of a single process in fp32
     expected: float  # of one with weights as all-gathered
-    # of that process in training mode, which the step's own loss must be; None before training, and where
-    # training is random, as with dropout
-    trained: float | None = None
+    trained: float | None = None  # of that in training mode, as the step's own; None where that is random
     step: int = 0  # just before which they were compared
     found: float = math.nan  # of the sharded model
 
@@ -83,8 +81,7 @@ class Compared:
 
     first_loss: ComparedLoss  # before training
     later_losses: list[ComparedLoss] = field(default_factory=list)  # before later steps
-    # of the reduced gradients, by step and unit
-    gradient_errors: list[GradientError] = field(default_factory=list)
+    gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, Sums]] = field(default_factory=list)  # error sums of what was sent
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
 
@@ -216,9 +213,7 @@ class Comparison:
             return mean_loss(model, batches_of(data, step)), None, None
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
-        if (
-            policy is not None and policy.secondary_format != "frames"
-        ):  # backward computes with a rounded copy
+        if policy is not None and policy.secondary_format != "frames":  # backward has a rounded copy
             rounding = max(rounding, ROUNDING[policy.secondary_format])
         first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
         times = 1.0 if scale is None else scale.initial

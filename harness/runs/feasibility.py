@@ -56,8 +56,7 @@ class Host:
 
     memory: int  # bytes that processes may use
     gpus: tuple[int, ...]  # bytes of each GPU
-    # checks (once) whether network namespaces work: None if so, else why not
-    namespaces: Callable[[], str | None]
+    namespaces: Callable[[], str | None]  # checks (once) why network namespaces do not work; None if they do
 
 
 @dataclass(slots=True)
@@ -67,21 +66,15 @@ class Forecast:
     trial: Trial
     parameters: int | None = None  # elements of the model, without padding
     padded: int | None = None  # elements of its units, with padding; None for peers
-    # bytes between nodes in one step, or one generation, all ranks together; None for peers whose bytes do
-    # not go through our wire
-    inter: int | None = None
+    inter: int | None = None  # bytes between nodes in a step or generation, of all ranks; None for peers
     intra: int | None = None  # the same inside nodes
     egress: int | None = None  # bytes that one node sends to the others in one step
     memory: dict[str, int] | None = None  # bytes of one rank, by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
     problems: tuple[str, ...] = ()  # why it cannot run here
-    # as what it will be on record without having run: over its memory limit, or refused by a peer's library
-    failure: Failure | None = None
-    # bytes that one rank copies between host and device in one step, both ways; 0 where nothing is offloaded
-    copied: int = 0
-    # bytes of hpZ's copy on one rank, kept as frames and in 16 bits, whichever the policy keeps; None where
-    # it keeps none
-    secondary: tuple[int, int] | None = None
+    failure: Failure | None = None  # as it will be on record without having run
+    copied: int = 0  # bytes that one rank copies between host and device in one step, both ways
+    secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
     findings: tuple[Finding, ...] = ()  # how each key of a DeepSpeed configuration is handled
     step: Step | None = None  # what a step asks of a machine; None for peers and generation
 

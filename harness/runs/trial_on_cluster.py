@@ -7,7 +7,6 @@ Whatever fails, a rank, a node, the link or a check of the results, is a
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -92,8 +91,9 @@ class TrialRunner:
         except LaunchError as error:
             failure = failure_of(error.kind, error)
             if error.log is not None:
+                tail = error.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
                 log = str(error.log.relative_to(self.results))
-                failure = failure.model_copy(update={"log": log, "tail": _tail(error.log)})
+                failure = failure.model_copy(update={"log": log, "tail": tail})
         except REFUSALS as error:
             failure = failure_of(kind_of(error), error)
         return blank.model_copy(update={"link": link and link.record(probed), "failure": failure})
@@ -194,10 +194,3 @@ class TrialRunner:
 def failure_of(kind: Kind, error: BaseException) -> Failure:
     """The failure that an error is, in one line."""
     return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
-
-
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log."""
-    with contextlib.suppress(OSError):
-        return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-    return []

@@ -214,7 +214,7 @@ def test_a_keeper_that_is_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_impossible_namespaces_say_why() -> None:
     """Asked for, they raise the keeper's reason and what to do; under auto the link is paced, saying why."""
-    long, why = "a-name-that-is-too-long", "here: .* is longer than an interface's name; run as root"
+    long, why = "a-name-that-is-too-long", "no network namespaces here: .*; run as root"
     with pytest.raises(LinkError, match=why):
         open_link(asked("namespaces", 2, 50.0), long)
     for rate, kind in ((50.0, "paced"), (None, "none")):
