@@ -7,6 +7,7 @@ What others send is parsed as JSON and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -152,7 +153,10 @@ class Channel:
 
     def post(self, key: str, value: Any) -> None:
         """Store ``value`` as JSON; a ChannelError if the store is gone."""
-        _set(self._store, key, value)
+        try:
+            self._store.set(key, json.dumps(value))
+        except RuntimeError as error:
+            raise ChannelError(_line(error)) from error
 
     def read(self, key: str) -> Any:
         """What was posted under ``key``; None if nothing was yet. A ChannelError if the store is gone."""
@@ -179,15 +183,11 @@ class Channel:
         return node != self.place.node and now - self._beats[node][1] > patience
 
     def _beat(self) -> None:
-        """Post a counter every second, over a connection of its own."""
-        try:
+        """Count up every second, over a connection of its own."""
+        with contextlib.suppress(RuntimeError, Refusal):  # whoever waits for the store notices
             store = self._connect(serve=False)
-            number = 0
-            while not self._ended.wait(_BEAT_SECONDS if number else 0):
-                number += 1
-                _set(store, f"beat/{self.place.node}", number)
-        except (ChannelError, Refusal):
-            return  # whoever waits for the store notices
+            while not self._ended.wait(_BEAT_SECONDS):
+                store.add(f"beat/{self.place.node}", 1)
 
     def _connect(self, *, serve: bool) -> Store:
         import torch.distributed as dist
@@ -209,13 +209,6 @@ class Channel:
             ) from error
         store.set_timeout(_ANSWER)
         return dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]
-
-
-def _set(store: Store, key: str, value: Any) -> None:
-    try:
-        store.set(key, json.dumps(value))
-    except RuntimeError as error:
-        raise ChannelError(_line(error)) from error
 
 
 def _line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver, resource_tracker
@@ -212,30 +212,20 @@ def end_if_in_group(status: int) -> None:
         os._exit(status)
 
 
-@contextlib.contextmanager
-def _allocator() -> Iterator[None]:
-    """Set :data:`ALLOCATOR` in the environment of the fork server, where glibc reads it once."""
-    before = {**os.environ}
-    os.environ.update(ALLOCATOR)
-    try:
-        yield
-    finally:
-        for name in ALLOCATOR.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
 def start_server() -> None:
     """Start the fork server ahead of the first trial; does nothing if it runs."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
     resource_tracker.ensure_running()  # which unblocks it again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = {**os.environ}
+    os.environ.update(ALLOCATOR)  # for the server, where glibc reads it once
     try:
-        with _allocator():
-            forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ.clear()
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records.chained_journal import JOURNAL
-from harness.records.record import RecordError
+from harness.records.record import RecordError, write_whole
 
 SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(
@@ -47,13 +47,10 @@ def pack(folder: Path, into: Path) -> Path:
                         f"{path}: no record, run or trace by its name, or of more than {_MOST >> 20} MiB"
                     )
                 archive.addfile(entry, io.BytesIO(content))
-        into.mkdir(parents=True, exist_ok=True)
-        target = into / f"{folder.absolute().name}{SUFFIX}"
-        aside = target.with_suffix(".tmp")
-        aside.write_bytes(buffer.getvalue())
-        aside.replace(target)
     except OSError as error:
-        raise RecordError(f"{into}: cannot write there: {error.strerror or error}") from error
+        raise RecordError(f"{folder}: cannot read: {error.strerror or error}") from error
+    target = into / f"{folder.absolute().name}{SUFFIX}"
+    write_whole(target, buffer.getvalue())
     return target
 
 

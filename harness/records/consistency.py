@@ -132,8 +132,6 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
         timed = [step.total for step in steps if not step.warmup]
         total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
         told = f"the timed steps of rank {rank} add up to {total:.3f} s, and {one.seconds:.3f} s passed"
-        if timed and total > one.seconds + _ROUNDED:
-            return f"{told}: the clock counts too much"
         if timed and total < _COVERED * one.seconds - beside:
             missed.append(f"{told}: the clock misses a part")
     if missed and len(missed) == len(checked):  # a busy machine may hold single ranks up between their steps

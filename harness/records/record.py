@@ -384,14 +384,14 @@ def signed(record: Model) -> Model:
     return record.model_copy(update={"digest": digest_of(json.loads(record.model_dump_json()))})
 
 
-def write_whole(target: Path, text: str) -> None:
+def write_whole(target: Path, content: str | bytes) -> None:
     """Write a file atomically (temporary file, fsync, rename), or raise a RecordError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             Path(name).chmod(0o644)
