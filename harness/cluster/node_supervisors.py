@@ -18,6 +18,7 @@ from typing import Any, Final, get_type_hints
 
 from pydantic import TypeAdapter
 
+from harness.cluster import remote
 from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
 from harness.cluster.link import Port
 from harness.cluster.nic_shaper import shaped_interface
@@ -162,17 +163,13 @@ def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
 
 
 @contextlib.contextmanager
-def leading(
-    place: Place,
-    facts: dict[str, Any],
-    start: Callable[[Place], contextlib.AbstractContextManager[Callable[[], None]]] | None = None,
-) -> Iterator[Nodes]:
+def leading(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
     """Lead the supervisors of all nodes in the body, after which they end with its ``status``; a Refusal if
-    they do not come together.  What ``start`` yields raises one if one that it started has ended early.
+    they do not come together.  Those of ``hosts`` are started here, if no launcher did.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
-        check = (lambda: None) if start is None else stack.enter_context(start(channel.place))
+        check = stack.enter_context(remote.supervisors(hosts, channel.place))
         nodes = Nodes(channel, [])
         try:
             for node in range(1, place.nodes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from harness.cluster import remote
 from harness.cluster.control import Place, place_in_slurm, place_under_torchrun
@@ -64,9 +63,7 @@ def gathered(
     if here is None:
         yield None
         return
-    hosts = clusters(trials)[0].hosts
-    start = partial(remote.supervisors, hosts) if hosts else None
-    with leading(here, run_environment.identity(), start) as nodes:
+    with leading(here, run_environment.identity(), clusters(trials)[0].hosts) as nodes:
         if same_code:
             nodes.check_code()
         yield nodes
