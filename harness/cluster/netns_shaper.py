@@ -1,15 +1,12 @@
 """Keeper (:mod:`harness.cluster.keeper`) of the nodes' network namespaces and the shaped link between them.
 
-Every node is an *anonymous* network namespace, held by a small child of this process; nothing is
-named under ``/run/netns`` and nothing is made in the namespace of the host.  Two nodes are joined
-by one veth pair, more by a bridge in the keeper's own namespace.  When the keeper goes, its
-children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel removes
-namespaces and interfaces.  As root it makes the namespaces directly; otherwise inside a user
-namespace of its own.
+Every node is an anonymous network namespace, held by a small child of this process; nothing is made in the
+namespace of the host.  Two nodes are joined by one veth pair, more by a bridge in the keeper's own namespace.
+When the keeper goes, its children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel
+removes namespaces and interfaces.  Without root it makes them inside a user namespace of its own.
 
 While a process is connected to its Unix-domain socket, the link is held to no rate: messages that are not
-timed need not wait for it.  When that process closes its side, or dies, the link is shaped again, and the
-keeper says so.
+timed need not wait for it.  When that process closes its side, or dies, the link is shaped again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Starts the rank processes of a trial, fresh ones each time, and watches them until they end.
 
-A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank
-enters its node's namespaces while it is single-threaded, writes its output to a log, and dies
-with the fork server, which dies with the sweep.  The first rank that fails ends the others; on
-a timeout every rank dumps the stacks of all its threads and is killed.  The log is kept only after
-a failure.
+A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank enters its
+node's namespaces while it is single-threaded, writes its output to a log, which is kept after a failure, and
+dies with the fork server, which dies with the sweep.  The first rank that fails ends the others; on a timeout
+every rank dumps the stacks of all its threads and is killed.
 """
 
 from __future__ import annotations
@@ -132,16 +131,14 @@ class _Watched:
         if end is not None and end.kind is not None:
             effect = any(text in end.message for text in _LOST_PEER)
             self.error = LaunchError(end.kind, f"rank {self.rank}: {end.message}", effect=effect)
-        if end is not None:
-            return
-        self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            words = f"rank {self.rank} was killed by signal {-code} ({signal.Signals(-code).name})"
-            self.error = LaunchError("killed" if -code in _FROM_OUTSIDE else "crashed", words)
-        else:
-            words = f"rank {self.rank} ended with status {code} and without a result"
-            self.error = LaunchError("crashed", words)
+        elif end is None:
+            self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
+            code = self.process.exitcode
+            words = f"ended with status {code} and without a result"
+            if code is not None and code < 0:
+                words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            from_outside = code is not None and -code in _FROM_OUTSIDE
+            self.error = LaunchError("killed" if from_outside else "crashed", f"rank {self.rank} {words}")
 
 
 def run_ranks(

@@ -16,7 +16,6 @@ from pydantic import BaseModel, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, signed, write_whole
 
-# 1: a type of its own for every benchmark's samples.  2: one type for all.  3: without what training had.
 SCHEMA_VERSION: Final = 3
 
 Subject = Literal["codecs", "collectives", "overlap"]

@@ -20,7 +20,6 @@ from harness.suites.question import Said
 from impl.deepspeed.recipe import Finding
 from impl.plan.shard_layout import padding_share
 
-# 1: first schema.
 SCHEMA_VERSION: Final = 1
 _REMEDY: Final = "; delete the file and run again"
 

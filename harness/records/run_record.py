@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from harness.records.record import RecordError, digest_of, read_as, write_whole
 
-# 1: first schema.
 SCHEMA_VERSION: Final = 1
 RUNS: Final = "runs"
 _LETTERS: Final = 16  # of the SHA-256

@@ -1,11 +1,10 @@
 """Compares a trial with a single process and with exact values, at stated steps, outside of what is timed.
 
-Before training, in evaluation mode on each rank's batches of the first step: the sharded model's loss and its
-reduced gradients beside those of a single process (:mod:`harness.measure.gradient_bounds`).  Where errors are
-measured, just before the first, a middle and the last step: what is sent beside exact values
-(:mod:`harness.measure.communication_error`), and before the later ones loss and reduced gradients again,
-beside a single process that has the masters of then.  After the steps: a grid of codecs, nothing sent
-(:mod:`harness.measure.quantisation_error`).  Nothing that a comparison leaves behind reaches the training.
+Before training, in evaluation mode: the sharded model's loss and reduced gradients beside a single process's
+(:mod:`harness.measure.gradient_bounds`).  Where errors are measured, before the first, a middle and the last
+step: what is sent beside exact values (:mod:`harness.measure.communication_error`), and before the later ones
+loss and gradients again, beside a single process that has the masters of then.  After the steps: a grid of
+codecs, nothing sent (:mod:`harness.measure.quantisation_error`).  Training is left as it was.
 """
 
 from __future__ import annotations

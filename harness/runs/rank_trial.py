@@ -1,8 +1,7 @@
 """Runs one trial on each rank.
 
-Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the
-link, and a grid of codecs tried on a backward pass of its own after everything timed; before three of the
-steps, in passes of their own, errors of what is sent.  A step trains or, in workload ``generate``, decodes.
+Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the link, and
+comparisons (:mod:`harness.runs.correctness_checks`).  A step trains or, in workload ``generate``, decodes.
 In workload ``rlhf`` it does both, and scores between them with frozen models of an engine of their own.
 Each rank returns raw values, which ``harness.runs.assemble`` merges.
 """
