@@ -16,7 +16,7 @@ import contextlib
 import json
 import socket
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
@@ -103,9 +103,9 @@ def message_bytes(cluster: Cluster) -> int:
     return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * (cluster.latency or 0.0)))
 
 
-def slowest(by_node: Sequence[Sequence[float]]) -> list[float]:
-    """Rate of the slowest node in each repetition, Mbit/s."""
-    return [min(rates) for rates in zip(*by_node, strict=True)] if by_node else []
+def slowest(by_rank: Iterable[Sequence[float]]) -> list[float]:
+    """Rate of the slowest node in each repetition, Mbit/s; ranks that only waited have none."""
+    return [min(rates) for rates in zip(*filter(None, by_rank), strict=True)]
 
 
 @dataclass(slots=True)
@@ -120,10 +120,12 @@ class Link:
     close: Callable[[], object] = lambda: None
     calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
 
-    @property
-    def paced_mbit(self) -> float | None:
-        """The rate at which our wire paces itself, if it is ``paced``."""
-        return self.cluster.rate if self.kind == "paced" else None
+    paced_mbit: float | None = field(init=False)  # rate at which our wire paces itself, if it is ``paced``
+    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
+
+    def __post_init__(self) -> None:
+        self.paced_mbit = self.cluster.rate if self.kind == "paced" else None
+        self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
         """What a trial's record says of it; the rate that was asked for is the slowest node's."""
@@ -134,7 +136,7 @@ class Link:
             requested_mbit=None if one or rate is None else rate * self.cluster.slow,
             calibrated_mbit=self.calibrated_mbit,
             probed_mbit=probed_mbit,
-            message_bytes=message_bytes(self.cluster),
+            message_bytes=self.message_bytes,
             details=self.details,
         )
 

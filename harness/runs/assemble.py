@@ -84,6 +84,7 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
     """What is wrong with a record of these outcomes, in the order in which it came about."""
+    checked = [outcome.checked for outcome in outcomes]
     yield from _wrong_before(outcomes, found)
     if found.communication_errors and not found.trial.get("control"):
         policy = Trial.from_canonical(found.trial).resolved_policy() or Policy()
@@ -91,11 +92,11 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
             yield why
     yield from _wrong_later(outcomes, found)
     inconsistent = (
-        consistency.untrained([outcome.checked for outcome in outcomes], found.ranks),
         consistency.unpredicted(found),
         consistency.miscounted(found),
         consistency.other_codec(found),
         consistency.off_rate(found, above=True),
+        consistency.untrained(checked, found.ranks),
     )
     yield from filter(None, inconsistent)
 

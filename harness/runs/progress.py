@@ -29,7 +29,7 @@ class Display:
         self._axes: list[str] = []  # in which the trials differ
         self._durations: list[float] = []  # of trials
         self._began = time.monotonic()
-        self._trial: Trial | None = None
+        self._name = ""  # of the trial under way
         self._said: set[str] = set()
         self._live = bars.Progress(
             bars.TimeElapsedColumn(),
@@ -72,7 +72,7 @@ class Display:
 
     def began(self, trial: Trial) -> None:
         """A trial begins."""
-        self._trial, self._began = trial, time.monotonic()
+        self._name, self._began = self._name_of(trial), time.monotonic()
         self._live.reset(self._line)
         self.progress(Progress("set-up"))
 
@@ -80,7 +80,7 @@ class Display:
         """The trial under way got this far; what it says is printed once, whatever trial says it again."""
         step = f" {progress.step}/{progress.steps}" if progress.steps else ""
         left = f" (about {eta} left)" if (eta := self._eta()) else ""
-        shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name()}"
+        shown = f"[{self._done + 1}/{self._trials}] {progress.stage}{step}{left} {self._name}"
         self._live.update(self._line, description=shown)
         if progress.text and progress.text not in self._said:
             self._said.add(progress.text)
@@ -103,26 +103,23 @@ class Display:
             if record.link is not None and record.link.probed_mbit:
                 end += f", link {statistics.median(record.link.probed_mbit):.0f} Mbit/s"
         left = f", {eta} left" if (eta := self._eta()) else ""
-        self.say(f"[{self._done}/{self._trials}] {self._name()}: {end} ({seconds:.1f} s{left})")
-        self._trial = None
+        self.say(f"[{self._done}/{self._trials}] {self._name}: {end} ({seconds:.1f} s{left})")
         self._live.update(self._line, description="")
 
     def again(self, record: Record, number: int, most: int) -> None:
         """Print that the current trial failed, and runs again."""
-        self.say(f"{self._name()}: {outcome(record)}; tried again ({number} of {most})")
+        self.say(f"{self._name}: {outcome(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:
         """Print that the run ends before its last trial."""
         self.say(f"{why}; {self._done} of {self._trials} trials are done, the same command goes on")
 
-    def _name(self) -> str:
-        if self._trial is None:
-            return ""
-        trial = self._trial.canonical()
-        words = [self._trial.strategy, f"{self._trial.topology()}", at(trial, "cluster.rate")]
-        said = {path: at(trial, path) for path in self._axes}
+    def _name_of(self, trial: Trial) -> str:
+        fields = trial.canonical()
+        words = [trial.strategy, f"{trial.topology()}", at(fields, "cluster.rate")]
+        said = {path: at(fields, path) for path in self._axes}
         words += [f"{path.rpartition('.')[2]} {value}" for path, value in said.items() if value != NONE]
-        return f"{self._trial.id} {', '.join(words)}, repeat {self._trial.repeat}"
+        return f"{trial.id} {', '.join(words)}, repeat {trial.repeat}"
 
     def _eta(self) -> str:
         """Time left, by the trials but the first, which starts up for all; empty until the second ends."""

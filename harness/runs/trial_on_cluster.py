@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import Link, choose_hcas, message_bytes, nccl_in_words, open_link, slowest
+from harness.cluster.link import Link, choose_hcas, nccl_in_words, open_link, slowest
 from harness.cluster.node_supervisors import Nodes, Work
 from harness.cluster.rank import Progress, measure_link
 from harness.cluster.rank_processes import (
@@ -75,15 +76,15 @@ class TrialRunner:
 
     def run(self, trial: Trial, blank: Record, on_progress: Callable[[Progress], None]) -> Record:
         """Run the ranks of a trial; returns ``blank`` with what they measured, or with why that failed."""
-        link: Link | None = None
-        probed: list[float] = []
         try:
             link = self._link(trial, on_progress)
-            probes, counts = message_bytes(link.cluster) or None, link.kind == "namespaces"
+            blank = blank.model_copy(update={"link": link.record([])})
+            probes, counts = link.message_bytes or None, link.kind == "namespaces"
             assignment = Assignment(trial, probes, count=counts, folder=self._folder)
             outcomes = self._start(run, assignment, trial, self.launch(trial, link, trial.id), on_progress)
-            probed = slowest([outcome.probed for outcome in outcomes if outcome.probed])
-            return assemble(outcomes, blank.model_copy(update={"link": link.record(probed)}))
+            probed = slowest(map(attrgetter("probed"), outcomes))
+            blank = blank.model_copy(update={"link": link.record(probed)})
+            return assemble(outcomes, blank)
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message=INTERRUPTED, log=None)
         except TrialError as error:
@@ -96,7 +97,7 @@ class TrialRunner:
                 failure = failure.model_copy(update={"log": log, "tail": tail})
         except REFUSALS as error:
             failure = failure_of(kind_of(error), error)
-        return blank.model_copy(update={"link": link and link.record(probed), "failure": failure})
+        return blank.model_copy(update={"failure": failure})
 
     def _link(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Link:
         """The open, calibrated link of a trial."""
@@ -153,9 +154,8 @@ class TrialRunner:
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
         )
-        message = message_bytes(link.cluster), link.cluster.transport
-        rates = self._start(measure_link, message, trial, launch, lambda _: None)
-        link.calibrated_mbit = slowest([of_rank for of_rank in rates if of_rank])
+        message = link.message_bytes, link.cluster.transport
+        link.calibrated_mbit = slowest(self._start(measure_link, message, trial, launch, lambda _: None))
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
         link.check()
