@@ -78,14 +78,11 @@ def nccl_in_words(ports: Sequence[Port]) -> str:
 
 def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -> str:
     """The adapters that a node's NCCL may use: the first of those ``there``, or those named."""
-    has = f"node {node} has {len(there)} with an active port ({', '.join(there) or 'none'})"
-    if isinstance(asked, int):
-        if asked > len(there):
-            raise LinkError(f"cluster.hcas = {asked} InfiniBand adapters: {has}")
-        return ",".join(there[:asked])
-    if missing := [name for name in asked if name not in there]:
-        raise LinkError(f"cluster.hcas names {', '.join(missing)}: {has}")
-    return ",".join(asked)
+    chosen, said = (there[:asked], asked) if isinstance(asked, int) else (asked, ", ".join(asked))
+    if not set(chosen) <= set(there) or (isinstance(asked, int) and len(chosen) < asked):
+        has = f"{len(there)} InfiniBand adapters with an active port ({', '.join(there) or 'none'})"
+        raise LinkError(f"cluster.hcas = {said}: node {node} has {has}")
+    return ",".join(chosen)
 
 
 def message_bytes(cluster: Cluster) -> int:

@@ -22,7 +22,7 @@ from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import LedgerRow, LinkRecord, Record
+from harness.records.record import LedgerRow, Record
 from harness.runs.assemble import assemble
 from harness.runs.correctness_checks import TrialError
 from harness.runs.feasibility import any_host, forecast
@@ -74,13 +74,9 @@ def outcomes(one: Trial, log: Path) -> list[Outcome]:
 
 def assembled(found: list[Outcome], one: Trial | None = None) -> Record:
     """Their record, with nothing else in it but, where errors were measured, the trial that measured them."""
-    link = LinkRecord(
-        kind="none", why="", requested_mbit=None, calibrated_mbit=[], probed_mbit=[], message_bytes=0
-    )
     blank = Record(
         id="", suite="", trial={} if one is None else one.canonical(), started="", finished="", order=0,
-        machine={}, code={}, pool="",
-        failure=None, link=link,
+        machine={}, code={}, pool="", failure=None,
     )  # fmt: skip
     return assemble(found, blank)
 
@@ -115,10 +111,7 @@ def test_the_ledger_is_the_prediction(
     rows = [row for rank in found.ranks for row in rank.ledger or []]
     assert any(row.phase == "evaluate" for row in rows) == (every is not None)
     assert any(row.purpose == "control" for row in rows)  # the norm, by which gradients are clipped
-    assert all(
-        sum(row.bytes for row in rows if row.link == "inter" and row.purpose == purpose)
-        for purpose in ("weights", "gradients")
-    ) or strategy in ("zero0", "mics")
+    assert any(row.link == "inter" and row.purpose == "gradients" for row in rows)
     expected = {None: [], 0: [5], 2: [2, 4, 5], 3: [3, 5]}[every]
     assert [validation.step for validation in found.validations] == expected
 

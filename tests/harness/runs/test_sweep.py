@@ -322,12 +322,12 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         (
             ADAPTERS | {"hcas": 4},
             "ab",
-            "cluster.hcas = 4 InfiniBand adapters: node 1 has 2 with an active port",
+            "cluster.hcas = 4: node 1 has 2 InfiniBand adapters",
         ),
         (
             ADAPTERS | {"hcas": ["mlx5_3"]},
             "ab",
-            "cluster.hcas names mlx5_3: node 1 has 2 with an active port",
+            "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand adapters",
         ),
     ],
 )
