@@ -64,6 +64,15 @@ def cuda_libraries(libraries: Path) -> Path:
 def _no_suite_was_read() -> Iterator[None]:
     """What suites name is found from the working folder, until a test reads a suite of another."""
     yield
-    from harness.suites import folder
+    forget_suite()
 
-    folder.forget()
+
+def forget_suite() -> None:
+    """As in a process that has read no suite, nor imported what one names."""
+    from harness.suites import folder
+    from impl import named_object
+    from impl.codecs import own_object
+
+    folder._folder = None
+    named_object.forget()
+    own_object.imported.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from impl import named_object
-from impl.codecs import own_object
 
 _folder: Path | None = None
 
@@ -15,14 +14,6 @@ def find_from(folder: Path) -> None:
     global _folder  # noqa: PLW0603  # of the process, as its working folder is
     _folder = folder.resolve()
     named_object.see(_folder)
-
-
-def forget() -> None:
-    """Find what suites name from the working folder again."""
-    global _folder  # noqa: PLW0603
-    _folder = None
-    named_object.forget()
-    own_object.imported.cache_clear()
 
 
 def here() -> Path:

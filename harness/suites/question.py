@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from harness.suites.trial import Trial
 
@@ -12,7 +12,6 @@ LEAST_STEPS: Final = 100  # of training, before which losses hardly depend on wh
 Said = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
 """What a suite may name with the key ``answer``; empty leaves it to the axes."""
 Quantity = Literal["loss", "step", "bytes", "error", "memory", "trials", "rate", "nodes", "size", "tokens"]
-SAID: Final[tuple[str, ...]] = tuple(word for word in get_args(Said) if word)
 
 
 def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:

@@ -99,8 +99,6 @@ class Settings:
                 raise Refusal(f"{flag} {size}: only 1: there is no tensor, model or pipeline parallelism")
         if self.save is None and (self.save_every or self.keep):
             raise Refusal(f"{'--save-every' if self.save_every else '--keep'}: where to? give --save FOLDER")
-        if self.fp16 and self.bf16:
-            raise Refusal("--fp16 and --bf16: expected at most one of them")
         if self.save is not None:
             check_writable(self.save, f"--save {self.save}:")
         if self.resume is not None:

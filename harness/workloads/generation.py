@@ -13,28 +13,24 @@ from harness.records.record import Token
 from harness.workloads.models import KeysAndValues
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """(B,) int64 of (B, vocab)."""
-    return logits.argmax(-1)
-
-
 def decode(
     model: nn.Module,
     prompt: Tensor,
     tokens: int,
     layers: int,
-    choose: Callable[[Tensor], Tensor] = likeliest,
+    choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
     """Decode ``tokens`` times after a prompt (B, T) int64, (B,) int64 each, in evaluation mode.
 
-    ``forward(tokens, None, past)`` gives (B, vocab) logits, of which ``choose`` makes tokens; each of the
-    ``layers`` has a cache.
+    ``forward(tokens, None, past)`` gives (B, vocab) logits, of which ``choose`` makes tokens, else the
+    likeliest; each of the ``layers`` has a cache.
     """
     past = [KeysAndValues() for _ in range(layers)]
     given = prompt
     for _ in range(tokens):
         with torch.no_grad():
-            chosen = choose(model(given, None, past))
+            logits = model(given, None, past)  # (B, vocab)
+            chosen = logits.argmax(-1) if choose is None else choose(logits)
         yield chosen
         given = chosen[:, None]
 

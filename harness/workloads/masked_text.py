@@ -16,11 +16,6 @@ _SHOWN_AS_MASK: Final = 205  # of 256: eight in ten
 _SHOWN_AT_RANDOM: Final = 231  # up to here, of 256: one in ten
 
 
-def targets_in(length: int) -> int:
-    """Number of targets among ``length`` positions; at least one."""
-    return max(1, round(SHARE * length))
-
-
 def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
     """(B, T) int64 masked tokens, and targets or ``NO_TARGET``, by the B ``keys``; ``vocab`` is the mask."""
     length = text.shape[1]
@@ -28,7 +23,7 @@ def masked(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
     for row, key in enumerate(keys):
         bits = hashlib.shake_128(f"{key}/mask".encode()).digest(10 * length)
         order = np.frombuffer(bits, dtype="<u8", count=length).argsort(kind="stable")
-        places = order[: targets_in(length)]
+        places = order[: max(1, round(SHARE * length))]
         fate, replacement = np.frombuffer(bits, dtype=np.uint8, offset=8 * length).reshape(2, length)
         targets[row, places] = text[row, places]
         random = places[fate[places] < _SHOWN_AT_RANDOM]

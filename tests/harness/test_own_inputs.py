@@ -18,8 +18,8 @@ import pytest
 from harness import cli
 from harness.measure import machine
 from harness.records.record import Record, read_all
-from harness.suites import folder as suite_folder
 from harness.workloads.input_digests import digests
+from tests.conftest import forget_suite
 from tests.report.conftest import undrawn
 
 __all__ = ["undrawn"]  # a fixture
@@ -153,7 +153,7 @@ def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     def zeropp(*arguments: str) -> Done:
         sys.modules.pop("mine", None)
         importlib.invalidate_caches()
-        suite_folder.forget()
+        forget_suite()
         capsys.readouterr()
         return Done(cli.main(arguments), capsys.readouterr().err)
 

@@ -18,7 +18,7 @@ from harness.measure.communication_error import Place, Sums, errors_of, mean_cos
 from harness.records.record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Model, Trial
 from impl.plan.topology import Topology
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_rank_trial import assembled, result, text, trial
@@ -109,16 +109,17 @@ def _captured(rank: Rank, assignment: Assignment, folder: Path) -> Outcome:
 
 def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:
     """The trials of suite ``algorithms`` on one topology, of a smaller model; each once."""
-    small = {"model": {"name": "gpt-tiny"}, "corpus": corpus, "sequence": 16, "tokens_per_rank": 32}
+    less = {
+        "model": Model(name="gpt-tiny"),
+        "corpus": corpus,
+        "sequence": 16,
+        "tokens_per_rank": 32,
+        "steps": 2,
+    }
+    cluster = Cluster(nodes=topology.nodes, ranks_per_node=topology.ranks_per_node)
     return [
-        Trial.model_validate(
-            {
-                **one.model_dump(exclude={"model", "corpus", "sequence", "tokens_per_rank", "cluster"}),
-                **small,
-                "policy": {**one.policy.model_dump(exclude_none=True), "max_padding": 9.0},
-                "cluster": {"nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node},
-                "steps": 2,
-            }
+        one.model_copy(
+            update={**less, "cluster": cluster, "policy": one.policy.model_copy(update={"max_padding": 9.0})}
         )
         for one in load(SUITES / "algorithms.toml").trials
         if one.repeat == 0 and one.topology() == topology

