@@ -31,7 +31,7 @@ from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
-from harness.cluster.rank_processes import end_if_in_group
+from harness.cluster.rank_processes import LaunchError, end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
 from harness.lab import command as lab
@@ -39,7 +39,7 @@ from harness.laws import command as check
 from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
 from harness.records import bench_record, reproduce, run_record
-from harness.records.record import RecordError, path_of, read, readable
+from harness.records.record import Record, RecordError, path_of, read, readable
 from harness.runs import launchers, slurm
 from harness.runs.feasibility import (
     Host,
@@ -57,6 +57,7 @@ from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
+from impl.codecs.codec import CodecError
 from report import command as report_command
 from report.command import RESULTS, ResultsFolder
 
@@ -92,38 +93,10 @@ app.command()(report_command.bundle)
 app.command()(report_command.compare)
 
 SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="SUITE.toml")]
-Question = Annotated[
-    str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
-]
-Sweeps = Annotated[
-    int,
-    typer.Option("--sweeps", min=1, help="How often the whole sweep shall have run, one after the other."),
-]
-Only = Annotated[str | None, typer.Option(help="Run this trial of the suite alone.", metavar="ID")]
-Reproduce = Annotated[
-    bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
-]
-Follow = Annotated[
-    bool,
-    typer.Option("--follow", help="Print each record of a suite file as it is written, until all are there."),
-]
-RetryFailed = Annotated[
-    bool,
-    typer.Option(
-        "--retry-failed",
-        help="Run failed trials again, too. Killed ranks, full disks and lost nodes are tried again anyway.",
-    ),
-]
-Report = Annotated[bool, typer.Option(help="Draw the report in the end, or leave it to zeropp report.")]
-ClusterFile = Annotated[
-    Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
-]
 MachineFile = Annotated[
     Path | None,
     typer.Option(
-        "--machine",
-        help="What zeropp calibrate wrote, or a published one: predict seconds.",
-        metavar="MACHINE.toml",
+        help="What zeropp calibrate wrote, or a published one: predict seconds.", metavar="MACHINE.toml"
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print all of it for programs, as JSON.")]
@@ -155,15 +128,13 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     impossible = sum(bool(one.problems) for one in found)
     if as_json and not as_csv:
         print(plan_rows.as_json(suite, found, made), end="")
-        raise typer.Exit(SOME_FAILED if impossible else OK)
-    if _print_rows(plan_rows.rows(found, made), as_json=as_json, as_csv=as_csv):
-        raise typer.Exit(SOME_FAILED if impossible else OK)
-    out = fitted_table.console()
-    terminal.forecasts(suite, found, out, made)
-    terminal.expected_time(expected(found), out)
-    if impossible:
-        out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
-        raise typer.Exit(SOME_FAILED)
+    elif not _print_rows(plan_rows.rows(found, made), as_json=as_json, as_csv=as_csv):
+        out = fitted_table.console()
+        terminal.forecasts(suite, found, out, made)
+        terminal.expected_time(expected(found), out)
+        if impossible:
+            out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
+    raise typer.Exit(SOME_FAILED if impossible else OK)
 
 
 @app.command()
@@ -198,10 +169,13 @@ def run(
     results: ResultsFolder = RESULTS,
     *,
     machine: MachineFile = None,
-    sweeps: Sweeps = 1,
-    only: Only = None,
-    retry_failed: RetryFailed = False,
-    report: Report = True,
+    sweeps: Annotated[int, typer.Option(min=1, help="How often the whole sweep shall have run.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Run this trial of the suite alone.", metavar="ID")] = None,
+    retry_failed: Annotated[
+        bool,
+        typer.Option("--retry-failed", help="Run all failed trials again, not those alone that were killed."),
+    ] = False,
+    report: Annotated[bool, typer.Option(help="Draw the report in the end, or leave it.")] = True,
 ) -> None:
     """Run a suite's missing trials, then build its report and print the report's path.
 
@@ -219,10 +193,9 @@ def run(
     if only is not None:
         asked = [suite.beginning(only, sweeps)]
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
-        more = [*(["--sweeps", str(sweeps)] if sweeps > 1 else []), *(["--retry-failed"] * retry_failed)]
-        more += ["--only", only] if only is not None else []
-        more += [] if report else ["--no-report"]
         check_feasible(file, forecast(asked, _host(suite)))
+        more = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
+        more += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
         _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
     place = launchers.place(suite.trials)
@@ -242,10 +215,8 @@ def run(
     times, each = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
     lines = [f"{suite.name}: {suite.question}"]
     lines += [f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}."]
-    if only is not None:
-        lines += [f"Of them {only} alone."]
-    if own:
-        lines += [f"The declared laws of {', '.join(own)} hold."]
+    lines += [f"Of them {only} alone."] if only is not None else []
+    lines += [f"The declared laws of {', '.join(own)} hold."] if own else []
     known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in there))) if there else {}
     if others := len({record.id for record in there} - known.keys()):
         what = f"{counted(others, 'record')} that this suite does not ask for"
@@ -255,15 +226,9 @@ def run(
     rest = batches(suite, sweeps, seconds_in(folder))
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
-            suite,
-            rest if only is None else [Batch(0, tuple(asked))],
-            folder,
-            progress,
-            nodes=nodes,
-            retry_failed=retry_failed,
-            total=len(asked),
-            on=made,
-        )
+            suite, rest if only is None else [Batch(0, tuple(asked))], folder, progress,
+            nodes=nodes, retry_failed=retry_failed, total=len(asked), on=made,
+        )  # fmt: skip
         status = INTERRUPTED
         if not outcome.interrupted:
             if report:
@@ -300,11 +265,17 @@ def trace(
 
 @app.command()
 def show(
-    what: Question,
+    what: Annotated[
+        str, typer.Argument(help="Suite name or file, results folder, or trial id.", metavar="SUITE-OR-ID")
+    ],
     results: ResultsFolder = RESULTS,
     *,
-    follow: Follow = False,
-    again: Reproduce = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Print each record of a suite file as it is written.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--reproduce", help="Of one trial: print the shell script that runs it again.")
+    ] = False,
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
@@ -340,7 +311,14 @@ def show(
 
 
 @app.command()
-def doctor(file: ClusterFile = None, *, as_json: Json = False, as_csv: Csv = False) -> None:
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(help="Suite file whose cluster's nodes to compare.", metavar="SUITE.toml")
+    ] = None,
+    *,
+    as_json: Json = False,
+    as_csv: Csv = False,
+) -> None:
     """Say what is there, what is missing, and what it would add; of a suite's cluster what its nodes have.
 
     With a suite whose cluster has a launcher, start it as `zeropp run`: the first node's prints the facts of
@@ -439,23 +417,22 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
     from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.progress import outcome
 
-    folder, asked, done = results / suite.name, 0, 0
+    folder, done, asked = results / suite.name, 0, 0
     for batch in batches(suite, 1, seconds_in(folder)):
-        left = [trial.id for trial in batch.trials]
-        asked += len(left)
-        while left:
-            for identity in left.copy():
-                path = path_of(folder, identity)
-                record = read(path) if path.exists() else None
-                failure = None if record is None else record.failure
-                if record is None or (failure is not None and failure.kind == "interrupted"):
-                    continue  # it runs again
-                left.remove(identity)
-                done += 1
-                line = f"[{done}/{asked}] {identity} {outcome(record)}"
-                out.print(line, markup=False, highlight=False, soft_wrap=True)
-            if left:
+        asked += len(batch.trials)
+        for trial in batch.trials:
+            while (record := _ended(path_of(folder, trial.id))) is None:
                 time.sleep(_FOLLOW_SECONDS)
+            done += 1
+            line = f"[{done}/{asked}] {trial.id} {outcome(record)}"
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ended(path: Path) -> Record | None:
+    """The record of a trial that does not run again; None as long as there is none."""
+    record = read(path) if path.exists() else None
+    interrupted = record is not None and record.failure is not None and record.failure.kind == "interrupted"
+    return None if interrupted else record
 
 
 def _follow_nodes(place: Place) -> int:
@@ -535,8 +512,12 @@ def _main(arguments: Sequence[str] | None) -> int:
         status = app(list(words), prog_name="zeropp", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except (SuiteError, RecordError, Refusal, LinkError, bench_record.BenchError, CheckpointError) as error:
+    except (SuiteError, RecordError, Refusal, LinkError, CheckpointError, CodecError) as error:
         return _complain(str(error), REFUSED)
+    except LaunchError as error:
+        words = str(error).splitlines()[0]
+        status = REFUSED if error.kind == "refused" else SOME_FAILED
+        return _complain(f"{words}; log {error.log}" if error.log else words, status)
     except OSError as error:
         return _complain(f"{error.filename or 'cannot go on'}: {error.strerror or error}", REFUSED)
     except Exception as error:

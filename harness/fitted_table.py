@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -48,17 +48,34 @@ class Column:
     whole: bool = False  # whether no cell is ever folded, since it is there to be copied
     cells: tuple[str, ...] = ()  # by row, as :func:`show` fills them in
 
+    @property
+    def heading(self) -> str:
+        """The name, and the unit behind a comma."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
 
-def bytes_unit(largest: float) -> tuple[int, str]:
-    """The decimal unit that fits a number of bytes: bytes of one, and its name."""
-    return pick_unit_and_suffix(int(largest), ["B", "kB", "MB", "GB", "TB"], 1000)
+
+def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
+    """The columns with their cells, and their names and units in full."""
+    for column in columns:
+        values = [row.get(column.key) for row in rows]
+        form, unit = column.form, column.unit
+        if form == BYTES:
+            largest = int(max((value for value in values if value is not None), default=0))
+            scale, prefix = pick_unit_and_suffix(largest, ["B", "kB", "MB", "GB", "TB"], 1000)
+            values = [None if value is None else value / scale for value in values]
+            form, unit = ".4g", f"{prefix}{unit}"
+        cells = []
+        for value, row in zip(values, rows, strict=True):
+            words = in_words(value) if not form or value is None else format(value, form)
+            cells.append(words + (row[column.mark] if column.mark else ""))
+        yield replace(column, name=column.name or column.key, unit=unit, cells=tuple(cells))
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Console, *, whole: str) -> None:
     """Print rows as a table that fits; ``whole`` names where all of it is to be had."""
     known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
     shown, same = list[Column](), list[str]()
-    for column in (_filled(one, rows) for one in known):
+    for column in filled(rows, known):
         if column.always or len(rows) == 1 or len(set(column.cells)) > 1:
             shown.append(column)
         else:
@@ -85,20 +102,6 @@ def say(line: str, out: Console) -> None:
         out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 
 
-def _filled(column: Column, rows: Sequence[Mapping[str, Any]]) -> Column:
-    values = [row.get(column.key) for row in rows]
-    form, unit = column.form, column.unit
-    if form == BYTES:
-        scale, prefix = bytes_unit(max(value for value in values if value is not None))
-        values = [None if value is None else value / scale for value in values]
-        form, unit = ".4g", f"{prefix}{unit}"
-    cells = []
-    for value, row in zip(values, rows, strict=True):
-        words = in_words(value) if not form or value is None else format(value, form)
-        cells.append(words + (row[column.mark] if column.mark else ""))
-    return replace(column, name=column.name or column.key, unit=unit, cells=tuple(cells))
-
-
 def _fits(table: Table, out: Console) -> bool:
     unbounded = out.options.update(width=10_000, max_width=10_000)
     return out.measure(table, options=unbounded).maximum <= out.width
@@ -107,9 +110,8 @@ def _fits(table: Table, out: Console) -> bool:
 def _table(columns: Sequence[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        heading = f"{column.name}, {column.unit}" if column.unit else column.name
         table.add_column(
-            escape(re.sub(r"(?<=[.])(?! )| ", "\n", heading)),
+            escape(re.sub(r"(?<=[.])(?! )| ", "\n", column.heading)),
             justify="right" if column.form else "left",
             no_wrap=column.whole,
             min_width=max(map(len, column.cells)) if column.whole else None,

@@ -29,24 +29,15 @@ _MODELLED: Final = (
 def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """One for each trial: who and where, what varies in the suite, and what is predicted.
 
-    Bytes are those of an optimizer step or of one generation.  Keys:
-        inter_bytes, intra_bytes: that all ranks send between and inside nodes by our wire; null for peers.
-        egress_bytes: that one node sends to the others.
-        wire_seconds: that egress_bytes take at the link's rate; no step is shorter.
-        least_seconds: of the trial's steps, untimed ones too, at that; what computing takes is not in it.
-        memory_bytes, host_bytes: of the fullest rank, without activations, on its device and on the host.
-        runs_here: whether it can run on this machine; ``why`` says why not.
+    Bytes are those of an optimizer step or of one generation, null for peers; ``egress_bytes`` are what one
+    node sends to the others, ``wire_seconds`` what these take at the link's rate, ``least_seconds`` that of
+    all steps, and ``memory_bytes`` are of the fullest rank without activations.
 
-    On a ``machine`` also, prefixed with ``modelled_`` and empty for peers and generation:
-        seconds: of a step; low_seconds, high_seconds: within two of the calibration's standard deviations,
-            which are of logarithms; empty for a machine that was not calibrated.
-        compute_seconds, wire_seconds, exposed_seconds: of a step, which overlap.
-        critical: the resource that is busy longest.
-        tokens_per_second: of all ranks together.
-        tflops: floating-point operations a second and rank, 6 a parameter and token, 8 with activation
-            checkpointing, in units of 1e12.
-        speed_up: over ZeRO-3 in the same setting, the one with the fewest changes of its policy.
-        basis: *calibrated* inside what the machine was measured with, else *transferred*.
+    On a ``machine`` also, prefixed with ``modelled_`` and null for peers and generation, the seconds of a
+    step, ``low_seconds`` and ``high_seconds`` within two of the calibration's standard deviations (of
+    logarithms), the resource that is busy longest as ``critical``, ``tokens_per_second`` of all ranks,
+    ``tflops`` a rank, of 6 operations a parameter and token, 8 with activation checkpointing, ``speed_up``
+    over ZeRO-3 in the same setting, and as ``basis`` whether the machine was measured there.
     """
     varying = varying_paths([one.trial.canonical() for one in found])
     table = [_row(one, varying) for one in found]

@@ -14,7 +14,7 @@ from rich.table import Table
 from harness import fitted_table
 from harness.errors import one_line
 from harness.expected_time import Expected
-from harness.fitted_table import BYTES, Column
+from harness.fitted_table import BYTES, Column, filled
 from harness.plan_rows import of_records, rows
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
@@ -37,7 +37,6 @@ from harness.suites.question import LEAST_STEPS
 from harness.suites.suite_file import flatten
 from impl.plan.step_time import Machine
 
-_MOST_CELLS: Final = 6  # that are named one by one
 _NOTES: Final = (
     "between, inside nodes: what all ranks send in an optimizer step (or one generation); out of a node: "
     "what one node sends to others; on the wire: the time that this takes at the link's rate; memory/rank: "
@@ -81,22 +80,20 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     On a ``machine`` also what its steps are predicted to take.
     """
     cells = {one.trial.model_copy(update={"repeat": 0, "seed": 0}).id: one for one in reversed(found)}
-    varying = [
-        path for path in varying_paths([one.trial.canonical() for one in cells.values()]) if path != "seed"
-    ]
+    trials = [one.trial.canonical() for one in cells.values()]
+    varying = [path for path in varying_paths(trials) if path != "seed"]
     come = {path: list(dict.fromkeys(at(one.trial.canonical(), path) for one in found)) for path in varying}
-
-    def place(one: Forecast) -> list[int]:
-        """By what varies, in the order in which the values first came."""
-        return [values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())]
-
-    shown = sorted(cells.values(), key=place)
+    shown = sorted(  # by what varies, in the order in which the values first came
+        cells.values(),
+        key=lambda one: [
+            values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())
+        ],
+    )
     fitted_table.say(f"{suite.name}: {suite.question}", out)
     count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
     fitted_table.say(f"{count}. Stated time: {suite.time}.", out)
     if suite.merged:
-        more = len(suite.merged) - _MOST_CELLS
-        same = "; ".join(suite.merged[:_MOST_CELLS]) + (f"; and {more} more" if more > 0 else "")
+        same = "; ".join(suite.merged)
         fitted_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.", out)
     peers = dict.fromkeys(one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
@@ -227,11 +224,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
         **{f"ran {name}": value for name, value in one.ran.items()},
         "padding of its units": f"{one.padding:.1%} of them" if one.units else NONE,
-        "median step, s": row["step_seconds"],
-        "exposed communication, s": row["exposed_seconds"],
-        "between nodes, a step": _size(row["inter_bytes"]) + _mark(row),
-        "achieved rate, Mbit/s": row["rate_mbit"],
-        "last loss": row["loss"],
+        **{column.heading: column.cells[0] for column in filled([row | {"mark": _mark(row)}], _MEASURED)},
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
         "ledger equals prediction": None if one.predicted is None else one.predicted.equal,
@@ -271,11 +264,3 @@ def compared(found: Sequence[Mapping[str, Any]], out: Console) -> None:
     hosts = len(set(found[0]["values"]))
     many = f"{count} nodes on {counted(hosts, 'host')}"
     out.print(f"{many}: no network is between those of one host." if hosts < count else f"{many}.")
-
-
-def _size(size: float | None) -> str:
-    """Bytes with a decimal unit, four digits."""
-    if size is None:
-        return NONE
-    scale, unit = fitted_table.bytes_unit(size)
-    return f"{size / scale:.4g} {unit}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,6 +19,7 @@ from rich.console import Console
 from scipy.optimize import nnls
 
 from harness.bench import codecs as bench_codecs
+from harness.bench.rounds import timed
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, run_ranks
@@ -48,7 +48,6 @@ _CODEC_SECONDS: Final = 0.2  # for each operation
 _CODEC_MEBIBYTES: Final = 2  # of elements: as large as the shards of small models are
 _MESSAGES: Final = 200  # tiny ones, one after the other
 _TIMEOUT_SECONDS: Final = 600.0
-_DRIFT: Final = 0.05  # between the first trial and the same at the end, from which on it is said
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is held to the rate
     ("gpt-small", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 256, "zero3", False),
@@ -87,12 +86,6 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
         raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")
     records = [read(path_of(folder, trial.id)) for trial in asked]
     measured = [Measured.of(trial, record) for trial, record in zip(asked, records, strict=True)]
-    if (drift := abs(measured[-1].took / measured[0].took - 1)) > _DRIFT:
-        console.print(
-            f"The first trial's step took {measured[0].took:.3f} s, and {measured[-1].took:.3f} s at the "
-            f"end, {drift:.0%} apart: predictions can be no better.",
-            soft_wrap=True,
-        )
     log = folder / "calibration.log"
     with open_link(Cluster(nodes=2), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
@@ -112,7 +105,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
             latency=statistics.median(latencies),
             processors=host.cores(),
             emulated=True,
-            spread=drift,
+            spread=abs(measured[-1].took / measured[0].took - 1),  # its drift
             date=f"{datetime.now(UTC):%Y-%m-%d}",
             host=host.identity(),
             codecs=codecs[0],
@@ -209,27 +202,28 @@ def _fitted(
 def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
     """Median seconds of a tiny all-gather between nodes; on rank 0 seconds of an element by codec."""
     mesh = Mesh.create(rank.topology)
-    wire, axis, took = Wire(mesh), rank.topology.node_axis, []
-    for _ in range(messages):
-        begun = time.perf_counter()
-        exchange = wire.all_gather(axis, 64, Tag("step", "control"))
+    wire = Wire(mesh)
+
+    def gather() -> None:
+        exchange = wire.all_gather(rank.topology.node_axis, 64, Tag("step", "control"))
         exchange.send.zero_()
         exchange.post()
         exchange.wait()
         exchange.close()
-        took.append(time.perf_counter() - begun)
+
+    latency = statistics.median(timed(gather)() for _ in range(messages))
     if rank.rank:
-        return statistics.median(took), {}
+        return latency, {}
     samples = bench_codecs.measure(
         rank, codecs=CODECS, backends=("cpu",), kinds=("fp32",), mebibytes=_CODEC_MEBIBYTES,
         seconds=_CODEC_SECONDS,
     )  # fmt: skip
     seconds = {  # of an fp32 element
-        (one.names["codec"], one.names["operation"]): statistics.median(one.seconds)
+        (one.names["codec"], one.names["operation"]): 4
+        * statistics.median(one.seconds)
         / one.sizes["element_bytes"]
-        * 4
         for one in samples
     }
-    return statistics.median(took), {
+    return latency, {
         text: CodecCost(encode=seconds[text, "encode"], decode=seconds[text, "decode"]) for text in CODECS
     }

@@ -7,7 +7,7 @@ allocate; an all-gather ends when the whole tensor is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Final
@@ -19,11 +19,10 @@ from torch import Tensor
 from harness.bench.rounds import interleaved, timed
 from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
-from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
-from impl.plan.policy import Gather, Policy, Reduce
-from impl.plan.topology import Axis, Topology
+from impl.plan.policy import Gather, Reduce
+from impl.plan.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")
@@ -87,24 +86,19 @@ def _contenders(
     mesh: Mesh, wires: list[Wire], whole: Tensor, mine: Tensor, out: Tensor
 ) -> Iterator[Contender]:
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
-    for text, wire in product(CODECS, wires):
-        codec, names = parse(text), {"codec": text, "transport": wire.transport}
-        for gather in GATHERS:
-            gathered, _ = Policy(weights=codec, gather=gather).gather_axes(topology)
-            if wire.transport == "backend" or any_inside(topology, gathered):
-                run = partial(quantized_all_gather, mine, codec, mesh, gather=gather, wire=wire, out=rows)
-                yield names | {"operation": "all_gather", "algorithm": gather}, wire, run
-        for reduce in REDUCTIONS:
-            hops = Policy(gradients=(codec, codec), reduce=reduce).reduce_axes(topology)
-            inside = any_inside(topology, (axis for axis, _ in hops))
-            # A step of the ring is the backend's inside a node too.
-            if wire.transport == "backend" or (inside and reduce != "ring"):
-                run = partial(quantized_reduce_scatter, whole, codec, mesh, reduce=reduce, wire=wire)
-                yield names | {"operation": "reduce_scatter", "algorithm": reduce}, wire, run
+    for codec, wire in product(CODECS, wires):
+        names = {"codec": codec, "transport": wire.transport}
+        for gather in (name for name in GATHERS if _carries(wire.transport, name, topology)):
+            run = partial(quantized_all_gather, mine, codec, mesh, gather=gather, wire=wire, out=rows)
+            yield names | {"operation": "all_gather", "algorithm": gather}, wire, run
+        for reduce in (name for name in REDUCTIONS if _carries(wire.transport, name, topology)):
+            run = partial(quantized_reduce_scatter, whole, codec, mesh, reduce=reduce, wire=wire)
+            yield names | {"operation": "reduce_scatter", "algorithm": reduce}, wire, run
 
 
-def any_inside(topology: Topology, axes: Iterable[Axis]) -> bool:
-    """Whether a hop that sends lies inside a node: no other is carried by shared memory."""
-    return any(
-        axis.size > 1 and len({topology.node_of(rank) for rank in axis.group(0)}) == 1 for axis in axes
-    )
+def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topology) -> bool:
+    """Whether a hop goes by a transport: by shared memory those inside a node, but for a ring's steps."""
+    if transport == "backend":
+        return True
+    inside = algorithm in ("hierarchical", "two_hop") or (topology.nodes == 1 and algorithm != "ring")
+    return inside and topology.ranks_per_node > 1

@@ -22,16 +22,14 @@ Coding = tuple[str, str, int, Callable[[], object], Callable[[], object]]
 
 
 def why_missing(name: str) -> str | None:
-    """How to install a peer that is missing; None if it is installed."""
+    """Why a peer is missing, and how to install it; None if it is there."""
     if name == "deepspeed" and not torch.cuda.is_available():
         return "deepspeed: its quantisers need a CUDA device"
     if name == "torch.compile" and not any(map(shutil.which, ("g++", "clang++"))):
         return "torch.compile needs a C++ compiler: looked for g++, clang++"
-    if importlib.util.find_spec(name.partition(".")[0]) is not None:
-        return None
-    if name == "deepspeed":
-        return "deepspeed is not installed: pip install -c constraints.txt -e '.[deepspeed]'"
-    return f"{name} is not installed: pip install -c constraints.txt -e '.[peers]'"
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        return f"{name} is not installed: pip install {name}"
+    return None
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -44,12 +42,7 @@ def codings(name: str, x: Tensor) -> Iterator[Coding]:
     """The quantisers of peer ``name`` for elements ``x`` (S,)."""
     # An OpenMP of its own reads this when it is loaded; the process is an entry point.
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    return {
-        "bitsandbytes": _bitsandbytes,
-        "torchao": _torchao,
-        "torch.compile": _compiled,
-        "deepspeed": _deepspeed,
-    }[name](x)
+    return dict(zip(QUANTISERS, (_bitsandbytes, _torchao, _compiled, _deepspeed), strict=True))[name](x)
 
 
 def _bitsandbytes(x: Tensor) -> Iterator[Coding]:

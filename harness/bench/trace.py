@@ -6,16 +6,17 @@ a clock; ``chrome://tracing`` and ui.perfetto.dev open the file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -95,32 +96,25 @@ def traced_step(rank: Rank, assignment: Assignment) -> Traced:
         seconds = timed(partial(run.step, warmup + 1))()
     dist.barrier()
     run.strategy.close()
-    return Traced(
-        [*computing(timeline.spans), *(s for s in timeline.spans if s.lane != _PART)], seconds, before
-    )
+    others = [span for span in timeline.spans if span.lane != _PART]
+    return Traced([*computing(timeline.spans), *others], seconds, before)
 
 
-@contextlib.contextmanager
-def _operations_noted(timeline: Timeline) -> Iterator[None]:
+def _operations_noted(timeline: Timeline) -> AbstractContextManager[Any]:
     """Inside, calls of the codecs' operations are noted; they are called by the names of :mod:`impl.ops`."""
-    plain = {name: getattr(ops, name) for name in _OPERATIONS}
 
     def noted(name: str) -> Callable[..., None]:
+        plain = getattr(ops, name)
+
         def call(*arguments: Any, **named: Any) -> None:
             begin = time.perf_counter()
-            plain[name](*arguments, **named)
+            plain(*arguments, **named)
             codec = arguments[1] if name == "decode_sum_encode" else arguments[0]
             timeline.add(CODING, f"{name.replace('_', ', ')} {codec}", begin)
 
         return call
 
-    try:
-        for name in _OPERATIONS:
-            setattr(ops, name, noted(name))
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(ops, name, function)
+    return mock.patch.multiple(ops, **{name: noted(name) for name in _OPERATIONS})
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
@@ -129,33 +123,21 @@ def computing(spans: Sequence[Span]) -> list[Span]:
     found = []
     for part in (span for span in spans if span.lane == _PART):
         at = part.begin
-        for begin, end in busy:
-            if end <= at or begin >= part.end:
-                continue
-            if begin > at:
-                found.append(Span(COMPUTE, part.name, at, begin))
+        for begin, end in [*busy, (part.end, part.end)]:
+            if at < (until := min(begin, part.end)):
+                found.append(Span(COMPUTE, part.name, at, until))
             at = max(at, end)
-        if at < part.end:
-            found.append(Span(COMPUTE, part.name, at, part.end))
     return found
-
-
-def slowest(ranks: Sequence[Traced]) -> tuple[float, float]:
-    """Seconds of the slowest rank's step, and of its step before."""
-    return max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
 
 
 def told(ranks: Sequence[Traced]) -> str:
     """What a trace shows, in a line."""
-    seconds, before = slowest(ranks)
-    shares = [hidden(rank.spans) for rank in ranks]
-    said = (
-        f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
-    )
-    total = statistics.fmean(total for total, _ in shares)
+    seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
+    more = f"{seconds / before - 1:+.0%}"
+    said = f"a step of {seconds:.3f} s ({more} against the one before, which nothing noted)"
+    total, behind = map(statistics.fmean, zip(*(hidden(rank.spans) for rank in ranks), strict=True))
     if not total:
         return f"{said}; nothing was sent between nodes"
-    behind = statistics.fmean(behind for _, behind in shares)
     return (
         f"{said}; messages between nodes were under way for {total:.3f} s, {behind / total:.0%} of it behind "
         "other work"
@@ -167,47 +149,35 @@ def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
     overlap.
     """
     topology = trial.topology()
-    seconds, before = slowest(ranks)
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []
     for number, rank in enumerate(ranks):
         name = f"rank {number}, node {topology.node_of(number)}"
-        events.append(_named("process_name", number, 0, name))
-        threads = 0
-        for lane in LANES:
-            for row in _rows([span for span in rank.spans if span.lane == lane]):
-                threads += 1
-                events.append(_named("thread_name", number, threads, lane))
-                events.append(_named("thread_sort_index", number, threads, threads, "sort_index"))
-                events += [
-                    {
-                        "ph": "X",
-                        "name": span.name,
-                        "cat": lane,
-                        "ts": (span.begin - start) * 1e6,
-                        "dur": (span.end - span.begin) * 1e6,
-                        "pid": number,
-                        "tid": threads,
-                        "args": {"bytes": span.nbytes} if span.nbytes else {},
-                    }
-                    for span in row
-                ]
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {
-            "trial": trial.id,
-            "strategy": trial.strategy,
-            "pool": pool,
-            "seconds": seconds,
-            "before": before,
-            "shows": told(ranks),
-        },
+        events.append(_named("process", number, 0, name))
+        rows = [(lane, row) for lane in LANES for row in _rows([s for s in rank.spans if s.lane == lane])]
+        for thread, (lane, row) in enumerate(rows, 1):
+            events.append(_named("thread", number, thread, lane))
+            events += [
+                {
+                    "ph": "X", "name": span.name, "cat": lane, "pid": number, "tid": thread,
+                    "ts": (span.begin - start) * 1e6, "dur": (span.end - span.begin) * 1e6,
+                    "args": {"bytes": span.nbytes} if span.nbytes else {},
+                }
+                for span in row
+            ]  # fmt: skip
+    about = {
+        "trial": trial.id,
+        "strategy": trial.strategy,
+        "pool": pool,
+        "seconds": max(rank.seconds for rank in ranks),
+        "before": max(rank.before for rank in ranks),
+        "shows": told(ranks),
     }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _named(what: str, process: int, thread: int, value: str | int, key: str = "name") -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {key: value}}
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
@@ -216,7 +186,6 @@ def _rows(spans: list[Span]) -> list[list[Span]]:
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((row for row in rows if row[-1].end <= span.begin), None)
         if free is None:
-            rows.append([span])
-        else:
-            free.append(span)
+            rows.append(free := [])
+        free.append(span)
     return rows

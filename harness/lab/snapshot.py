@@ -36,7 +36,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         Refusal: for steps that the trial has not, a peer of DeepSpeed's, or a file that cannot be written.
     """
     count = trial.warmup + trial.steps
-    if not steps or min(steps) < 0 or max(steps) >= count:
+    if max(steps) >= count:
         raise Refusal(f"--steps {', '.join(map(str, steps))}: expected some of 0 to {count - 1}")
     if trial.workload != "train":
         raise Refusal(f"workload = {trial.workload!r}: a snapshot is of training")
@@ -55,8 +55,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     for step in range(max(steps) + 1):
-        if schedule is not None:
-            set_rates(optimizer, schedule, step)
+        set_rates(optimizer, schedule, step)
         gradients = _gradients(model, units, single, step, topology.world)
         for unit in units:
             mean = gradients[unit.name].sum(0) / (topology.world * trial.accumulation)
@@ -88,8 +87,7 @@ def _laid_out(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]
     found = {unit.name: torch.zeros(unit.padded) for unit in units}
     for unit in units:
         for slot in unit.slots:
-            value = values[slot.spec.name]
-            if value is not None:
+            if (value := values[slot.spec.name]) is not None:
                 found[unit.name][slot.offset : slot.end] = value.detach().flatten()
     return found
 
@@ -103,7 +101,7 @@ def _gradients(
         for rank, batch in enumerate(micro):
             model(*batch).backward()
             mine = _laid_out(units, {name: one.grad for name, one in model.named_parameters()})
-            for unit in units:
-                whole[unit.name][rank] += mine[unit.name]
+            for name, gradient in mine.items():
+                whole[name][rank] += gradient
             model.zero_grad()
     return whole

@@ -23,10 +23,6 @@ Kind = Literal["codec", "collective", "step", "hops"]
 ElementType = Literal["fp32", "bf16", "fp16"]
 
 
-class BenchError(Exception):
-    """A benchmark cannot be run as asked; one line that names the numbers."""
-
-
 class Sample(BaseModel, extra="forbid", frozen=True):
     """One contender, timed in every round beside a reference, so that what drifts cancels in their ratio."""
 
