@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.laws import ELEMENTS
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, place, title
 from harness.laws.rounding_edges import edge_rows
-from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Dtype, Law, Raw
+from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Blocked, Dtype, Law
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
@@ -138,7 +138,7 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
     kind: Dtype = "fp32" if "fp32" in subject.kinds else subject.kinds[0]  # that most is tried in
     tried = subject.kinds if claim is Duty.BITS else (kind,)
     found = [(kind, row[: min(LONGEST, elements)]) for row in x]
-    if codec is not None and not isinstance(codec, Raw) and (claim is Duty.BITS or subject.specification):
+    if isinstance(codec, Blocked) and (claim is Duty.BITS or subject.specification):
         rows = [(each, row) for each in tried for row in edge_rows(codec, each, noise)]
         found += [(each, row) for each, row in rows if row.numel() <= elements]
     if elements > LONGEST:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -63,7 +62,7 @@ def codecs(
     """Try every declared law on hostile rows; print the smallest row that breaks one."""
     from harness.laws.adversarial_rows import outcome
 
-    subjects, left_out = _subjects(tuple(codec or ()), tuple(backend or ()))
+    subjects, left_out = _subjects(codec or [], backend or [])
     out = fitted_table.console()
     found = {
         subject: {
@@ -72,12 +71,19 @@ def codecs(
         }
         for subject in subjects
     }
-    show(found, out)
+    out.print(_table(found))
+    broken = [
+        (subject, claim, one.violation)
+        for subject, each in found.items()
+        for claim, one in each.items()
+        if one.violation is not None
+    ]
+    lines = [line for violation in broken for line in in_lines(*violation)] + left_out
     if examples < EXAMPLES:
-        left_out.append(f"On {examples} rows a law, not {EXAMPLES}: more find faults that these do not.")
-    for line in left_out:
+        lines.append(f"On {examples} rows a law, not {EXAMPLES}: more find faults that these do not.")
+    for line in lines:
         out.print(escape(line), soft_wrap=True)
-    if any(one.violation for each in found.values() for one in each.values()):
+    if broken:
         raise typer.Exit(VIOLATED)
 
 
@@ -109,32 +115,25 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
     return sorted(map(str, codecs))
 
 
-def show(found: Mapping[Subject, Mapping[Claim, Outcome]], out: Console) -> None:
-    """Print the table of subjects and the claims that any makes, then every smallest violation found."""
+def _table(found: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
+    """Subjects, and the claims that any makes."""
     from harness.laws.laws import Duty, title
 
     made = {claim for each in found.values() for claim in each}
     claims: list[Claim] = [claim for claim in (*Duty, *Law) if claim in made]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("codec", overflow="fold")
-    for claim in claims:
-        table.add_column(title(claim))
+    table = Table("codec", *map(title, claims), box=box.SIMPLE_HEAD)
+    table.columns[0].overflow = "fold"
     for subject, each in found.items():
         words = {
             claim: "[bold red]FAILS[/]" if one.violation else f"holds {one.cases}"
             for claim, one in each.items()
         }
         table.add_row(escape(subject.name), *(words.get(claim, NONE) for claim in claims))
-    out.print(table)
-    for subject, each in found.items():
-        for claim, one in each.items():
-            if one.violation is not None:
-                for line in in_lines(subject, claim, one.violation):
-                    out.print(escape(line), soft_wrap=True)
+    return table
 
 
 def in_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """A violation in lines: what is broken and how far, the row, its bits, its frame and scales."""
+    """A violation in lines: what is broken and how far, the row, its bits and its frame."""
     from harness.laws.laws import title
 
     x, size = violation.x, violation.x.element_size()
@@ -148,22 +147,15 @@ def in_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
         f"  smallest row found, {x.numel()} of {kind}: {' '.join(values)}{more}",
         f"  in hex: {' '.join(patterns)}{more}",
     ]
-    if violation.frame is None:
-        return lines
-    frame = _bytes(violation.frame)
-    lines.append(f"  frame, {len(frame)} bytes: {frame[:_MOST_SHOWN].hex(' ')}{_more(len(frame))}")
-    if subject.codec is not None and subject.codec.scale_bytes(x.numel()):
-        start = subject.codec.scales_at(x.numel())
-        scales = frame[start : start + subject.codec.scale_bytes(x.numel())]
-        lines.append(f"  its scales, from byte {start}: {scales[:_MOST_SHOWN].hex(' ')}{_more(len(scales))}")
+    if violation.frame is not None:
+        frame = _bytes(violation.frame)
+        lines.append(f"  frame, {len(frame)} bytes: {frame[:_MOST_SHOWN].hex(' ')}{_more(len(frame))}")
     return lines
 
 
 def _bytes(x: Tensor) -> bytes:
-    """Of a contiguous tensor, little-endian."""
-    import torch
-
-    return bytes(x.contiguous().view(torch.uint8).tolist())
+    """Of a tensor, little-endian."""
+    return bytes(x.clone().untyped_storage())
 
 
 def _more(count: int) -> str:
@@ -181,13 +173,10 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
     ours: list[Codec] = [each for each in named if not isinstance(each, Subject)]
     if backends and not ours:
         raise Refusal(f"--backend {backends[0]}: {own[0].name} brings its own code; leave the option out")
-    for name in backends:
-        reason = subject.missing(name)
-        if reason is not None:
-            raise Refusal(reason)
-    here, left_out = backends, []
-    if ours and not backends:
-        reasons = {name: subject.missing(name) for name in subject.BACKENDS}
-        here = [name for name, reason in reasons.items() if reason is None]
-        left_out = [f"not here: {reason}" for reason in reasons.values() if reason is not None]
+    asked = backends or (subject.BACKENDS if ours else ())
+    reasons = {name: reason for name in asked if (reason := subject.missing(name)) is not None}
+    if backends and reasons:
+        raise Refusal(next(iter(reasons.values())))
+    here = [name for name in asked if name not in reasons]
+    left_out = [f"not here: {reason}" for reason in reasons.values()]
     return [*(subject.of_codec(each, name) for name in here for each in ours), *own], left_out

@@ -10,7 +10,7 @@ import enum
 import math
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from impl.codecs import reference
-from impl.codecs.codec import LARGEST, Block, Blocked, BuiltIn, Codec, Dtype, Law, OwnCodec, Raw
+from impl.codecs.codec import LARGEST, Block, Codec, Dtype, Law, Raw
 from impl.codecs.reference import DTYPES, NAMES
 from impl.codecs.rounding_noise import OCTET, Noise
 
@@ -42,7 +42,7 @@ class Duty(enum.Enum):
 
     FRAME = "a frame is written whole, nothing beyond it, and alone decides what it decodes to"
     BITS = "frames and decoded elements equal the reference's, bit for bit"
-    LOCAL = "changing one block changes no other block's codes, scale and decoded elements"
+    LOCAL = "changing one block changes no other block's decoded elements"
     SUM = "decode_sum is the fp32 sum of what each frame decodes to, in ascending order"
     FUSED = "decode_sum_encode writes the frame of that sum, byte for byte"
 
@@ -77,9 +77,7 @@ class Subject:
     decode_sum: Callable[[Tensor, Tensor], None] | None = None
     # from frames (sources, F) of S elements, and random bits, into the frame (F,) of their sum; likewise
     decode_sum_encode: Callable[[Tensor, Tensor, int, Noise | None], None] | None = None
-    codec: BuiltIn | None = None  # the codec of ours that it implements, or None
-    # what it is to equal bit for bit by the reference: ``codec``, a published format, or None
-    equals: Codec | None = None
+    codec: Codec | None = None  # of ours, or a published format: what it is to equal bit for bit, if any
     specification: bool = False  # whether it is the reference itself, which is not compared with itself
 
     @property
@@ -87,7 +85,7 @@ class Subject:
         """All properties to check: duties first, then its laws in declaration order."""
         owed = {
             Duty.FRAME: True,
-            Duty.BITS: self.equals is not None and not self.specification,
+            Duty.BITS: self.codec is not None and not self.specification,
             Duty.LOCAL: self.block != "shard",
             Duty.SUM: self.decode_sum is not None,
             Duty.FUSED: self.decode_sum_encode is not None,
@@ -134,12 +132,6 @@ def place(error: BaseException) -> str:
     return ""
 
 
-def block_slices(block: Block, numel: int) -> Iterator[slice]:
-    """Slices of the blocks of a row of ``numel`` elements; the last may be short."""
-    size = numel if block == "shard" else block
-    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
-
-
 def blocks_of(x: Tensor, block: Block) -> Tensor:
     """(blocks, size) elements of a row (S,); a short last block repeats the row's last element."""
     size = x.numel() if block == "shard" else min(block, x.numel())
@@ -163,6 +155,11 @@ class _Trip:
         """Raise a violation for the first broken element of a row."""
         if bool(broken.any()):
             raise Violation(words(int(broken.int().argmax())), self.x, self.frame)
+
+    def equal(self, got: Tensor, wanted: Tensor, words: str) -> None:
+        """Raise a violation for the first of two tensors' numbers, or bytes, that differ."""
+        differs = ~_same(got, wanted)
+        self.refuse(differs, lambda i: words.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 
     def went(self, i: int) -> str:
         """An element and what became of it."""
@@ -265,12 +262,10 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 def _unbiased(subject: Subject, case: Case) -> None:
     """Check the mean of ``DRAWS`` encodings with independent random bits, for the first ``DRAWN`` elements.
 
-    By the empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, both sides) the mean of N decoded
-    values within ``b`` of the element, with sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N -
-    1))`` of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  On top ``2^-12 b``, for 16 random bits and a
-    rotation's roundings, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found, of
-    0.02 is not; the reference's is proved to be below 2^-16 of a step
-    (``tests/impl/codecs/test_rounding_noise.py``).
+    By the empirical Bernstein bound (Maurer and Pontil 2009, theorem 4, both sides) the mean of N values
+    within ``b`` of the element, with sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))``
+    of its expectation, ``L = ln(4 S / FALSE_ALARM)``.  On top ``2^-12 b``, for 16 random bits and a
+    rotation's roundings, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()
@@ -315,29 +310,15 @@ def _frame(subject: Subject, case: Case) -> None:
         _refuse_beyond(around, rubbish, f"bytes beyond the frame's {size}", trip)
         _refuse_beyond(wide, number, f"elements beyond the row's {numel}", trip)
     trip, again = trips
-    trip.refuse(
-        trip.frame != again.frame,
-        lambda i: (
-            f"byte {i} of {size} depends on what was there: {trip.frame[i]:02x} or {again.frame[i]:02x}"
-        ),
-    )
-    trip.refuse(
-        ~_same(trip.decoded, again.decoded),
-        lambda i: (
-            f"element {i} depends on what was there: {_text(trip.decoded[i])} or {_text(again.decoded[i])}"
-        ),
-    )
+    depends = "depends on what was there: {got} or {wanted}"
+    trip.equal(trip.frame, again.frame, f"byte {{i}} of {size} {depends}")
+    trip.equal(trip.decoded, again.decoded, f"element {{i}} {depends}")
     other = torch.where(x > 0, -0.5, 3.0).to(x.dtype)  # differs in every element, in sign or by a lot
     _through(subject, other, case.noise, case.out)
     later = torch.full_like(trip.decoded, 7.0, device=subject.device)
     subject.decode(trip.frame.to(subject.device, copy=True), later)
-    trip.refuse(
-        ~_same(trip.decoded, later.cpu()),
-        lambda i: (
-            f"element {i} depends on more than its frame: {_text(trip.decoded[i])}, and "
-            f"{_text(later[i])} once another row was encoded"
-        ),
-    )
+    words = "element {i} depends on more than its frame: {got}, and {wanted} once another row was encoded"
+    trip.equal(trip.decoded, later.cpu(), words)
 
 
 def _refuse_beyond(around: Tensor, held: float, what: str, trip: _Trip) -> None:
@@ -349,7 +330,7 @@ def _refuse_beyond(around: Tensor, held: float, what: str, trip: _Trip) -> None:
 
 def _bits(subject: Subject, case: Case) -> None:
     """Check frames byte by byte and elements bit by bit against the reference; all NaN are equal."""
-    codec = subject.equals
+    codec = subject.codec
     assert codec is not None  # noqa: S101  # a claim of those alone that equal one
     numel = case.x.numel()
     size, ours = subject.promises.frame_bytes(numel), codec.frame_bytes(numel)
@@ -359,15 +340,7 @@ def _bits(subject: Subject, case: Case) -> None:
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)
     reference.decode(codec, wanted, elements)
-    known = not isinstance(codec, OwnCodec)  # where its scales start
-    scales_at = codec.scales_at(numel) if known else 0
-    trip.refuse(
-        trip.frame != wanted,
-        lambda i: (
-            f"byte {i} of the frame {('(scales) ', '(codes) ')[i < scales_at] if known else ''}is "
-            f"{trip.frame[i]:02x}, the reference's {wanted[i]:02x}"
-        ),
-    )
+    trip.equal(trip.frame, wanted, "byte {i} of the frame is {got}, the reference's {wanted}")
     bits = {4: torch.int32, 2: torch.int16}[elements.element_size()]
     equal = (trip.decoded.view(bits) == elements.view(bits)) | (trip.decoded.isnan() & elements.isnan())
     trip.refuse(~equal, lambda i: f"{trip.went(i)}, in the reference to {_text(elements[i])}")
@@ -377,12 +350,12 @@ def _local(subject: Subject, case: Case) -> None:
     """Check that the first, a middle and the last block, changed in turn, leave all others as they were;
     where the codec says what a block with a NaN becomes, also one that holds a NaN.
     """
-    x, codec = case.x, subject.codec
-    blocks = list(block_slices(subject.block, x.numel()))
+    x = case.x
+    count, size = blocks_of(x, subject.block).shape
     trip = _through(subject, x, case.noise, case.out)
     fills = [math.nan] if Law.NONFINITE in subject.promises.laws else []
-    for number in sorted({0, len(blocks) // 2, len(blocks) - 1}):
-        where = blocks[number]
+    for number in sorted({0, count // 2, count - 1}):
+        where = slice(number * size, min((number + 1) * size, x.numel()))
         part = x[where].float()
         others = [torch.where(part.abs() > 1, part / 256, part * 256 + 3), *(part + fill for fill in fills)]
         for other in others:
@@ -393,21 +366,6 @@ def _local(subject: Subject, case: Case) -> None:
             differs[where] = False
             told = f"once elements {where.start} to {where.stop - 1}, another block, were changed"
             trip.refuse(differs, lambda i: f"{trip.went(i)}, and to {_text(again.decoded[i])} {told}")  # noqa: B023
-            if codec is not None and not isinstance(codec, Raw):
-                moved = (trip.frame != again.frame) & ~_bytes_of(codec, x.numel(), number, where)
-                trip.refuse(moved, lambda i: f"byte {i} of the frame changed {told}")  # noqa: B023
-
-
-def _bytes_of(codec: Blocked, numel: int, number: int, where: slice) -> Tensor:
-    """(F,) bool: the bytes of a frame with codes or the scale of one block, whose elements are ``where``."""
-    mine = torch.zeros(codec.frame_bytes(numel), dtype=torch.bool)
-    mine[where.start * codec.bits // 8 : -(-where.stop * codec.bits // 8)] = True
-    parts = 2 if codec.asymmetric else 1  # scales, then offsets
-    width = codec.scale_bytes(numel) // (parts * codec.blocks(numel))
-    for part in range(parts):
-        at = codec.scales_at(numel) + (part * codec.blocks(numel) + number) * width
-        mine[at : at + width] = True
-    return mine
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
@@ -415,9 +373,8 @@ def _sources(subject: Subject, case: Case) -> Tensor:
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
     noise = case.noise if subject.promises.stochastic else None
-    frames = torch.zeros(
-        (len(rows), subject.promises.frame_bytes(x.numel())), dtype=torch.uint8, device=subject.device
-    )
+    size = subject.promises.frame_bytes(x.numel())
+    frames = torch.zeros((len(rows), size), dtype=torch.uint8, device=subject.device)
     for row, frame in zip(rows, frames, strict=True):
         subject.encode(row.to(subject.device, copy=True), frame, noise)
     return frames
@@ -445,13 +402,8 @@ def _sum(subject: Subject, case: Case) -> None:
         subject.decode_sum(frames[:sources], got)
         trip = _Trip(case.x, frames[0].cpu(), got.cpu().clone())
         wanted = _summed(subject, frames[:sources], numel).cpu()
-        trip.refuse(
-            ~_same(trip.decoded, wanted),
-            lambda i: (
-                f"element {i} of the sum of {sources} is {_text(trip.decoded[i])}, added up one by one "  # noqa: B023
-                f"{_text(wanted[i])}"  # noqa: B023
-            ),
-        )
+        words = f"element {{i}} of the sum of {sources} is {{got}}, added up one by one {{wanted}}"
+        trip.equal(trip.decoded, wanted, words)
         _refuse_beyond(wide, 7.0, f"elements beyond the row's {numel}", trip)
 
 
@@ -466,13 +418,8 @@ def _fused(subject: Subject, case: Case) -> None:
         subject.decode_sum_encode(frames[:sources], got, numel, noise)
         subject.encode(_summed(subject, frames[:sources], numel), wanted, noise)
         trip = _Trip(case.x, got.cpu().clone(), case.x)
-        trip.refuse(
-            ~_same_bytes(subject, trip.frame, wanted.cpu()),
-            lambda i: (
-                f"byte {i} of the frame of the sum of {sources} is {trip.frame[i]:02x}, of the sum added up "  # noqa: B023
-                f"first {wanted[i]:02x}"  # noqa: B023
-            ),
-        )
+        words = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
+        trip.equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), words)
         _refuse_beyond(around, 0xA5, f"bytes beyond the frame's {frames.shape[1]}", trip)
 
 
@@ -494,9 +441,8 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 def _representable(subject: Subject, case: Case) -> Tensor:
     """The row, clamped to where none of its types saturates or overflows."""
-    types = {case.out, NAMES[case.x.dtype]} | (
-        {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
-    )
+    types = {case.out, NAMES[case.x.dtype]}
+    types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
     limit = min(LARGEST[kind] for kind in types)
     if "bf16" in types and "fp16" in types:
         limit = 255 * 2.0**8  # the largest number of bf16 below fp16's largest
@@ -508,15 +454,13 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def _same_bytes(subject: Subject, frame: Tensor, wanted: Tensor) -> Tensor:
-    """Equal, or of elements that both are NaN, of which a cast of a sum may keep any pattern."""
-    same = frame == wanted
-    if isinstance(subject.codec, Raw):
-        dtype = DTYPES[subject.codec.dtype]
-        both = frame.view(dtype).isnan() & wanted.view(dtype).isnan()
-        same |= both.repeat_interleave(dtype.itemsize)
-    return same
+def _one_nan(subject: Subject, frame: Tensor) -> Tensor:
+    """A frame, in which all NaN of a cast are the same, as a cast of a sum may keep any pattern."""
+    if not isinstance(subject.codec, Raw):
+        return frame
+    values = frame.view(DTYPES[subject.codec.dtype])
+    return torch.where(values.isnan(), math.nan, values).view(torch.uint8)
 
 
 def _text(value: Tensor) -> str:
-    return f"{value.item():.9g}"
+    return f"{value.item():02x}" if value.dtype == torch.uint8 else f"{value.item():.9g}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from impl.codecs import reference
 from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Blocked, Dtype, FloatCodec
-from impl.codecs.reference import DTYPES
+from impl.codecs.reference import DTYPES, of_e8m0, to_e8m0
 from impl.codecs.rounding_noise import Noise
 
 # At one or another of these a product with a reciprocal is wrong beside some level, for every codec and type.
@@ -71,14 +71,10 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     least = SMALLEST_NORMAL if kind != "fp16" else 2.0**-14
     ends = torch.tensor([least * codec.steps, LARGEST[kind]]).to(DTYPES[kind]).float()
     low, high = torch.cat([low, torch.zeros(2)]), torch.cat([high, ends])
-    scale = _scale(codec, low, high)
+    top = torch.full_like(high, codec.steps)
+    scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)  # as impl.codecs.reference says
+    scale = of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
     return [Span(*each) for each in zip(low.tolist(), high.tolist(), scale.tolist(), strict=True)]
-
-
-def _ties(codec: Blocked) -> Tensor:
-    """(levels - 1,) fp64: the middles between adjacent levels."""
-    own = levels(codec)
-    return (own[1:] + own[:-1]) / 2
 
 
 def _edges(codec: Blocked, ties: Tensor, span: Span, kind: Dtype) -> Tensor:
@@ -95,7 +91,7 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
     """The edges of one span, each behind the elements that make its scale."""
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     own, period = levels(codec), len(anchors) + 1
-    gaps, ties = (own[1:] - own[:-1]).repeat_interleave(3), _ties(codec).repeat_interleave(3)
+    gaps, ties = (each.repeat_interleave(3) for each in (own[1:] - own[:-1], (own[1:] + own[:-1]) / 2))
     if codec.stochastic:
         often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
         gaps, ties = gaps.repeat(often), ties.repeat(often)
@@ -105,13 +101,3 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
     edges = _edges(codec, ties, span, kind)
     columns = [torch.full_like(edges, anchor) for anchor in anchors]
     return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])
-
-
-def _scale(codec: Blocked, low: Tensor, high: Tensor) -> Tensor:
-    """The scale of each span, in fp32, as :mod:`impl.codecs.reference` says."""
-    top = torch.full_like(high, codec.steps)
-    scale = (high / top - low / top).clamp(min=SMALLEST_NORMAL)
-    if codec.scale == "e8m0":
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return scale

@@ -56,8 +56,7 @@ def of_codec(codec: Codec, backend: str) -> Subject:
             codec, codec, frames, out, numel, noise=noise
         ),
         device=torch.device("cuda" if backend == "cuda" else "cpu"),
-        codec=None if isinstance(codec, OwnCodec) else codec,
-        equals=codec,
+        codec=codec,
         specification=operations is REFERENCE,
     )
 
@@ -90,7 +89,6 @@ def of_own(codec: OwnCodec) -> Subject:
         decode_sum=thing.decode_sum,
         decode_sum_encode=_with_noise(thing.decode_sum_encode, stochastic=stochastic),
         codec=claimed,
-        equals=claimed,
     )
 
 

@@ -185,8 +185,7 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     assert cli.main([*arguments, "kernels_of_mine:Deaf"]) == command.VIOLATED
     out = capsys.readouterr().out
     assert "kernels_of_mine:Deaf breaks bits: frames and decoded elements equal the reference's" in out
-    assert re.search(r"byte \d+ of the frame \(codes\) is [0-9a-f]{2}, the reference's [0-9a-f]{2}\n", out)
-    assert "  its scales, from byte 16: " in out
+    assert re.search(r"byte \d+ of the frame is [0-9a-f]{2}, the reference's [0-9a-f]{2}\n", out)
 
 
 def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
