@@ -83,24 +83,3 @@ class OddBlock(nn.Module):
     def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         x = torch.tanh(state["x"] @ self.weight) + state["x"] @ self.weight.t()
         return {"x": x, "sum": state["sum"] + (self.scale * x.mean()).sum()}
-
-
-class Empty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(0, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight.sum()
-
-
-class Hollow(nn.Module):
-    """A root, and a block, whose only parameters have no elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.blocks = nn.ModuleList([nn.Linear(16, 16), Empty()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0](x)).square().mean() + self.nothing.sum()

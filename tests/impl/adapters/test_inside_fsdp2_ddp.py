@@ -25,7 +25,7 @@ from impl.adapters.traffic import BASES, GroupGeometry, Host, check_host, predic
 from impl.codecs.codec import Codec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
-from impl.engine.unit_planning import find_blocks, plan_units
+from impl.engine.unit_planning import find_blocks
 from impl.plan.policy import MemoryLimits, Policy, PolicyError, preset
 from impl.plan.shard_layout import ParameterSpec
 from impl.plan.topology import Topology
@@ -229,20 +229,6 @@ def test_a_hierarchical_gather_crosses_each_link_once(
     ]
     inter = sum(one.bytes for rows in sent for key, one in rows.items() if key.link == "inter")
     assert inter == topology.world * codec.frame_bytes(group.shard) * (topology.nodes - 1)
-
-
-@given(topologies(6), st.integers(1, 4), st.integers(1, 4))
-def test_ddp_reduces_once_a_step(topology: Topology, accumulation: int, steps: int) -> None:
-    """What DDP sends grows with the steps, not with their micro-batches; norms and evaluations cost
-    nothing.
-    """
-    policy = EXACT["ddp"]
-    units = plan_units(net(), topology, policy)
-    one: list[Event] = ["forward", "backward", "step"]
-    many: list[Event] = [*["forward", "backward"] * accumulation, "norm", "step", "evaluate", "step"]
-    once = predict_hosted("ddp", policy, topology, units, rank=0, events=one)
-    often = predict_hosted("ddp", policy, topology, units, rank=0, events=many * steps)
-    assert often == {key: Sent(sent.bytes * steps, sent.messages * steps) for key, sent in once.items()}
 
 
 def test_tied_and_frozen_parameters() -> None:

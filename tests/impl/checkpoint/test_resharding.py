@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from impl.checkpoint.commit import CheckpointError, checkpoints
-from impl.checkpoint.manifest import file_name, read_manifest
+from impl.checkpoint.manifest import file_name
 from impl.checkpoint.resharding import Parts, write_tensors
 from impl.comm.mesh import Mesh
 from impl.plan.policy import LossScale, Policy
 from impl.plan.topology import Topology
 from tests.impl.checkpoint.checkpointed import EMPTY, NET, ODD, POLICIES, Run, contents, same, written
-from tests.support.models import Hollow
 from tests.support.ranks import on_threads
-from tests.support.strategies import EXACT, policies, topologies
-from tests.support.training import model
+from tests.support.strategies import policies, topologies
 
 
 @given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 20), st.integers(0, 20))
@@ -102,13 +100,3 @@ def test_what_is_left_is_said(tmp_path: Path) -> None:
         "state of feedback: it was saved with topology 2x2, here 1x2",
         "random states of 4 ranks: here 2",
     )
-
-
-def test_parameters_without_elements_go_between_layouts(tmp_path: Path) -> None:
-    """They are parameters whether or not a unit holds them: one unit hands on to one per block, and back."""
-    net = model(Hollow)
-    on_threads(Topology(1, 2), written, tmp_path, EXACT, net)
-    for blocks in (False, True):
-        assert on_threads(Topology(1, 1), _passed_on, tmp_path, EXACT, net, blocks)
-    for path in checkpoints(tmp_path):
-        assert all("parameter" in entry for entry in read_manifest(path).state.values())

@@ -57,18 +57,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(mesh: Mesh, tmp_path: Path, n
     _resumed(mesh, tmp_path, POLICIES[name], 1, model(tied=True))
 
 
-@each_rank(2, 2)
-def test_copies_of_another_type_are_left_with_a_line(mesh: Mesh, tmp_path: Path) -> None:
-    """A policy with other copies loads the weights, and says what it left."""
-    run = Run(mesh, POLICIES["sdp4bit"], model())
-    run.step(0)
-    run.save(tmp_path)
-    again = Run(mesh, replace(POLICIES["sdp4bit"], secondary_format="fp32"), model())
-    dropped = again.load(tmp_path).dropped
-    again.step(1)
-    assert dropped[0].startswith("state of differences: it was saved with")
-
-
 @pytest.mark.parametrize("shares", [(0, 1), (1, 0), (0.5, 1)], ids=str)
 @each_rank(2, 2)
 def test_a_run_may_be_offloaded_from_here_on(mesh: Mesh, tmp_path: Path, shares: tuple[float, float]) -> None:

@@ -13,7 +13,7 @@ from impl.parameters import access
 from impl.plan.policy import MemoryLimits, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.models import Hollow, Net
+from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.training import batch, model
 
@@ -92,17 +92,3 @@ def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
         access.OptimizerState(zero, "embed.weight", optimizer, "exp_avg").full()
     with pytest.raises(ZeroError, match="not one of this sharded model"):
         access.Weights(zero, NET.get_parameter("embed.weight")).full()
-
-
-@each_rank(1, 2)
-def test_parameters_without_elements_are_known(mesh: Mesh) -> None:
-    """Also where nothing else of their block or the root has any: their values and gradients are empty."""
-    zero = shard(net := model(Hollow), mesh=mesh, policy=EXACT)
-    net(batch(0, mesh.rank)).backward()
-    for name in ("nothing", "blocks.1.weight"):
-        shape = net.get_parameter(name).shape
-        assert access.Weights(zero, net.get_parameter(name)).full().shape == shape
-        gradient = access.Gradient(zero, name).full()
-        assert gradient.shape == shape
-        access.Weights(zero, name).set_full(torch.empty(shape))
-        assert zero.full_state_dict()[name].shape == shape
