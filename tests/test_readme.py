@@ -81,7 +81,7 @@ def test_ci_runs_the_tests_line() -> None:
     assert [done.stdout] == shell_blocks("Tests")
 
 
-def _python(word: str) -> str:
+def python_example(word: str) -> str:
     """The README's one Python example that holds ``word``."""
     blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     (code,) = [block for block in blocks if word in block]
@@ -121,7 +121,7 @@ def _ran(code: str) -> list[str]:
 @pytest.mark.long
 def test_the_loop_trains_as_shown() -> None:
     """The README's loop runs as it stands: five steps of four ranks, with falling losses."""
-    said = [line.split() for line in _ran(_python("zero.step(optimizer"))]
+    said = [line.split() for line in _ran(python_example("zero.step(optimizer"))]
     assert [step for step, _ in said] == ["0", "1", "2", "3", "4"]
     assert float(said[-1][1]) < float(said[0][1])
 
@@ -129,7 +129,7 @@ def test_the_loop_trains_as_shown() -> None:
 @pytest.mark.long
 def test_the_collectives_stand_alone_as_shown() -> None:
     """The README's two lines gather weights and reduce a gradient; it prints the stated shapes and types."""
-    code = _python("quantized_all_gather")
+    code = python_example("quantized_all_gather")
     assert "(4, 100, 3)" in code
     assert "(50, 2) fp32" in code
     assert _ran(code) == ["(4, 100, 3) torch.float32 (50, 2) torch.float32"]

@@ -105,25 +105,6 @@ def test_one_codec_on_one_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(int(count.strip("()")) > 5 for count in row[4::2])
 
 
-def test_rows_are_as_long_as_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A kernel that is wrong from element 6000 on fails; with shorter rows nobody sees it."""
-    late = """
-class Late(Kernel):
-    codec = "int8:64"
-    kinds = ["fp32"]
-    def encode(self, x, frame):
-        reference.encode(parse(self.codec), x, frame)
-    def decode(self, frame, out):
-        super().decode(frame, out)
-        out[6000:] = 0
-"""
-    (folder / "late_kernel.py").write_text(KERNEL + late, encoding="utf-8")
-    arguments = ["check", "codecs", "--examples", "3", "--codec", "late_kernel:Late"]
-    assert cli.main([*arguments, "--elements", "6000"]) == cli.OK
-    assert cli.main(arguments) == command.VIOLATED
-    assert "element 6000: " in capsys.readouterr().out
-
-
 KERNEL = """
 import torch
 from impl.codecs import reference
@@ -150,11 +131,9 @@ class Lawless:
     def encode(self, x, frame): pass
     def decode(self, frame, out): pass
 class Outlaw(Lawless): laws = ["bound", "speed"]
-class Unsized(Lawless): laws = ["zero"]
-class Unbounded(Unsized):
-    laws = ["bound"]
+class Unblocked(Lawless):
+    laws = ["zero"]
     def frame_bytes(self, numel): return numel
-class Unblocked(Unbounded): laws = ["zero"]
 class Certain(Unblocked):
     laws, block = ["unbiased"], 4
     def error_bound(self, low, high, out): return 1.0
@@ -165,10 +144,6 @@ class Raising(Lawless):
     def __init__(self): raise RuntimeError("boom\\nand more")
 class Leaving(Lawless):
     def __init__(self): raise SystemExit(0)
-class Fractional(Lawless):
-    laws, block = ["zero"], 4
-    def decode(self, frame, out): out.zero_()
-    def frame_bytes(self, numel): return numel * 4.5
 """
 
 
@@ -186,15 +161,6 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
     out = capsys.readouterr().out
     assert "kernels_of_mine:Deaf breaks bits: frames and decoded elements equal the reference's" in out
     assert re.search(r"byte \d+ of the frame is [0-9a-f]{2}, the reference's [0-9a-f]{2}\n", out)
-
-
-def test_a_frame_of_no_whole_bytes_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A user's ``frame_bytes`` that returns no number of bytes is named, with what it returned."""
-    (folder / "kernels_in_parts.py").write_text(KERNEL, encoding="utf-8")
-    arguments = ["check", "codecs", "--examples", "5", "--codec", "kernels_in_parts:Fractional"]
-    assert cli.main(arguments) == command.VIOLATED
-    said = capsys.readouterr().out
-    assert re.search(r"frame_bytes\((\d+)\) returned [\d.]+, expected an int", said)
 
 
 @pytest.mark.parametrize(
