@@ -22,12 +22,12 @@ def batch(step: int, rank: int, width: int = 16) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-_DRAWING = threading.Lock()  # thread ranks share torch's random numbers
+DRAWING = threading.Lock()  # thread ranks share torch's random numbers
 
 
 def model(factory: Callable[..., nn.Module] = Net, **options: Any) -> Any:
     """A model with fixed values, the same on each thread rank that asks for it."""
-    with _DRAWING:
+    with DRAWING:
         torch.manual_seed(0)
         return factory(**options)
 

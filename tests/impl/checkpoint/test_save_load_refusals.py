@@ -179,10 +179,9 @@ def _attempted(mesh: Mesh, errors: dict[int, Exception]) -> list[Any] | str:
     ("errors", "words"),
     [
         ({1: CheckpointError("no\nroom")}, "rank 1: no room"),
-        ({2: KeyError("x"), 1: ValueError("y")}, "rank 1: ValueError: y"),
+        ({2: KeyError("x"), 1: ValueError("y")}, "rank 1: ValueError: y"),  # the first rank's
         ({1: OSError(28, "No space left", "/disk/file")}, "rank 1: /disk/file: No space left"),
         (dict.fromkeys(range(3), CheckpointError("gone")), "gone"),
-        ({0: RuntimeError()}, "rank 0: RuntimeError"),
         ({2: ZeroError("not a step")}, "rank 2: not a step"),
         ({}, [0, 2, 4]),
     ],

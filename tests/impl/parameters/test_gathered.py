@@ -32,8 +32,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def made(mesh: Mesh, policy: Policy) -> tuple[nn.Module, Zero]:
-    net = Net()
-    net.load_state_dict(VALUES)
+    net = model(Net)
     if policy.frozen is not None:
         net.get_submodule("blocks.1").requires_grad_(requires_grad=False)
     return net, shard(net, mesh=mesh, policy=policy)

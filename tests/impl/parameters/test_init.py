@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,16 +24,9 @@ from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.support.models import Block, Net
 from tests.support.ranks import each_rank, on_processes, on_threads
-from tests.support.training import batch
+from tests.support.training import DRAWING, batch, model
 
 EXACT = preset("exact", memory=MemoryLimits(max_padding=99.0))
-ALONE = threading.Lock()  # thread ranks share torch's random numbers: one constructs at a time
-
-
-def drawn(make: Callable[[], nn.Module]) -> nn.Module:
-    with ALONE:
-        torch.manual_seed(7)
-        return make()
 
 
 def held(parameter: Tensor) -> int:
@@ -46,13 +37,13 @@ def held(parameter: Tensor) -> int:
 def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool) -> None:
     """Values and layout of a model made inside Init and of one made plainly."""
     options: Any = {"group_of": lambda _, parameter: int(parameter.dim() == 1)} if decay else {}
-    plain = shard(drawn(Net), mesh=mesh, policy=policy, **options)
+    plain = shard(model(Net), mesh=mesh, policy=policy, **options)
 
     def inside() -> nn.Module:
         with Init(mesh=mesh, policy=policy, blocks=blocks, whole_below=20):
             return Net()
 
-    net = drawn(inside)
+    net = model(inside)
     assert all(held(p) == 4 for p in net.parameters() if cut_of(p) is not None)
     assert cut_of(net.get_parameter("embed.weight")) is not None
     zero = shard(net, mesh=mesh, policy=policy, **options)
@@ -103,7 +94,7 @@ def test_a_meta_model_is_given_the_values_of_plain_construction(
     mesh: Mesh, topology: Topology, *, tied: bool
 ) -> None:
     """Block by block in the order of construction: bit for bit, and never more than a block whole."""
-    plain = shard(drawn(lambda: Net(depth=2)), mesh=mesh, policy=EXACT)
+    plain = shard(model(Net, depth=2), mesh=mesh, policy=EXACT)
     with Init(mesh=mesh, policy=EXACT, remote_device="meta"):
         net = Net(depth=2, tied=tied)
     assert all(parameter.is_meta for parameter in net.parameters())
@@ -114,7 +105,7 @@ def test_a_meta_model_is_given_the_values_of_plain_construction(
         resets(module)
         most = max(most, sum(held(p) for p in net.parameters() if not p.is_meta))
 
-    drawn(lambda: give_values(net, find_blocks(net), mesh, EXACT, initialise) or net)
+    model(lambda: give_values(net, find_blocks(net), mesh, EXACT, initialise) or net)
     assert most < sum(4 * p.numel() for p in net.parameters()) / 2
     zero = shard(net, mesh=mesh, policy=EXACT)
     for unit, wanted in zip(zero.units, plain.units, strict=True):
@@ -216,7 +207,7 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
         with Init(mesh=mesh, policy=EXACT, blocks=Block):
             return Net()
 
-    net = drawn(inside)
+    net = model(inside)
     weight = net.get_parameter("blocks.1.up.weight")
     for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
         with pytest.raises(ZeroError, match="is used after Init cut it"):
@@ -231,7 +222,7 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
             weight.add_(mesh.rank == 0)
     state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
     assert (state["blocks.1.up.weight"] == 1).all()
-    assert torch.equal(state["blocks.0.up.weight"], drawn(Net).state_dict()["blocks.0.up.weight"])
+    assert torch.equal(state["blocks.0.up.weight"], model(Net).state_dict()["blocks.0.up.weight"])
 
 
 @each_rank(1, 2)
@@ -289,7 +280,7 @@ def test_nested_disabled_and_failing_contexts() -> None:
 @each_rank(1, 2)
 def test_a_seed_is_of_the_context_alone(mesh: Mesh) -> None:
     """The same values on every rank, and numbers drawn afterwards as if nothing had been drawn."""
-    with ALONE:
+    with DRAWING:
         torch.manual_seed(mesh.rank)
         wanted = torch.rand(())
         torch.manual_seed(mesh.rank)
@@ -314,7 +305,7 @@ def test_no_more_than_a_block_is_whole_while_a_model_is_made(mesh: Mesh) -> None
         most = max(most, sum(map(held, made)))
 
     with (
-        ALONE,
+        DRAWING,
         register_module_parameter_registration_hook(note),
         Init(mesh=mesh, policy=EXACT, blocks=Block),
     ):
