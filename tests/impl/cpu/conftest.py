@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -10,16 +9,7 @@ import torch
 
 from impl.cpu import build
 from impl.cpu.kernels import Kernels
-from tests.impl.codecs.properties import Backend
-
-
-@dataclass
-class Alone:
-    """The calling thread: there is no order to choose, and no launch to see."""
-
-    order: int = 0
-    ran: list[str] = field(default_factory=list)
-
+from tests.impl.codecs.properties import Backend, Run
 
 # For any x86 or Arm: the loops that stand beside those for AVX-512.
 PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mprefer-vector-width=512"))
@@ -29,4 +19,4 @@ PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mp
 def backend(request: pytest.FixtureRequest, libraries: Path) -> Backend:
     """The kernels on the CPU, built for this processor and for every one."""
     flags = build.FLAGS if request.param == "native" else PLAIN
-    return Backend(Kernels(build.library(libraries, flags=flags)), Alone(), torch.device("cpu"))
+    return Backend(Kernels(build.library(libraries, flags=flags)), Run(), torch.device("cpu"))

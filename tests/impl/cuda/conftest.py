@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
 
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch, on_device
 from tests.cuda_on_cpu.host import Host
-from tests.impl.codecs.properties import Backend
+from tests.impl.codecs.properties import Backend, Run
 
 
-@dataclass
-class Device:
-    """Runs launches on a GPU."""
-
-    order: int = 0  # of threads, which nobody can choose here
-    ran: list[str] = field(default_factory=list)
+class Device(Run):
+    """Runs launches on a GPU, where nobody can choose the order of threads."""
 
     def __call__(self, launch: Launch, device: torch.device) -> None:
         self.ran.append(launch.kernel)

@@ -17,32 +17,6 @@ from tests.impl.cuda.conftest import Device
 from tests.support.cubin import VARIANTS
 
 
-@pytest.mark.parametrize(
-    ("text", "numel", "kernels"),
-    [
-        ("int8:2048", 4096, ["encode_held<Fp32, 8, false>"]),
-        ("int4:256:stochastic", 4096, ["encode_held<Fp32, 4, true>"]),
-        ("int4:8192", 40_000, ["encode_held<Fp32, 4, false>"]),
-        ("int3:shard", 7001, ["encode_general<Scheme<0>, 2>"]),
-        ("int4:256:hadamard32", 4096, ["encode_general<Scheme<0>, 1>"]),
-        ("mxfp4:stochastic", 4096, ["encode_general<Floats<0>, 1>"]),
-        ("int6:100", 4096, ["encode_staged<Scheme<0>>"]),
-        ("fp8e4m3:1023", 4096, ["encode_staged<Floats<0>>"]),
-        ("int8:1025", 4096, ["encode_extents<Scheme<0>>", "encode_given<Scheme<0>>"]),
-        ("fp8e5m2:shard", 8_193, ["encode_extents<Floats<0>>", "encode_given<Floats<0>>"]),
-    ],
-)
-def test_the_version_follows_from_the_block(
-    backend: Backend, text: str, numel: int, kernels: list[str]
-) -> None:
-    """Each block is encoded by the version that the table names."""
-    before, codec = len(backend.run.ran), parse(text)
-    x = torch.randn(numel, device=backend.device)
-    frames = garbage(codec, x.shape, x.device)
-    backend.kernels.encode(codec, x, frames, noise=noise_of(codec, x.shape[:-1]))
-    assert backend.run.ran[before:] == kernels
-
-
 DEMANDED = [
     *(
         f"int{bits}:{block}{asym}"
