@@ -235,16 +235,16 @@ class Wire:
             row = self.ledger.booked[booked]
             row[0] += sent
             row[1] += messages
-        dog, pacer = self._watchdog, self._pacer
-        if (staging := self._staging) is not None:
-            host = exchanges.Distributed(dog, step, route, staging, memory=None, pacer=pacer)
-            return exchanges.Staged(host, route, staging, self._buffers)
+        dog, staging = self._watchdog, self._staging
         if route.shared:
             arena = self._arenas.get(axis)
             if arena is None or arena.row_bytes < route.row:
                 arena = self._make_arena(axis, route.row)
             return exchanges.InMemory(dog, step, route, arena)
-        return exchanges.Distributed(dog, step, route, self._buffers, memory=memory, pacer=pacer)
+        if staging is None:
+            return exchanges.Distributed(dog, step, route, self._buffers, memory=memory, pacer=self._pacer)
+        host = exchanges.Distributed(dog, step, route, staging, memory=None, pacer=self._pacer)
+        return exchanges.Staged(host, route, staging, self._buffers)
 
     def _make_arena(self, axis: Axis, row_bytes: int) -> Arena:
         """Make room for messages of up to ``row_bytes`` a rank; all ranks of the axis come here together."""
