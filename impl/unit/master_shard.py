@@ -59,7 +59,7 @@ class MasterShard:
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._meter, self._clock = context.meter, context.clock
         self.encode_as(policy.weights)
-        self._changes = 0  # of the weights, as far as the engine was told
+        self.changes = 0  # of the weights, as far as the engine was told
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
         self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
@@ -87,11 +87,7 @@ class MasterShard:
     @property
     def version(self) -> Version:
         """Differs whenever the weights do: as often as told of, or written in place where torch counts it."""
-        return self._changes, self.held._version  # noqa: SLF001  # the public way warns
-
-    def changed(self) -> None:
-        """The weights have new values."""
-        self._changes += 1
+        return self.changes, self.held._version  # noqa: SLF001  # the public way warns
 
     @property
     def master(self) -> Tensor:

@@ -223,7 +223,7 @@ class Unit:
 
     def weights_changed(self, why: Change = "loaded") -> None:
         """The weights have new values: what was kept of the old ones is stale."""
-        self.master_shard.changed()
+        self.master_shard.changes += 1
         if self.weight_gather.spared:
             self.weight_gather.secondary.end(why)
         if self.state is State.GATHERING:
