@@ -301,32 +301,26 @@ class Policy:
             ``ring`` (blind to nodes, partial sums encoded again at each of ``world - 1`` steps: the paper's
             counter-example for quantised gradients).
         chunks: pieces of a unit of which one travels between nodes while the next travels inside them.
-        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none, ``"node"`` for the
-            ranks of a node.
+        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none, or ``"node"``.
         secondary_format: how that copy is kept and sent on inside its group: ``frames`` as they came, or
             decoded and cast to a type, in 16 bits as DeepSpeed and the paper's figure 4 do.
-        inside: codec of the hops inside an hpZ group, where it is another than that of the hops before them:
-            the copy is kept in it, and sent in forward too; None sends the frames on as they came.
+        inside: codec in which the copy is kept and sent, in forward too; None sends frames on as they came.
         differences: codec in which the hops before an hpZ group send how far the masters are from the copy
-            (SDP4Bit, 2410.15526); every rank, the owner too, adds what it decodes to its copy.  None sends
-            the weights.
+            (SDP4Bit, 2410.15526); every rank, the owner too, adds what it decodes to its copy.
         refresh: optimizer steps after which, with ``differences``, weights themselves are sent; 0 for never.
         sums: type in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (its
             ``quant_reduce.cu``): terms and partial sums are rounded to fp16, in which what exceeds 65504 is
             infinite, so that its block arrives as NaN; the division by the ranks stays in fp32.
-        blocks: ``codec`` has the codecs' own; ``shape`` DeepSpeed's numbers of them in each unit.  Of
-            gradients the largest matrix is cut into ``max(rows, columns, ranks)`` (its
-            ``all_to_all_quant_reduce``), and all else into blocks of that size; a unit without a matrix is
-            not quantised.  Of weights, a shard into the fewest of at most 8000 elements, a multiple of 8 (its
-            ``CUDAQuantizer``), which may straddle parameters.
-        planes: 2 sends weights twice, quantised along rows, with which forward computes, and along columns,
-            with which backward does (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a
-            matrix is sent once.  A block of columns is of as many whole rows of a shard as the codec's has
-            elements; what makes none is quantised as it lies in both.  Nothing stays gathered from forward to
-            backward; a block that runs again there is refused, and a part of one computes with columns.
+        blocks: ``codec`` has the codecs' own; ``shape`` DeepSpeed's.  Of gradients a unit's largest matrix
+            has ``max(rows, columns, ranks)`` blocks (its ``all_to_all_quant_reduce``), all else as large
+            ones; a unit without a matrix is not quantised.  Of weights a shard has the fewest of at most 8000
+            elements, a multiple of 8 (its ``CUDAQuantizer``), which may straddle parameters.
+        planes: 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8
+            in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent once.  A block of
+            columns is of as many whole rows of a shard as the codec's has elements; what makes none lies in
+            both.  Nothing stays gathered; a block that runs again in backward is refused.
         reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
-            locally and reduced once a ``step``, which holds a whole local gradient; ``stage`` is ``step``
-            for stages 0 and 1, which hold it anyway, and ``micro_batch`` for 2 and 3.
+            locally and reduced once a ``step``; ``stage`` is ``step`` below stage 2, else ``micro_batch``.
         frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
             and sends them as ``weights`` says.
         budget: by which the codecs of weights and of gradients between nodes are chosen anew while training.
