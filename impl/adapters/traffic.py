@@ -130,7 +130,7 @@ def predict_hosted(
     rank: int,
     events: Iterable[Event],
 ) -> dict[LedgerKey, Sent]:
-    """Everything that ``rank`` sends inside ``host``, which refuses policies that it cannot carry out.
+    """Everything that ``rank`` sends inside ``host``, by a policy that it carries out (:func:`check_host`).
 
     FSDP2, as it is by default, gathers every group in each pass, but the root, which it keeps after forward,
     until the backward pass is done or the weights are said to have changed.  It reduces every group in each
@@ -138,7 +138,6 @@ def predict_hosted(
 
     ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
     """
-    check_host(host, policy)
     if host == "ddp":
         own = [unit for unit in units if isinstance(unit, UnitGeometry)]
         alone = replace(policy, align=1, order_every=0)  # chunks as :func:`chunks_of` has them, and no checks

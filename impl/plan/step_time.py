@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from impl.codecs.codec import Codec
 from impl.plan.policy import Policy
@@ -81,13 +81,10 @@ class Machine:
         for name, value in numbers.items():
             if isinstance(value, float | int) and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"machine {self.name}: {name} is {value}, not a finite number from 0 on")
-        for wrong, why in (
-            (not 0 < self.efficiency <= 1, f"efficiency is {self.efficiency}, not above 0 and at most 1"),
-            (self.fixed + self.per_token == 0, "fixed and per_token are both 0, so nothing takes time"),
-            (self.overlap not in get_args(Overlap), f"overlap is {self.overlap}, not {get_args(Overlap)}"),
-        ):
-            if wrong:
-                raise ValueError(f"machine {self.name}: {why}")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"machine {self.name}: efficiency is {self.efficiency}, not in (0, 1]")
+        if self.fixed + self.per_token == 0:
+            raise ValueError(f"machine {self.name}: fixed and per_token are 0, so nothing takes time")
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
         """Seconds of one processor for the passes over ``tokens`` of a model."""

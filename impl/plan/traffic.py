@@ -249,11 +249,6 @@ class Placement:
     shard: bool = False  # the master with its mean gradient and optimizer state, or the frozen shard
     frames: bool = False  # what is sent of the weights: the encoded shard, and hpZ's secondary frames
 
-    @property
-    def crosses(self) -> bool:
-        """Whether a gather brings bytes from the host."""
-        return self.shard or self.frames
-
 
 ON_DEVICE = Placement()
 

@@ -55,7 +55,7 @@ class MasterShard:
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
     ) -> None:
         policy, mesh = context.policy, context.wire.mesh
-        self.placement, self.crosses = placement, placement.crosses
+        self.placement, self.crosses = placement, placement.shard or placement.frames
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
         self._meter, self._clock = context.meter, context.clock
         self.encode_as(policy.weights)

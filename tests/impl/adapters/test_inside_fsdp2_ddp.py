@@ -259,8 +259,6 @@ def test_what_a_host_cannot_do_is_refused(host: Host, changes: dict[str, Any], w
     policy = replace(EXACT[host], **changes)
     with pytest.raises(PolicyError, match=words):
         check_host(host, policy)
-    with pytest.raises(PolicyError, match=words):
-        predict_hosted(host, policy, Topology(1, 2), [], rank=0, events=["forward"])
 
 
 @each_rank(1, 2, processes=True)
