@@ -59,11 +59,6 @@ class Nodes:
     status: int = 1  # with which the other supervisors end
     _commands: int = 0
 
-    @property
-    def ports(self) -> tuple[Port, ...]:
-        """Each node's interface towards the others."""
-        return tuple(node.port for node in self.nodes)
-
     def on_one_host(self, count: int) -> tuple[int, int] | None:
         """Two of the first ``count`` nodes that stand on one host; None if they are distinct."""
         first: dict[str, int] = {}

@@ -135,7 +135,7 @@ class TrialRunner:
             )
         link = open_link(cluster.model_copy(update={"link": kind}), "")
         shaped = cluster.rate if kind == "shaped" else None
-        ports = [replace(port, shaped_mbit=shaped) for port in nodes.ports[: cluster.nodes]]
+        ports = [replace(node.port, shaped_mbit=shaped) for node in nodes.nodes[: cluster.nodes]]
         if cluster.hcas is not None:
             for node, port in enumerate(ports):
                 there = nodes.nodes[node].facts["hcas"]
