@@ -184,7 +184,9 @@ class _Sweep:
             self._run = run_record.write(self.results, run)
         for trial, one in zip(missing, forecast(missing, any_host()), strict=True):
             step = None if self.on is None else predict(trial, one.step, one.egress, self.on)
-            predicted = None if step is None or self.on is None else {"machine": self.on.name} | asdict(step)
+            foreseen = None
+            if step is not None and self.on is not None:
+                foreseen = Foreseen.model_validate({"machine": self.on.name} | asdict(step))
             self._blanks[trial.id] = Record(
                 id=trial.id,
                 suite=suite.name,
@@ -202,7 +204,7 @@ class _Sweep:
                 failure=one.failure,
                 findings=list(one.findings),
                 parameters=one.parameters or 0,
-                foreseen=predicted and Foreseen.model_validate(predicted),
+                foreseen=foreseen,
                 run=self._run,
             )
 
