@@ -80,7 +80,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     Refusal.
     """
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    suite = Suite(SUITE, "What does this machine achieve?")
+    suite = Suite(name=SUITE, question="What does this machine achieve?")
     outcome = run_sweep(suite, [Batch(0, tuple(asked))], folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")

@@ -67,7 +67,7 @@ class Layout:
         """(1, row) fp32 of FSDP2's local parts of gradients by name."""
         assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # units have no parts
         part, specs = self.geometry.part, self.geometry.parameters
-        return torch.cat([padded(gradients[spec.name], part(spec)) for spec in specs]).view(1, -1)
+        return torch.cat([padded(gradients[spec.name], part(spec)).cpu() for spec in specs]).view(1, -1)
 
 
 def relative_bound(codec: Codec) -> float:
@@ -185,8 +185,9 @@ class FirstGradient:
         allowed = ((layout.factor + self.rounding) * largest + least).unsqueeze(1).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        there = [float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed)]
-        return GradientError(layout.geometry.name, found.numel(), *there, self.step)
+        compared = (share, found, expected, allowed)
+        most, ours, theirs, may = (float(values.reshape(-1)[worst]) for values in compared)
+        return GradientError(layout.geometry.name, found.numel(), most, ours, theirs, may, self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:

@@ -28,8 +28,10 @@ class StepClock:
     ``exposed`` returns seconds waited for communication so far, or None.
     """
 
-    def __init__(self, exposed: Callable[[], float | None], device: torch.device) -> None:
-        self._exposed, self._device = exposed, device
+    def __init__(
+        self, exposed: Callable[[], float | None] = lambda: None, device: torch.device | None = None
+    ) -> None:
+        self._exposed, self._device = exposed, device or torch.device("cpu")
         self._seconds: dict[str, float] = {}
         self._waited: dict[str, float] = {}
         self._begun = self._computed = 0.0

@@ -199,8 +199,6 @@ def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
         ops.decode(codec, ours, back)
         if not torch.equal(frames[0], ours.cpu()) or not torch.equal(elements[0], back.cpu()):
             off = float((elements[0] - back.cpu()).abs().max())
-            return (
-                f"the {ops.backend_of(device)} kernels of {codec} do not do what the reference does: {numel} "
-                f"elements differ by up to {off:.3g} after them"
-            )
+            told = f"the {ops.backend_of(device)} kernels of {codec} do not do what the reference does"
+            return f"{told}: {numel} elements differ by up to {off:.3g} after them"
     return None

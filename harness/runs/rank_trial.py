@@ -48,7 +48,7 @@ from harness.records.record import (
 from harness.runs.correctness_checks import Compared, Comparison
 from harness.strategies.optimizers import built
 from harness.strategies.strategy import Sharded, Strategy, prepare, sharded
-from harness.strategies.training import TrainingLoop, collect, unread_clock
+from harness.strategies.training import TrainingLoop, collect
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
@@ -116,7 +116,7 @@ class TrialRun:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         batches: Batches = self.data
         if judges is not None:  # of one process: what the sharded actor is compared on, too
-            batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=unread_clock())
+            batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -28,7 +28,7 @@ from harness.runs.locks import alone
 from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
-from harness.suites.expanded_suite import SKIP, Answer, Suite
+from harness.suites.expanded_suite import SKIP, Answer, Kind, Suite
 from harness.suites.labels import counted
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
@@ -166,7 +166,7 @@ class _Sweep:
     def _answer(self, record: Record) -> Answer:
         """What follows the outcome of a trial."""
         failure = None if record.answers else record.failure
-        return SKIP if failure is None else self.suite.on_failure.get(failure.kind, SKIP)
+        return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
     def _asked(self, trial: Trial) -> dict[str, Any]:
         """What a record says of the question and its trial's part in it."""

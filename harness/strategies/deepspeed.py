@@ -40,10 +40,7 @@ def why_not(trial: Trial) -> str | None:
         return why
     switches = quantised(trial.peer_configuration())
     if switches and trial.cluster.device == "cpu":
-        return (
-            f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} of "
-            "deepspeed_config need a GPU"
-        )
+        return f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} need a GPU"
     return None
 
 

@@ -42,10 +42,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
         _stepped(optimizer, part, [gradient[half].clone() for gradient in gradients])
         if not torch.allclose(part, whole[half], rtol=1e-5, atol=1e-6, equal_nan=True):
             off = float((part - whole[half]).abs().max().detach())
-            raise Refusal(
-                f"optimizer.name = {optimizer.name!r} is not elementwise and would be another algorithm on "
-                f"shards: after 3 steps on half of 64 elements one is {off:.3g} off its step on all of them"
-            )
+            told = f"optimizer.name = {optimizer.name!r} is not elementwise and would be another algorithm on"
+            raise Refusal(f"{told} shards: 3 steps on half of 64 elements are {off:.3g} off those on all")
 
 
 def _stepped(

@@ -21,7 +21,15 @@ def wrapped(peer: Peer, model: nn.Module, device: torch.device, compute: Compute
         return _in_fsdp2(peer, model, device, compute)
     if compute == "bf16":
         under_autocast(model, device)
-    return model if peer.family == "single" else _in_ddp(peer, model, device)
+    if peer.family == "single":
+        return model
+    devices = [device.index] if device.type == "cuda" else None
+    ddp = nn.parallel.DistributedDataParallel(
+        model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned
+    )
+    if peer.compressed:
+        ddp.register_comm_hook(None, _compress)
+    return ddp
 
 
 def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
@@ -32,16 +40,6 @@ def algorithms(peer: Peer, compute: Compute) -> dict[str, Any]:
     if peer.family == "ddp":
         return {"gather": "none", "reduce": f"all_reduce of {backend}, {wire}, by bucket"}
     return {"gather": f"all_gather of {backend}, {wire}", "reduce": f"reduce_scatter of {backend}, {wire}"}
-
-
-def _in_ddp(peer: Peer, model: nn.Module, device: torch.device) -> nn.Module:
-    devices = [device.index] if device.type == "cuda" else None
-    ddp = nn.parallel.DistributedDataParallel(
-        model, device_ids=devices, gradient_as_bucket_view=peer.tuned, static_graph=peer.tuned
-    )
-    if peer.compressed:
-        ddp.register_comm_hook(None, _compress)
-    return ddp
 
 
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:

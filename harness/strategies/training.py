@@ -43,7 +43,7 @@ def run_passes(
     trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
     """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
-    found, clock = Passes(), clock or unread_clock()
+    found, clock = Passes(), clock or StepClock()
     for number, micro in enumerate(data.step(index)):
         last = number == trial.accumulation - 1
         strategy.begin(last=last)
@@ -57,13 +57,6 @@ def run_passes(
         reduced = last or strategy.reduces_each_micro_batch
         found.events += ["forward", "backward" if reduced else "accumulate"]
     return found
-
-
-def unread_clock() -> StepClock:
-    """A clock of which nobody reads what it times."""
-    clock = StepClock(lambda: None, torch.device("cpu"))
-    clock.begin()
-    return clock
 
 
 @dataclass(slots=True)

@@ -41,8 +41,7 @@ def check(trial: Trial) -> None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
             raise ValueError(
-                f"activation_checkpointing = true: blocks run again in backward, which has another plane of "
-                f"policy.planes = {policy.planes}; expected 1"
+                f"activation_checkpointing = true with policy.planes = {policy.planes}: expected 1"
             )
 
 
@@ -60,16 +59,12 @@ def _cluster(trial: Trial) -> Iterator[str]:
     if cluster.latency is not None and cluster.link in ("none", "real", "shaped"):
         yield f"cluster.latency = {cluster.latency:g} ms: nothing adds it to cluster.link = {cluster.link!r}"
     if cluster.slow < 1 and not (shapes and rate is not None and cluster.nodes > 2):
-        yield (
-            f"cluster.slow = {cluster.slow:g} for the last of {cluster.nodes} nodes: expected a rate, 3 "
-            "nodes or more (of two, both are as slow as one), and cluster.link = 'namespaces'"
-        )
+        said = f"cluster.slow = {cluster.slow:g} for the last of {cluster.nodes} nodes"
+        yield f"{said}: expected a rate, 3 nodes or more, and cluster.link = 'namespaces'"
     joined = cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
     if cluster.inner_rate is not None and not (shapes and rate is not None and joined):
-        yield (
-            f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected a cluster.rate, 2 nodes and 2 "
-            "ranks a node or more, cluster.transport = 'gloo' and cluster.link = 'namespaces'"
-        )
+        needed = "a cluster.rate, nodes of 2 ranks or more, transport 'gloo' and link 'namespaces'"
+        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: expected {needed}"
     if cluster.device == "cuda" and trial.host is not None:
         yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU; expected 'cpu'"
     if (cluster.device == "cuda") != (cluster.transport in ("nccl", "staged")):

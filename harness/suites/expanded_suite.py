@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator
+from pydantic import BaseModel, BeforeValidator, Field
 
 from harness.errors import Refusal
 from harness.suites.question import Said
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
 
+NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+LONGEST_NAME: Final = 100
 _MOST_NAMED: Final = 12  # trials in a message
 _ANSWER: Final = re.compile(r"skip|stop|retry ([1-9]|10)(, then stop)?")
 Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused", "timeout", "wrong"]
@@ -35,27 +35,30 @@ class Answer(BaseModel, extra="forbid", frozen=True):
 
 
 SKIP: Final = Answer()
-Answers = dict[Kind, Annotated[Answer, BeforeValidator(Answer.of)]]
 
 
-@dataclass(frozen=True, slots=True)
-class Suite:
+class Asked(BaseModel, extra="forbid", frozen=True):
+    """What a suite's file says of the suite as a whole."""
+
+    name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
+    question: str = Field(min_length=1)
+    time: str = "not stated"  # how long it takes
+    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()  # how often each trial is run
+    on_failure: dict[Kind, Annotated[Answer, BeforeValidator(Answer.of)]] = {}  # `SKIP` for others
+    answer: Said = ""  # the quantity that answers the question; empty leaves it to the axes
+    margin: int = Field(0, ge=0)  # steps of training that losses may differ by; 0 leaves it to the report
+
+
+class Suite(Asked):
     """A question and the trials that answer it."""
 
-    name: str
-    question: str = ""
-    time: str = "not stated"  # how long it takes, as its file states
     cells: tuple[Trial, ...] = ()  # each trial once
-    repeats: Repeats = field(default_factory=Repeats)  # how often each is run
     merged: tuple[str, ...] = ()  # cells dropped as duplicates, by what the axes say of each
     kept: tuple[str, ...] = ()  # fields that are left out of strategies, and why, one line each
-    roles: Mapping[str, str] = field(default_factory=dict)  # by the id of a trial's first repeat
-    on_failure: Mapping[str, Answer] = field(default_factory=dict)  # by kind; `SKIP` for others
+    roles: dict[str, str] = {}  # by the id of a trial's first repeat
     file: str = ""  # its name, if it is of one
     text: str = ""  # what its file holds
-    configurations: Mapping[str, str] = field(default_factory=dict)  # DeepSpeed's in files, JSON by path
-    answer: Said = ""  # the quantity that answers the question; empty leaves it to the axes
-    margin: int = 0  # steps of training that losses may differ by; 0 leaves it to the report
+    configurations: dict[str, str] = {}  # DeepSpeed's in files, JSON by path
 
     def role_of(self, trial: Trial) -> str:
         """What the suite's question compares: ``baseline``, ``contrast``, or empty."""

@@ -38,10 +38,8 @@ class Repeats:
         found = _UNTIL.fullmatch(value) if isinstance(value, str) else None
         share, most = (float(found[1]) / 100, int(found[2] or MOST)) if found else (0.0, 0)
         if not 0 < share < 1 or most < LEAST + BEYOND:
-            raise ValueError(
-                'expected a whole number, at least 1, "until 2 %" (of the ratio, on each side), or "until '
-                f'2 %, at most 30", and there at least {LEAST + BEYOND}'
-            )
+            until = f'"until 2 %", or "until 2 %, at most 30", and there at least {LEAST + BEYOND}'
+            raise ValueError(f"expected a whole number, at least 1, {until}")
         return cls(LEAST, share, most)
 
     def __str__(self) -> str:

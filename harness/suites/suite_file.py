@@ -18,17 +18,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.contradictions import check
-from harness.suites.expanded_suite import Answers, Suite
+from harness.suites.expanded_suite import Asked, Suite
 from harness.suites.peers import PEERS
-from harness.suites.question import Said
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.adapters.traffic import carries
@@ -36,8 +35,6 @@ from impl.codecs.codec import Codec, CodecError, Raw, parse
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 MOST_BYTES: Final = 1 << 20  # of its file
-NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-LONGEST_NAME: Final = 100
 _CONFIGURATION: Final = "deepspeed_config"
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines
 
@@ -51,23 +48,16 @@ class _Override(BaseModel, extra="forbid", frozen=True):
     set: dict[str, Any]
 
 
-class _File(BaseModel, extra="forbid", frozen=True):
+class _File(Asked):
     """The top-level keys of a suite file."""
 
-    name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
-    question: str = Field(min_length=1)
-    time: str = "not stated"
-    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()
-    on_failure: Answers = {}
-    baseline: dict[str, Any] = {}
-    contrast: dict[str, Any] = {}
-    answer: Said = ""
-    margin: int = Field(0, ge=0)
-    defaults: dict[str, Any] = {}
-    matrix: dict[str, Any] = {}
-    zip: list[dict[str, Any]] = []
-    exclude: list[dict[str, Any]] = []
-    override: list[_Override] = []
+    baseline: dict[str, Any] = Field({})
+    contrast: dict[str, Any] = Field({})
+    defaults: dict[str, Any] = Field({})
+    matrix: dict[str, Any] = Field({})
+    zip: list[dict[str, Any]] = Field([])
+    exclude: list[dict[str, Any]] = Field([])
+    override: list[_Override] = Field([])
 
 
 class _Setting(NamedTuple):
@@ -85,7 +75,7 @@ def load(path: Path) -> Suite:
     try:
         text, tables = _parse(path)
         folder.find_from(path.parent)
-        return replace(_expanded(_validated(tables)), file=path.name, text=text)
+        return _expanded(_validated(tables)).model_copy(update={"file": path.name, "text": text})
     except SuiteError as error:
         raise SuiteError(f"{path}: {error}") from None
 
@@ -190,19 +180,13 @@ def _expanded(file: _File) -> Suite:
     unique = _different(trials)
     _check_baselines(file.repeats, unique)
     once = {id(trial) for trial in unique}
-    return Suite(
-        file.name,
-        file.question,
-        file.time,
-        tuple(unique),
-        file.repeats,
-        tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
-        tuple(left_out),
-        _roles(file, cells, trials),
-        dict(file.on_failure.items()),
+    return Suite.model_construct(
+        **{name: getattr(file, name) for name in Asked.model_fields},
+        cells=tuple(unique),
+        merged=tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
+        kept=tuple(left_out),
+        roles=_roles(file, cells, trials),
         configurations=_configurations(file),
-        answer=file.answer,
-        margin=file.margin,
     )
 
 
@@ -459,10 +443,8 @@ def _check_baselines(repeats: Repeats, trials: Sequence[Trial]) -> None:
     for cell in compared(trials, "repeat", "seed") if repeats.within is not None else ():
         if all(trial.strategy != BASELINE for trial in cell):
             there = ", ".join(dict.fromkeys(trial.strategy for trial in cell))
-            raise SuiteError(
-                f"repeats: {repeats}: of ratios over {BASELINE}, which does not stand beside {there}; "
-                "expected it there, or a number of repeats"
-            )
+            told = f"of ratios over {BASELINE}, which does not stand beside {there}"
+            raise SuiteError(f"repeats: {repeats}: {told}; expected it there, or a number of repeats")
 
 
 def _roles(file: _File, cells: list[_Cell], trials: list[Trial]) -> dict[str, str]:

@@ -126,16 +126,11 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, here: i
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:
-        return (
-            f"a rank needs {need.training / GB:.2f} GB at stage {need.stage}, a GPU here has "
-            f"{have / GB:.2f} GB"
-        )
+        needed = f"{need.training / GB:.2f} GB at stage {need.stage}"
+        return f"a rank needs {needed}, a GPU here has {have / GB:.2f} GB"
     held = offloaded if cuda else need.training + offloaded  # one memory
     whole = here * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None
-    each = (held + PROCESS_BYTES) / GB
-    return (
-        f"{here} of {topology.world} ranks x {each:.2f} GB = {whole / GB:.2f} GB at "
-        f"stage {need.stage}, this machine has {host.memory / GB:.2f} GB"
-    )
+    needed = f"{(held + PROCESS_BYTES) / GB:.2f} GB = {whole / GB:.2f} GB at stage {need.stage}"
+    return f"{here} of {topology.world} ranks x {needed}, this machine has {host.memory / GB:.2f} GB"

@@ -53,10 +53,9 @@ class Text(Dataset):
         for part in (corpus.validation, corpus.train):
             _check_room(corpus.source, len(part), length)
         if vocab is not None and corpus.largest >= vocab:
-            raise CorpusError(
-                f"corpus {corpus.source!r}: its largest token is {corpus.largest}, and the vocabulary "
-                f"has {vocab}; expected model.arguments.vocab of at least {corpus.largest + 1}"
-            )
+            told = f"its largest token is {corpus.largest}, and the vocabulary has {vocab}"
+            wanted = f"expected model.arguments.vocab of at least {corpus.largest + 1}"
+            raise CorpusError(f"corpus {corpus.source!r}: {told}; {wanted}")
         self.vocab = vocab or BYTES
         self.sha256, self.train, self.validation = corpus.sha256, corpus.train, corpus.validation
         self.length, self.masks = length, masks
@@ -90,18 +89,14 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         found = place.glob("*.py") if source == STDLIB else place.rglob("*")
         files = sorted(path for path in found if path.is_file())
     else:
-        raise CorpusError(
-            f"corpus {source!r}: no such file or folder in {folder.here()}; expected one, {STDLIB!r} for the "
-            "sources of Python's standard library, or module:function"
-        )
+        wanted = f"expected one, {STDLIB!r} for Python's standard library, or module:function"
+        raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.here()}; {wanted}")
     if not files:
         raise CorpusError(f"corpus {source!r}: no files in it")
     with told(CorpusError, f"corpus {source!r}: cannot read it:"):
         size = sum(path.stat().st_size for path in files)
     if size > LARGEST_BYTES:
-        raise CorpusError(
-            f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held in memory by every rank"
-        )
+        raise CorpusError(f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held by every rank")
     return files, size + len(files) - 1  # an end of line between two
 
 

@@ -144,8 +144,8 @@ class GPT(_Transformer):
         x = self.through_blocks(self.embedding(tokens), past)
         if targets is None:
             return self.head(self.norm(x[:, -1]))  # type: ignore[no-any-return]
-        logits = self.head(self.norm(x))  # (B, T, vocab)
-        return _mean_cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits = self.head(self.norm(x)).float()  # (B, T, vocab); a loss in bf16 would step by 1/32
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
     def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """(B, T) fp32, of each of (B, T) targets after (B, T) tokens; 0 where it is ``NO_TARGET``."""
@@ -176,19 +176,13 @@ class ViT(_Transformer):
         rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
         patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
         x = self.through_blocks(self.embedding(patches.to(self.embedding.weight.dtype)))
-        logits = self.head(self.norm(x).mean(1))  # (B, classes)
-        return _mean_cross_entropy(logits, labels)
+        return F.cross_entropy(self.head(self.norm(x).mean(1)).float(), labels)  # of (B, classes)
 
 
 def under_autocast(model: nn.Module, device: torch.device) -> None:
     """Have ``model`` compute in bf16 by autocast; its parameters and their gradients stay fp32."""
     cast = torch.autocast(device.type, torch.bfloat16)
     model.forward = cast(model.forward)
-
-
-def _mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """() nats, of (N, classes) logits over (N,) targets, in fp32: bf16 would step by 1/32."""
-    return F.cross_entropy(logits.float(), targets, ignore_index=NO_TARGET)
 
 
 def build(model: Model, sequence: int) -> nn.Module:
@@ -199,10 +193,8 @@ def build(model: Model, sequence: int) -> nn.Module:
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
     if sequence not in PATCHES:
-        raise Refusal(
-            f"model {model.name!r}: sequence = {sequence} patches do not make an image of {IMAGE_SIDE} x "
-            f"{IMAGE_SIDE} pixels; expected one of {', '.join(map(str, PATCHES))}"
-        )
+        told = f"model {model.name!r}: sequence = {sequence} patches do not make an image"
+        raise Refusal(f"{told}; expected one of {', '.join(map(str, PATCHES))}")
     return ViT(shape, PATCHES[sequence])
 
 
@@ -214,10 +206,8 @@ def shape_of(model: Model) -> Shape:
     known = {field.name: field.type for field in fields(preset)}
     for name, value in model.arguments.items():
         if name not in known:
-            raise Refusal(
-                f"model {model.name!r}: unknown argument {name!r}, expected one of {', '.join(known)}"
-                f"{suggestion(name, known)}"
-            )
+            wanted = f"expected one of {', '.join(known)}{suggestion(name, known)}"
+            raise Refusal(f"model {model.name!r}: unknown argument {name!r}, {wanted}")
         if type(value).__name__ != known[name] or (type(value) is int and value < 1):
             wanted = "true or false" if known[name] == "bool" else "a whole number of at least 1"
             raise Refusal(f"model {model.name!r}: {name} = {value!r}, expected {wanted}")
@@ -246,9 +236,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 def check_blocks(model: nn.Module) -> None:
     """Refuse a model without blocks, whose activations cannot be checkpointed."""
     if not find_blocks(model):
-        raise Refusal(
-            "activation_checkpointing: the model has no blocks; expected some in a ModuleList or Sequential"
-        )
+        raise Refusal("activation_checkpointing: the model has no blocks in a ModuleList or Sequential")
 
 
 @cache

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -87,24 +88,23 @@ CODECS: Final[dict[str, Codec]] = {"int4:128": int4, "bf16": bf16}
 # What trials measure
 
 
-def capturing(rank: Rank, argument: list[tuple[Assignment, Path]]) -> list[Outcome]:
-    """Run trials one after the other; what every rank captured is kept in the folder of each."""
-    return [_captured(rank, *one) for one in argument]
+Captured = tuple[Outcome, dict[tuple[int, str], Array]]  # with a rank's gradients, by step and unit
 
 
-def _captured(rank: Rank, assignment: Assignment, folder: Path) -> Outcome:
-    measure = communication_error.of_gradients
+def capturing(rank: Rank, trials: list[Trial]) -> list[Captured]:
+    """Run trials one after the other."""
+    return [_captured(rank, one) for one in trials]
+
+
+def _captured(rank: Rank, one: Trial) -> Captured:
+    measure, gradients = communication_error.of_gradients, dict[tuple[int, str], Array]()
 
     def kept(step: int, observed: communication_error.Observed, *, repeated: int = 1) -> Any:
-        for unit, gradient in observed.gradients.items():
-            np.save(folder / f"{step}|{unit}|{rank.rank}.npy", gradient.numpy())
+        gradients.update({(step, unit): found.numpy().copy() for unit, found in observed.gradients.items()})
         return measure(step, observed, repeated=repeated)
 
-    communication_error.of_gradients = kept
-    try:
-        return run(rank, assignment)
-    finally:
-        communication_error.of_gradients = measure
+    with mock.patch.object(communication_error, "of_gradients", kept):
+        return run(rank, Assignment(one, None, count=False)), gradients
 
 
 def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:
@@ -150,13 +150,9 @@ def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topol
     trials = of_the_suite(text, topology)
     assert {one.policy.reduce for one in trials} == set(ALGORITHMS)
     printed: dict[tuple[str, str], float] = {}
-    folders = [tmp_path / str(number) for number in range(len(trials))]
-    for folder in folders:
-        folder.mkdir()
-    asked = [(Assignment(one, None, count=False), there) for one, there in zip(trials, folders, strict=True)]
-    by_rank = run_ranks(capturing, asked, local(topology, tmp_path / "log", seconds=240))
-    for one, folder, outcomes in zip(trials, folders, zip(*by_rank, strict=True), strict=True):
-        found = assembled(list(outcomes), one)
+    by_rank = run_ranks(capturing, trials, local(topology, tmp_path / "log", seconds=240))
+    for one, ranks in zip(trials, zip(*by_rank, strict=True), strict=True):
+        found = assembled([outcome for outcome, _ in ranks], one)
         policy = one.resolved_policy()
         assert policy is not None
         codec, algorithm = CODECS[str(policy.gradients[0])], ALGORITHMS[policy.reduce]
@@ -164,7 +160,7 @@ def test_plain_numpy_finds_the_errors_on_record(text: str, tmp_path: Path, topol
         for step in steps:
             error, value = 0.0, 0.0
             for unit, _, padded in found.units:
-                whole = [np.load(folder / f"{step}|{unit}|{rank}.npy") for rank in range(topology.world)]
+                whole = [gradients[step, unit] for _, gradients in ranks]
                 rows = np.stack(whole).astype(float).reshape(topology.world, topology.world, -1)
                 assert rows[0].size == padded
                 mean, hops = algorithm(rows, codec, topology)

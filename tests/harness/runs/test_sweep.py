@@ -27,7 +27,7 @@ from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
-from harness.suites.expanded_suite import Answer, Suite
+from harness.suites.expanded_suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_rank_processes import until
@@ -50,13 +50,17 @@ def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **change
     return Trial.model_validate({**TINY, "strategy": strategy, "cluster": cluster, **changes})
 
 
+def asked(**answers: str) -> Suite:
+    return Suite.model_validate({"name": "test", "question": "?", "on_failure": answers})
+
+
 def sweep(
     trials: Sequence[Trial] | Iterable[Batch], results: Path, suite: Suite | None = None, **options: Any
 ) -> tuple[SweepOutcome, str]:
     shown = io.StringIO()
     batches = [Batch(0, tuple(trials))] if isinstance(trials, list) else trials
     console = Console(file=shown, width=60)
-    return run_sweep(suite or Suite("test"), batches, results, console, **options), shown.getvalue()
+    return run_sweep(suite or asked(), batches, results, console, **options), shown.getvalue()
 
 
 def diverging(sequence: int) -> Any:
@@ -297,7 +301,7 @@ def test_what_follows_a_failure_is_the_suites_to_say(
     left.write_text("xxx", encoding="utf-8")  # the first for the forecast, which builds it too
     model = {"name": f"{__name__}:passing", "arguments": {"left": str(left)}}
     trials = [trial("single", model=model), trial("single")]
-    outcome, shown = sweep(trials, tmp_path / "r", Suite("test", on_failure={"killed": Answer.of(answer)}))
+    outcome, shown = sweep(trials, tmp_path / "r", asked(killed=answer))
     assert outcome == SweepOutcome(ok=ok, failed=2 - ok - (answer == "stop"), skipped=0)
     record = read(tmp_path / "r" / f"{trials[0].id}.json")
     assert [one.kind for one in record.earlier] == kinds
@@ -363,7 +367,7 @@ def test_a_link_that_was_too_slow_is_tried_again(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Link, "check", check)
     one = trial("zero3", kind="paced", rate="200 Mbit/s")
-    outcome, _ = sweep([one], tmp_path, Suite("test", on_failure={"link": Answer.of("retry 2")}))
+    outcome, _ = sweep([one], tmp_path, asked(link="retry 2"))
     assert outcome == SweepOutcome(ok=1, failed=0, skipped=0)
     assert len(calibrated) == 2
     assert [failure.message for failure in read(tmp_path / f"{one.id}.json").earlier] == [
@@ -408,7 +412,8 @@ from harness.runs.sweep import run_sweep
 from harness.suites.expanded_suite import Suite
 from harness.suites.trial import Trial
 trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
-run_sweep(Suite("test"), [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console())
+suite = Suite(name="test", question="?")
+run_sweep(suite, [Batch(0, (trial,))], Path({str(tmp_path)!r}) / "results", Console())
 """
     shared = set(os.listdir("/dev/shm"))  # noqa: S108, PTH208
     own = namespaces_of([psutil.Process()])

@@ -268,28 +268,15 @@ def test_a_suite_says_what_follows_a_failure(tmp_path: Path, text: str, answer: 
 
 CASES = {
     "unknown key at the top": ("matrx = 1\n", "unknown key 'matrx'", "did you mean 'matrix'?"),
-    "unknown field": (
-        "[defaults]\nclustr.rate = 1\n",
-        "[defaults] clustr.rate",
-        "did you mean 'cluster.rate'?",
-    ),
+    "unknown field": ("[defaults]\nclustr.rate = 1\n", "[defaults] clustr.rate", "mean 'cluster.rate'?"),
     "misspelt strategy": ('[matrix]\nstrategy = ["zero3", "zerop"]\n', '"zerop"', "'zeropp'?"),
     "bits 9": ('[matrix]\npolicy.gradients = ["int9:256"]\n', '"int9:256"', "2 to 8 bits"),
-    "one hop of two": (
-        '[defaults]\npolicy.gradients = ["bf16"]\n',
-        '["bf16"]',
-        "expected a valid string or expected a list of two",
-    ),
+    "one hop of two": ('[defaults]\npolicy.gradients = ["bf16"]\n', '["bf16"]', "or expected a list of two"),
     "hpZ group": ("[matrix]\npolicy.secondary = [2, 3]\n", "policy.secondary = 3", "2 nodes x 2 ranks"),
     "part of a sequence": (
-        '[defaults]\ntokens_per_rank = 100\n[matrix]\nstrategy = ["zero3", "ddp"]\n',
-        'with strategy = "zero3": [defaults] tokens_per_rank = 100',
-        "sequence = 128",
-    ),
-    "part of one of two sequences": (
         "[defaults]\ntokens_per_rank = 128\n[matrix]\nsequence = [64, 1000]\n",
-        "with sequence = 1000: ",
-        "[defaults] tokens_per_rank = 128: expected a multiple",
+        "with sequence = 1000: [defaults] tokens_per_rank = 128: ",
+        "expected a multiple of sequence = 1000",
     ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
     "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
@@ -300,16 +287,8 @@ CASES = {
     "value for a table": ("[defaults]\ncluster = 5\n", "cluster = 5", "expected an object"),
     "absurd learning rate": ("[defaults]\noptimizer.arguments.lr = 1e9\n", "1e+09", "less than 1000"),
     "repeat as a field": ("[matrix]\nrepeat = [0, 1]\n", "repeat", "`repeats`"),
-    "too many": (
-        f"repeats = 3\n[matrix]\nseed = {list(range(MOST_TRIALS))}\n",
-        "6000 trials",
-        "at most 2000",
-    ),
-    "no answer": (
-        '[on_failure]\nkilled = "retry"\n',
-        "on_failure.killed",
-        'expected "skip", "stop", "retry 2"',
-    ),
+    "too many": (f"repeats = 3\n[matrix]\nseed = {[*range(MOST_TRIALS)]}\n", "6000 trials", "at most 2000"),
+    "no answer": ('[on_failure]\nkilled = "retry"\n', "on_failure.killed", '"skip", "stop", "retry 2"'),
     "too many tries": ('[on_failure]\nkilled = "retry 11"\n', "on_failure.killed", "at most 10"),
     "no repeats": ("repeats = 0\n", "repeats = 0", "expected a whole number, at least 1"),
     "too few until": ('repeats = "until 2 %, at most 8"\n', "at most 8", "and there at least 9"),
@@ -387,16 +366,10 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert policy is not None
     assert policy.weights == parse("int8:2048:clip")
     assert Trial.from_canonical(trial.canonical()) == trial
-
-
-def test_configurations_are_an_axis(tmp_path: Path) -> None:
-    """Of files, each with its own policy."""
-    for stage in (2, 3):
-        text = f'{{"zero_optimization": {{"stage": {stage}}}}}'
-        (tmp_path / f"ds{stage}.json").write_text(text, encoding="utf-8")
-    axis = '[defaults]\nstrategy = "recipe"\n[matrix]\ndeepspeed_config = ["ds2.json", "ds3.json"]\n'
-    found = suite(tmp_path, axis).trials
-    assert [policy.stage for trial in found if (policy := trial.resolved_policy())] == [2, 3]
+    (tmp_path / "other.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
+    files = '[matrix]\ndeepspeed_config = ["ds.json", "other.json"]\n'
+    axis = suite(tmp_path, '[defaults]\nstrategy = "recipe"\n' + files).trials
+    assert [policy.stage for one in axis if (policy := one.resolved_policy())] == [3, 2]
 
 
 @pytest.mark.parametrize(
@@ -407,23 +380,11 @@ def test_configurations_are_an_axis(tmp_path: Path) -> None:
         ("recipe", 'deepspeed_config = "ds.json"\nclip = 0.5', "clip = 0.5, but gradient_clipping = null"),
         ("recipe", 'deepspeed_config = "ds.json"\naccumulation = 2', "accumulation = 2, but"),
         ("recipe", "deepspeed_config = 3", "expected a valid string"),
-        (
-            "recipe",
-            "deepspeed_config.zero_optimization.stge = 3",
-            "did you mean 'zero_optimization.stage'",
-        ),
+        ("recipe", "deepspeed_config.zero_optimization.stge = 3", "mean 'zero_optimization.stage'"),
         ("recipe", 'deepspeed_config.optimizer.type = "AdamW"', "has 'optimizer'"),
-        (
-            "recipe",
-            "deepspeed_config.train_micro_batch_size_per_gpu = 3",
-            "a rank = 4, but micro-batch = 3",
-        ),
+        ("recipe", "deepspeed_config.train_micro_batch_size_per_gpu = 3", "4, but micro-batch = 3"),
         ("zero3", 'deepspeed_config = "ds.json"', "expected strategy = 'recipe'"),
-        (
-            "deepspeed",
-            "clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0",
-            "clip = 0.5, but gradient_clipping = 1.0",
-        ),
+        ("deepspeed", "clip = 0.5\ndeepspeed_config.gradient_clipping = 1.0", "but gradient_clipping = 1.0"),
         ("deepspeed", "deepspeed_config.gradient_accumulation_steps = 2", "= 1, but gradient_accumulation_"),
         ("deepspeed", "deepspeed_config.train_batch_size = 3", "of all ranks = 16, but train_batch_size = 3"),
         ("deepspeed", "deepspeed_config.fp16.enabled = true", 'compute = "fp32", but fp16.enabled = true'),

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.measure.step_clock import StepClock
 from harness.records.record import LedgerRow, Record
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import units_of
-from harness.strategies.training import collect, unread_clock
+from harness.strategies.training import collect
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.rank_batches import RankBatches
@@ -121,7 +122,7 @@ def test_continuations_of_a_group_begin_with_one_prompt_of_the_corpus() -> None:
     torch.manual_seed(one.seed)
     data, actor = RankBatches(one, 0, torch.device("cpu")), actor_of(one)
     judges = judges_of(one, actor)
-    found = collect(one, data, actor, judges, rank=0, index=0, clock=unread_clock())
+    found = collect(one, data, actor, judges, rank=0, index=0, clock=StepClock())
     tokens, experience = found.batch
     ((read, _),) = found.drawn
     prompts = tokens[:, :PROMPT].view(-1, 3, PROMPT)
@@ -140,7 +141,7 @@ def test_an_actor_learns_to_write_what_is_rewarded() -> None:
     optimizer = torch.optim.AdamW(actor.parameters(), lr=3e-3)
     judges.register_forward_hook(lambda _, __, scores: rewards.append(float(scores[1].mean())))
     for index in range(30):
-        given_now = collect(one, data, actor, judges, rank=0, index=index, clock=unread_clock())
+        given_now = collect(one, data, actor, judges, rank=0, index=index, clock=StepClock())
         optimizer.zero_grad()
         actor(*given_now.batch).backward()
         optimizer.step()

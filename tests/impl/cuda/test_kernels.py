@@ -12,10 +12,9 @@ from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch
 from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every backend
-from tests.impl.codecs.properties import Backend, garbage, noise_of, use_all, without_reference
+from tests.impl.codecs.properties import Backend, use_all, without_reference
 from tests.impl.cuda.conftest import Device
 from tests.support.cubin import VARIANTS
-
 
 DEMANDED = [
     *(
