@@ -57,7 +57,7 @@ from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
-from impl.codecs.codec import CodecError
+from impl.codecs.codec import CodecError, Dtype
 from report import command as report_command
 from report.command import RESULTS, ResultsFolder
 
@@ -126,12 +126,12 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     suite = load(file)
     found = forecast(suite.trials, _host(suite))
     impossible = sum(bool(one.problems) for one in found)
-    if as_json and not as_csv:
-        print(plan_rows.as_json(suite, found, made), end="")
-    elif not _print_rows(plan_rows.rows(found, made), as_json=as_json, as_csv=as_csv):
+    table = plan_rows.rows(found, made)
+    whole = plan_rows.whole(suite, found, table)
+    if not _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
         out = fitted_table.console()
         terminal.forecasts(suite, found, out, made)
-        terminal.expected_time(expected(found), out)
+        fitted_table.say(expected(found).words, out)
         if impossible:
             out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
     raise typer.Exit(SOME_FAILED if impossible else OK)
@@ -143,7 +143,7 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
     from harness import new_suite
 
     path, time_here = new_suite.write(name, this_host())
-    terminal.expected_time(time_here, fitted_table.console(stderr=True))
+    fitted_table.say(time_here, fitted_table.console(stderr=True))
     print(path)
 
 
@@ -292,10 +292,10 @@ def show(
             raise Refusal(f"{path}: names no file of its run, for it was written before there were any")
         if again:
             print(reproduce.script(one, run_record.read(path.parent, one.run or "")), end="")
-        elif as_json and not as_csv:
-            print(path.read_text(encoding="utf-8"))
-        elif not _print_rows(plan_rows.of_records([one]), as_json=as_json, as_csv=as_csv):
-            terminal.record(one, out, path.parent)
+        else:
+            whole = json.loads(path.read_text(encoding="utf-8"))
+            if not _print_rows(plan_rows.of_records([one]), whole, as_json=as_json, as_csv=as_csv):
+                terminal.record(one, out, path.parent)
     elif bench_record.holds(folder):
         from report.bench.page import show as show_bench
 
@@ -387,26 +387,25 @@ def list_checkpoints(
 def export_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder: its newest.")],
     out: Annotated[Path, typer.Argument(help="The file to write.", metavar="OUT.safetensors")],
-    dtype: Annotated[str, typer.Option(help="Type of the parameters: fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[Dtype, typer.Option(help="Type of the parameters.")] = "fp32",
 ) -> None:
     """Write a checkpoint's model as one safetensors file; on one process, without the model."""
     from impl.checkpoint.full_state import export
     from impl.codecs.reference import DTYPES
 
-    named = {str(name): one for name, one in DTYPES.items()}
-    if dtype not in named:
-        raise Refusal(f"--dtype {dtype}: expected one of {', '.join(named)}")
     interrupts.take_over()
-    export(checkpoint, out, dtype=named[dtype])
+    export(checkpoint, out, dtype=DTYPES[dtype])
     print(out)
 
 
-def _print_rows(table: Sequence[dict[str, Any]], *, as_json: bool, as_csv: bool) -> bool:
-    """Print rows for programs, if that is asked for; returns whether it is."""
+def _print_rows(
+    table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
+) -> bool:
+    """Print rows for programs, if that is asked for, as JSON all of it; returns whether it is."""
     if as_json and as_csv:
         raise Refusal("--json and --csv: expected at most one of them")
     if as_json:
-        print(json.dumps(table, indent=1))
+        print(json.dumps(whole or table, indent=1))
     elif as_csv:
         print(plan_rows.as_csv(table), end="")
     return as_json or as_csv
@@ -462,8 +461,6 @@ def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
     is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
     found = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
-    if not found and report_command.folder_of(trial_id, results) is not None:
-        raise Refusal(f"{trial_id}: results of a suite; name one trial by its id, as zeropp show prints them")
     if not found:
         raise Refusal(
             f"unknown suite or id {trial_id!r}: {results} holds {report_command.suites_in(results)}; "

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from harness.measure import machine
 from harness.runs.feasibility import Forecast
@@ -27,30 +26,27 @@ _OPERATIONS: Final = 6  # floating-point ones of a parameter and token, forward 
 _FORWARD: Final = 1 / 3  # share of a pass
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """An estimate for a suite: ``seconds`` of all its trials, ``flops`` a second of one core."""
+class Expected(NamedTuple):
+    """An estimate of all trials of a suite."""
 
-    seconds: float
-    flops: float
-
-    def __str__(self) -> str:
-        return (
-            f"Expected here: about {spoken(self.seconds)}, an estimate: {self.flops / 1e9:.2g} GFLOPS of a "
-            f"core (measured now, in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
-        )
+    seconds: float | None  # None where none can be said
+    words: str  # a sentence
 
 
-def expected(found: Sequence[Forecast]) -> Expected | str:
+def expected(found: Sequence[Forecast]) -> Expected:
     """Estimate how long the trials take one after the other; or say why that cannot be said."""
-    if any(one.problems for one in found):
-        return "no trial runs" if all(one.problems for one in found) else "some trials cannot run"
-    asked = [one for one in found if one.failure is None]
+    asked = [one for one in found if not one.reasons]
     if not asked:
-        return "no trial runs"
+        return Expected(None, "No expected time: no trial runs.")
     if any(one.trial.cluster.device != "cpu" or one.trial.cluster.launcher != "local" for one in asked):
-        return "it is estimated for the processors of one machine alone"
-    return Expected(sum(_trial_seconds(one, core_flops()) for one in asked), core_flops())
+        return Expected(None, "No expected time: it is estimated for the processors of one machine alone.")
+    flops = core_flops()
+    seconds = sum(_trial_seconds(one, flops) for one in asked)
+    words = (
+        f"Expected here: about {spoken(seconds)}, an estimate: {flops / 1e9:.2g} GFLOPS of a core (measured "
+        f"now, in a small GPT), bytes at the link's rate, and {OVERHEAD:g} s a trial."
+    )
+    return Expected(seconds, words)
 
 
 def _trial_seconds(one: Forecast, flops: float) -> float:

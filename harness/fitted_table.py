@@ -1,15 +1,15 @@
 """Prints tables that fit the terminal, and says what it left out.
 
-A column that holds one value in all rows becomes a part of a line above the table, one of which nothing is
-known is left out.  Headings break at dots and spaces alone.  Columns that do not fit even so are left out,
-the least important first, and named below.
+A column that holds one value in all rows becomes a part of a line above the table; one of nothing but zeros,
+or of what is not known, is left out.  Headings break at dots and spaces alone.  Columns that do not fit even
+so are left out, the least important first, and named below.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -43,7 +43,7 @@ class Column:
     form: str = ""  # of numbers, which stand to the right; empty for words
     unit: str = ""  # of all cells; stands in the heading
     rank: int = 0  # importance; columns of rank 0 are never left out, those of the highest rank are first
-    mark: str = ""  # key of what stands behind each number
+    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # of a row: what stands behind its number
     always: bool = False  # whether it is a column even where it holds one value
     whole: bool = False  # whether no cell is ever folded, since it is there to be copied
     cells: tuple[str, ...] = ()  # by row, as :func:`show` fills them in
@@ -67,13 +67,13 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iter
         cells = []
         for value, row in zip(values, rows, strict=True):
             words = in_words(value) if not form or value is None else format(value, form)
-            cells.append(words + (row[column.mark] if column.mark else ""))
+            cells.append(words + column.mark(row))
         yield replace(column, name=column.name or column.key, unit=unit, cells=tuple(cells))
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Console, *, whole: str) -> None:
     """Print rows as a table that fits; ``whole`` names where all of it is to be had."""
-    known = [one for one in columns if any(row.get(one.key) is not None for row in rows)]
+    known = [one for one in columns if one.always or any(row.get(one.key) for row in rows)]
     shown, same = list[Column](), list[str]()
     for column in filled(rows, known):
         if column.always or len(rows) == 1 or len(set(column.cells)) > 1:

@@ -9,7 +9,7 @@ from string import Template
 from typing import Final
 
 from harness.errors import Refusal
-from harness.expected_time import Expected, expected, spoken
+from harness.expected_time import expected, spoken
 from harness.measure import machine
 from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
 from harness.suites.expanded_suite import LONGEST_NAME, NAME
@@ -22,10 +22,10 @@ _GPUS: Final = 4  # two nodes of two ranks
 _SHARED_MEMORY: Final = 64 << 20  # of a node, through which its ranks exchange
 
 
-def write(name: str, host: Host) -> tuple[Path, Expected | str]:
-    """Write ``<name>.toml`` into the working folder; returns its path, and the time that it should take.
+def write(name: str, host: Host) -> tuple[Path, str]:
+    """Write ``<name>.toml`` into the working folder; returns its path, and how long it should take.
 
-    A Refusal for a name that a suite cannot have, and where the file is there already.
+    A Refusal for a name that a suite cannot have, a FileExistsError where the file is there already.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
@@ -34,21 +34,19 @@ def write(name: str, host: Host) -> tuple[Path, Expected | str]:
             "first"
         )
     path = Path(f"{name}.toml")
-    if path.exists():
-        raise Refusal(f"{path}: is there already; choose another name")
     for tokens, steps in _SIZES:
         written = suite_text(name, host, tokens, steps)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "suite.toml"
             file.write_text(written, encoding="utf-8")
-            found = expected(forecast(load(file).trials, host))
-        if isinstance(found, str) or found.seconds <= WITHIN:
+            seconds, words = expected(forecast(load(file).trials, host))
+        if seconds is None or seconds <= WITHIN:
             break
-    time = found if isinstance(found, str) else f"about {spoken(found.seconds)} (estimated)"
+    time = "not estimated" if seconds is None else f"about {spoken(seconds)} (estimated)"
     written = written.replace("\nrepeats =", f'\ntime = "{time}"\nrepeats =', 1)
     with path.open("x", encoding="utf-8") as whole:
         whole.write(written)
-    return path, found
+    return path, words
 
 
 def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:

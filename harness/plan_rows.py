@@ -31,7 +31,8 @@ def rows(found: Sequence[Forecast], machine: Machine | None = None) -> list[dict
 
     Bytes are those of an optimizer step or of one generation, null for peers; ``egress_bytes`` are what one
     node sends to the others, ``wire_seconds`` what these take at the link's rate, ``least_seconds`` that of
-    all steps, and ``memory_bytes`` are of the fullest rank without activations.
+    all steps, and ``memory_bytes`` are of the fullest rank without activations; ``secondary_frames`` and
+    ``secondary_wide`` are bytes of hpZ's copy on a rank, as frames and in 16 bits.
 
     On a ``machine`` also, prefixed with ``modelled_`` and null for peers and generation, the seconds of a
     step, ``low_seconds`` and ``high_seconds`` within two of the calibration's standard deviations (of
@@ -94,25 +95,22 @@ def _row(one: Forecast, varying: Sequence[str]) -> dict[str, Any]:
         "least_seconds": None if seconds is None else seconds * (trial.warmup + trial.steps),
         "memory_bytes": None if memory is None else sum(on_device(memory).values()),
         "host_bytes": None if memory is None else sum(on_host(memory).values()),
+        "secondary_frames": one.secondary and one.secondary[0],
+        "secondary_wide": one.secondary and one.secondary[1],
+        "copied_bytes": one.copied,
         "runs_here": not one.problems,
         "why": "; ".join(one.reasons),
     }
 
 
-def as_json(suite: Suite, found: Sequence[Forecast], machine: Machine | None = None) -> str:
-    """An object with the suite's name, question and trials, each with its row and its whole form."""
-    trials = [
-        row | {"trial": one.trial.canonical()} for row, one in zip(rows(found, machine), found, strict=True)
-    ]
-    head = {"suite": suite.name, "question": suite.question, "stated_time": suite.time}
-    return json.dumps(head | {"trials": trials}, indent=1)
+def whole(suite: Suite, found: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A suite's name, question and trials, each with its row and its whole form."""
+    trials = [row | {"trial": one.trial.canonical()} for row, one in zip(table, found, strict=True)]
+    return {"suite": suite.name, "question": suite.question, "stated_time": suite.time, "trials": trials}
 
 
 def of_records(found: Sequence[Record]) -> list[dict[str, Any]]:
-    """One for each record: who and where, what varies, what was measured and how it ended.
-
-    Numbers are those of :class:`harness.records.summary.Summary`.
-    """
+    """One for each record: who and where, what varies, what was measured and how it ended."""
     varying = [path for path in varying_paths([one.trial for one in found]) if path != "strategy"]
     return [
         {
@@ -121,13 +119,8 @@ def of_records(found: Sequence[Record]) -> list[dict[str, Any]]:
             **{path: look_up(one.trial, path) for path in varying},
             "repeat": one.trial.get("repeat"),
             "sweep": one.sweep,
-            "step_seconds": (summary := summarise(one)).seconds,
-            "exposed_seconds": summary.exposed,
-            "inter_bytes": summary.sent,
-            "counted_by_interfaces": summary.by_interfaces,
             "padding": one.padding,
-            "rate_mbit": summary.rate,
-            "loss": summary.loss,
+            **summarise(one),
             "outcome": "ok" if one.failure is None else one.failure.kind,
             "why": "" if one.failure is None else one.failure.message,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ from rich.table import Table
 
 from harness import fitted_table
 from harness.errors import one_line
-from harness.expected_time import Expected
 from harness.fitted_table import BYTES, Column, filled
 from harness.plan_rows import of_records, rows
 from harness.records.confidence_intervals import FEWEST
@@ -53,21 +52,32 @@ _PLANNED: Final = (
     Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
     Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
     Column("modelled_basis", "basis", rank=2),
-    Column("millions", "parameters", ",.2f", "M", rank=3, mark="mark"),
+    Column("parameters", form=",d", rank=3, mark=lambda row: padded(row["padding"])),
     Column("inter_bytes", "between nodes", BYTES, "/step"),
     Column("intra_bytes", "inside nodes", BYTES, "/step", rank=4),
     Column("egress_bytes", "out of a node", BYTES, "/step", rank=5),
     Column("wire_seconds", "on the wire", ".3f", "s/step", rank=1),
     Column("memory_bytes", "memory/rank", BYTES, rank=2),
-    Column("frames", "hpZ copy as frames", BYTES, rank=6),
-    Column("wide", "hpZ copy in 16 bits", BYTES, rank=7),
+    Column("secondary_frames", "hpZ copy as frames", BYTES, rank=6),
+    Column("secondary_wide", "hpZ copy in 16 bits", BYTES, rank=7),
     Column("host_bytes", "on the host", BYTES, rank=2),
-    Column("copied", "to and from the host", BYTES, "/step", rank=3),
+    Column("copied_bytes", "to and from the host", BYTES, "/step", rank=3),
 )
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    """What stands behind a record's bytes between nodes."""
+    if row["inter_bytes"] is None:
+        return ""
+    return padded(row["padding"]) + (f" {INTERFACES}" if row["counted_by_interfaces"] else "")
+
+
 _MEASURED: Final = (
+    Column("repeat", rank=1),
+    Column("sweep", form="d", rank=2),
     Column("step_seconds", "step", ".4f", "s"),
     Column("exposed_seconds", "exposed", ".4f", "s", rank=4),
-    Column("inter_bytes", "between nodes", BYTES, "/step", rank=3, mark="mark"),
+    Column("inter_bytes", "between nodes", BYTES, "/step", rank=3, mark=_mark),
     Column("rate_mbit", "rate", ".4g", "Mbit/s", rank=5),
     Column("loss", "loss", ".4f"),
     Column("outcome"),
@@ -103,7 +113,11 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
     named = [Column(path, always=True) for path in varying or ["strategy"]]
     columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
-    fitted_table.show(list(_planned(shown, varying, notes, machine)), columns, out, whole=_WHOLE)
+    table = [
+        row | {path: at(one.trial.canonical(), path) for path in varying} | {"runs here": _runs(one, notes)}
+        for row, one in zip(rows(shown, machine), shown, strict=True)
+    ]
+    fitted_table.show(table, columns, out, whole=_WHOLE)
     fitted_table.say(_NOTES, out)
     if machine is not None:
         fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
@@ -115,11 +129,6 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     fitted_table.say(_too_short(found), out)
 
 
-def expected_time(found: Expected | str, out: Console) -> None:
-    """Print how long a suite is expected to take here, or why that is not known."""
-    fitted_table.say(f"No expected time: {found}." if isinstance(found, str) else str(found), out)
-
-
 def _cells(suite: Suite, rows: int) -> str:
     """How many cells there are, and how many seeds each has."""
     seeds = len({trial.seed for trial in suite.cells})
@@ -128,29 +137,6 @@ def _cells(suite: Suite, rows: int) -> str:
     if len(suite.cells) == rows * seeds:
         return f"{counted(rows, 'cell')} x {counted(seeds, 'seed')}"
     return f"{counted(rows, 'cell')}, {len(suite.cells)} with all their seeds,"
-
-
-def _planned(
-    shown: Sequence[Forecast], varying: Sequence[str], notes: Sequence[str], machine: Machine | None
-) -> Iterator[dict[str, Any]]:
-    """A plan's rows for programs, with what its table says besides or in words."""
-    for row, one in zip(rows(shown, machine), shown, strict=True):
-        canonical, outcome = one.trial.canonical(), _outcome(one)
-        why = ", ".join(str(notes.index(why) + 1) for why in one.reasons)
-        frames, wide = one.secondary or (None, None)
-        yield (
-            row
-            | {path: at(canonical, path) for path in varying}
-            | {
-                "millions": one.parameters and one.parameters / 1e6,
-                "mark": padded(one.padding),
-                "frames": frames,
-                "wide": wide,
-                "host_bytes": row["host_bytes"] or None,
-                "copied": one.copied or None,
-                "runs here": f"{outcome}: {why}" if why else outcome,
-            }
-        )
 
 
 def _too_short(found: Sequence[Forecast]) -> str:
@@ -165,13 +151,6 @@ def _too_short(found: Sequence[Forecast]) -> str:
     return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
-def _mark(row: Mapping[str, Any]) -> str:
-    """What stands behind a record's bytes between nodes."""
-    if row["inter_bytes"] is None:
-        return ""
-    return padded(row["padding"]) + (f" {INTERFACES}" if row["counted_by_interfaces"] else "")
-
-
 def _outcome(one: Forecast) -> str:
     """What comes of a cell in a word: "yes" if it can run."""
     if one.problems:
@@ -181,17 +160,21 @@ def _outcome(one: Forecast) -> str:
     return "over its limit" if one.failure.kind == "memory" else one.failure.kind
 
 
+def _runs(one: Forecast, notes: Sequence[str]) -> str:
+    """The same, with the numbers of the notes that say why."""
+    numbers = ", ".join(str(notes.index(why) + 1) for why in one.reasons)
+    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
+
+
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
     varying = [path for path in varying_paths([record.trial for record in found]) if path != "strategy"]
     table = [
-        row | {"mark": _mark(row)} | {path: at(record.trial, path) for path in varying}
+        row | {path: at(record.trial, path) for path in varying}
         for row, record in zip(of_records(found), found, strict=True)
     ]
-    columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying)]
-    columns += [Column("repeat", rank=1)]
-    columns += [Column("sweep", form="d", rank=2)] if any(record.sweep for record in found) else []
-    fitted_table.show(table, [*columns, *_MEASURED], out, whole=_WHOLE)
+    columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying), *_MEASURED]
+    fitted_table.show(table, columns, out, whole=_WHOLE)
     fitted_table.say(padded_in_words(record.padding for record in found), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)
     fitted_table.say(INTERFACES_IN_WORDS if by_interfaces else "", out)
@@ -224,7 +207,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
         **{f"ran {name}": value for name, value in one.ran.items()},
         "padding of its units": f"{one.padding:.1%} of them" if one.units else NONE,
-        **{column.heading: column.cells[0] for column in filled([row | {"mark": _mark(row)}], _MEASURED)},
+        **{column.heading: column.cells[0] for column in filled([row], _MEASURED)},
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
         "ledger equals prediction": None if one.predicted is None else one.predicted.equal,

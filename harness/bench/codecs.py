@@ -92,7 +92,7 @@ def measure(
     if on_gpu:
         flush = torch.zeros(_FLUSH_BYTES // 4, device="cuda")
         clocks["cuda"] = partial(_device_seconds, flush)
-    samples = []
+    samples: list[Sample] = []
     for device, kind in product(clocks, kinds):
         numel = ((mebibytes or MEBIBYTES[device]) << 20) // DTYPES[kind].itemsize
         x = torch.randn(max(GRAIN, numel // GRAIN * GRAIN), generator=torch.Generator().manual_seed(0))

@@ -134,7 +134,7 @@ def overlap(
     from harness.bench import overlap as bench_overlap
 
     two, four = bench_overlap.TOPOLOGY_OF_STEP, bench_overlap.TOPOLOGY_OF_HOPS
-    trained = {"layers": layers, "sequences": sequences}
+    trained: dict[str, Any] = {"layers": layers, "sequences": sequences}
     alone = run.on_ranks(partial(bench_overlap.compute_alone, **trained), two)
     samples = []
     for policy, mbit in bench_overlap.rates_for_steps(alone).items():

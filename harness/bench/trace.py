@@ -49,13 +49,12 @@ class Traced:
 
 def refused(trial: Trial) -> str | None:
     """Why a trial has no trace; None if it has one."""
-    if trial.resolved_policy() is None or trial.host is not None:
-        return f"strategy {trial.strategy!r} sends past our engine; torch.profiler traces it"
-    if trial.cluster.device != "cpu" or trial.cluster.launcher != "local":
-        return "ranks on GPUs or other hosts share no clock with the host; torch.profiler traces GPUs"
-    if trial.workload != "train":
-        return f"workload {trial.workload!r}: expected 'train'"
-    return None
+    ours = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
+    if ours and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
+        return None
+    where = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}"
+    asked = f"strategy {trial.strategy!r}, workload {trial.workload!r}, {where}"
+    return f"{asked}: a trace is of training by our engine on processors of one machine; see torch.profiler"
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
@@ -114,7 +113,9 @@ def _operations_noted(timeline: Timeline) -> AbstractContextManager[Any]:
 
         return call
 
-    return mock.patch.multiple(ops, **{name: noted(name) for name in _OPERATIONS})
+    names: dict[str, Any] = {name: noted(name) for name in _OPERATIONS}
+    patched: AbstractContextManager[Any] = mock.patch.multiple(ops, **names)
+    return patched
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -80,7 +80,8 @@ def formats(
         print(table.to_csv(index=False), end="")
         return
     out = fitted_table.console()
-    fitted_table.show(table.to_dict("records"), _RANKED, out, whole="--csv has all")
+    rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # whose keys are names
+    fitted_table.show(rows, _RANKED, out, whole="--csv has all")
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
     for line in [f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", *lines]:
         fitted_table.say(line, out)

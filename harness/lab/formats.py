@@ -200,7 +200,8 @@ def within(mine: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
     """
     costs: dict[str, dict[str, Cost]] = {}
     for (unit, codec), rows in mine.groupby(["unit", "codec"], sort=False):
-        costs.setdefault(unit, {})[codec] = Cost(int(rows["bytes"].sum()), float(rows["error"].sum()))
+        cost = Cost(int(rows["bytes"].sum()), float(rows["error"].sum()))
+        costs.setdefault(str(unit), {})[str(codec)] = cost
     parts, elements = list(costs.values()), mine["elements"].sum() / mine["codec"].nunique()
     try:
         chosen = choose(parts, int(bits * elements / 8))

@@ -93,17 +93,13 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     return x
 
 
-@st.composite
 def cases(
-    draw: st.DrawFn, block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
-) -> Case:
+    block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
+) -> st.SearchStrategy[Case]:
     """What a law is tried on, for codecs with such blocks and types, of at most ``most`` elements."""
-    return Case(
-        x=draw(rows(block, most)).to(DTYPES[draw(st.sampled_from(kinds))]),
-        out=draw(st.sampled_from(kinds)),
-        power=draw(st.integers(-30, 30)),
-        noise=draw(noises),
-    )
+    kind = st.sampled_from(kinds)
+    x = st.builds(lambda row, of: row.to(DTYPES[of]), rows(block, most), kind)
+    return st.builds(Case, x=x, out=kind, power=st.integers(-30, 30), noise=noises)
 
 
 class Outcome(NamedTuple):
@@ -129,7 +125,7 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
     specification.
     """
     ties = [torch.stack([torch.full_like(each, top), each], dim=1).flatten() for top, each in _TIES]
-    size = 16 if subject.block == "shard" else min(subject.block, LONGEST // 3)
+    size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
     blocks = torch.arange(2 * size + 7) // size
     one = ties[2].repeat(-(-len(blocks) // len(ties[2])))[: len(blocks)]
     scales = torch.tensor([1.0, 8.0, 0.125])[blocks.clamp(max=2)]
@@ -142,7 +138,7 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
         rows = [(each, row) for each in tried for row in edge_rows(codec, each, noise)]
         found += [(each, row) for each, row in rows if row.numel() <= elements]
     if elements > LONGEST:
-        found += [(each, long_row(subject.block, elements)) for each in tried]
+        found += [(each, long_row(subject.promises.block, elements)) for each in tried]
     return [Case(x=row.to(DTYPES[each]), out=each, power=1, noise=noise) for each, row in found]
 
 
@@ -169,7 +165,7 @@ def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, element
             phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
             verbosity=Verbosity.quiet,
         )
-        rows = cases(subject.block, subject.kinds, min(elements, LONGEST))
+        rows = cases(subject.promises.block, subject.kinds, min(elements, LONGEST))
         with contextlib.suppress(NoSuchExample, Flaky):
             hypothesis.find(rows, breaks, settings=settings, random=Random(seed))
     return Outcome(tried, smallest(subject, claim, broken[-1]) if broken else None)

@@ -23,8 +23,6 @@ from harness.suites.trial import Trial
 from impl.codecs.codec import Codec, Law
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from harness.laws.adversarial_rows import Outcome
     from harness.laws.laws import Claim, Subject, Violation
 
@@ -44,8 +42,7 @@ def _entry() -> None:
 @app.command()
 def codecs(
     backend: Annotated[
-        list[str] | None,
-        typer.Option("--backend", help="reference, cpu or cuda; several times; default: all found."),
+        list[str] | None, typer.Option(help="reference, cpu or cuda; several times; default: all found.")
     ] = None,
     codec: Annotated[
         list[str] | None,
@@ -133,29 +130,21 @@ def _table(found: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
 
 
 def in_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """A violation in lines: what is broken and how far, the row, its bits and its frame."""
+    """A violation in lines: what is broken and how far, the row and its frame."""
     from harness.laws.laws import title
 
-    x, size = violation.x, violation.x.element_size()
-    values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]
-    raw = _bytes(x[:_MOST_SHOWN])
-    patterns = [raw[i : i + size][::-1].hex() for i in range(0, len(raw), size)]
-    more, kind = _more(x.numel()), str(x.dtype).removeprefix("torch.")
+    x = violation.x
+    values = [f"{value:.9g}" for value in x[:_MOST_SHOWN].tolist()]  # as many digits as tell fp32 apart
+    kind = str(x.dtype).removeprefix("torch.")
     lines = [
         f"{subject.name} breaks {title(claim)}: {claim.value}",
         f"  {violation}",
-        f"  smallest row found, {x.numel()} of {kind}: {' '.join(values)}{more}",
-        f"  in hex: {' '.join(patterns)}{more}",
+        f"  smallest row found, {x.numel()} of {kind}: {' '.join(values)}{_more(x.numel())}",
     ]
     if violation.frame is not None:
-        frame = _bytes(violation.frame)
+        frame = bytes(violation.frame.tolist())
         lines.append(f"  frame, {len(frame)} bytes: {frame[:_MOST_SHOWN].hex(' ')}{_more(len(frame))}")
     return lines
-
-
-def _bytes(x: Tensor) -> bytes:
-    """Of a tensor, little-endian."""
-    return bytes(x.clone().untyped_storage())
 
 
 def _more(count: int) -> str:

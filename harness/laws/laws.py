@@ -50,23 +50,13 @@ class Duty(enum.Enum):
 Claim = Law | Duty
 
 
-@dataclass(frozen=True, slots=True)
-class Promises:
-    """What a user's object declares; a codec of ours says it under the same names."""
-
-    laws: frozenset[Law]
-    stochastic: bool
-    frame_bytes: Callable[[int], int]
-    error_bound: Callable[[float, float, Dtype], float]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
     """One implementation of a codec, to be checked."""
 
     name: str  # for messages
-    promises: Codec | Promises  # declared sizes, laws and error bound
-    block: Block  # elements that share a scale
+    promises: Codec  # what declares laws and an error bound
+    frame_bytes: Callable[[int], int]  # of a row of so many elements
     # from x (..., S) and random bits into frames (..., F) uint8
     encode: Callable[[Tensor, Tensor, Noise | None], None]
     decode: Callable[[Tensor, Tensor], None]  # from frames (..., F) into elements (..., S)
@@ -86,7 +76,7 @@ class Subject:
         owed = {
             Duty.FRAME: True,
             Duty.BITS: self.codec is not None and not self.specification,
-            Duty.LOCAL: self.block != "shard",
+            Duty.LOCAL: self.promises.block != "shard",
             Duty.SUM: self.decode_sum is not None,
             Duty.FUSED: self.decode_sum_encode is not None,
         }
@@ -168,7 +158,7 @@ class _Trip:
 
 def _through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
     """Encode and decode ``x`` (..., S)."""
-    size = subject.promises.frame_bytes(x.shape[-1])
+    size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
     given = x.to(subject.device, copy=True)
@@ -194,7 +184,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
     Refuses a bound of NaN, or an infinite one where no magnitude of the block exceeds ``_MODERATE``.
     """
     seen = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
-    lows, highs = blocks_of(seen, subject.block).aminmax(dim=1)
+    lows, highs = blocks_of(seen, subject.promises.block).aminmax(dim=1)
     bounds = []
     for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
         bound = math.inf
@@ -203,14 +193,14 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
             if not (math.isfinite(bound) or (bound > 0 and max(-low, high) > _MODERATE)):
                 raise Violation(f"error_bound({low:.9g}, {high:.9g}, {out!r}) is {bound}", x)
         bounds.append(bound)
-    return _by_element(torch.tensor(bounds, dtype=torch.float64), subject.block, x.numel())
+    return _by_element(torch.tensor(bounds, dtype=torch.float64), subject.promises.block, x.numel())
 
 
 def _zero(subject: Subject, case: Case) -> None:
     """Check that blocks of zeros, of both signs, decode to zeros beside other blocks."""
     x = case.x.clone()
-    blocks = len(blocks_of(x, subject.block))
-    zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.block, x.numel())
+    blocks = len(blocks_of(x, subject.promises.block))
+    zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
     x[zeros] = torch.copysign(torch.zeros_like(x), x)[zeros]
     trip = _through(subject, x, case.noise)
     trip.refuse(zeros & (trip.decoded != 0), lambda i: f"{trip.went(i)}, in a block of zeros")
@@ -251,7 +241,7 @@ def _nonfinite(subject: Subject, case: Case) -> None:
     trip = _through(subject, case.x, case.noise, case.out)
     x, got = case.x.float(), trip.decoded.float()
     finite, lost = (
-        _by_element(blocks_of(each, subject.block).all(dim=1), subject.block, x.numel())
+        _by_element(blocks_of(each, subject.promises.block).all(dim=1), subject.promises.block, x.numel())
         for each in (x.isfinite(), got.isnan())
     )
     kept = torch.where(x.isfinite(), ~got.isnan(), _same(x, got)) | (~finite & lost)
@@ -277,8 +267,8 @@ def _unbiased(subject: Subject, case: Case) -> None:
     bound = _bounds(subject, x, "fp32")
     alarm = math.log(4 * numel / FALSE_ALARM)
     chance = (2 * variance * alarm / DRAWS).sqrt() + 14 * bound * alarm / (3 * (DRAWS - 1))
-    largest = blocks_of(x.double().abs(), subject.block).amax(dim=1)
-    largest = _by_element(largest, subject.block, numel)
+    largest = blocks_of(x.double().abs(), subject.promises.block).amax(dim=1)
+    largest = _by_element(largest, subject.promises.block, numel)
     allowed = chance + bound * 2.0**-12 + largest * 2.0**-22
     _Trip(x, trips.frame[0], trips.decoded[0]).refuse(
         ~(mean.abs() <= allowed) & bound.isfinite(),
@@ -292,7 +282,7 @@ def _unbiased(subject: Subject, case: Case) -> None:
 def _frame(subject: Subject, case: Case) -> None:
     """Check two round trips between guards, over different garbage, and that frames alone decide."""
     x, numel = case.x, case.x.numel()
-    size = subject.promises.frame_bytes(numel)
+    size = subject.frame_bytes(numel)
     noise = case.noise if subject.promises.stochastic else None
     trips = []
     for rubbish, number in ((0x00, 7.0), (0xFF, math.nan)):
@@ -333,7 +323,7 @@ def _bits(subject: Subject, case: Case) -> None:
     codec = subject.codec
     assert codec is not None  # noqa: S101  # a claim of those alone that equal one
     numel = case.x.numel()
-    size, ours = subject.promises.frame_bytes(numel), codec.frame_bytes(numel)
+    size, ours = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != ours:
         raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {ours}", case.x)
     trip = _through(subject, case.x, case.noise, case.out)
@@ -351,7 +341,7 @@ def _local(subject: Subject, case: Case) -> None:
     where the codec says what a block with a NaN becomes, also one that holds a NaN.
     """
     x = case.x
-    count, size = blocks_of(x, subject.block).shape
+    count, size = blocks_of(x, subject.promises.block).shape
     trip = _through(subject, x, case.noise, case.out)
     fills = [math.nan] if Law.NONFINITE in subject.promises.laws else []
     for number in sorted({0, count // 2, count - 1}):
@@ -373,7 +363,7 @@ def _sources(subject: Subject, case: Case) -> Tensor:
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
     noise = case.noise if subject.promises.stochastic else None
-    size = subject.promises.frame_bytes(x.numel())
+    size = subject.frame_bytes(x.numel())
     frames = torch.zeros((len(rows), size), dtype=torch.uint8, device=subject.device)
     for row, frame in zip(rows, frames, strict=True):
         subject.encode(row.to(subject.device, copy=True), frame, noise)

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from harness.errors import Refusal
-from harness.laws.laws import Promises, Subject
+from harness.laws.laws import Subject
 from impl import ops
 from impl.codecs.codec import FORMATS, Codec, OwnCodec, parse
 from impl.codecs.own_rows import by_rows
@@ -48,7 +48,7 @@ def of_codec(codec: Codec, backend: str) -> Subject:
     return Subject(
         name=f"{codec} on {backend}",
         promises=codec,
-        block=codec.block,
+        frame_bytes=codec.frame_bytes,
         encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
         decode=lambda frames, out: operations.decode(codec, frames, out),
         decode_sum=lambda frames, out: operations.decode_sum(codec, frames, out),
@@ -76,12 +76,11 @@ def of_own(codec: OwnCodec) -> Subject:
     device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
-    promises = claimed or Promises(codec.laws, codec.stochastic, codec.own_bytes, codec.error_bound)
     stochastic = codec.stochastic
     return Subject(
         name=codec.name,
-        promises=promises,
-        block=codec.block,
+        promises=claimed or codec,
+        frame_bytes=codec.own_bytes,
         encode=by_rows(thing.encode, stochastic=stochastic),
         decode=by_rows(thing.decode),
         kinds=thing.kinds,

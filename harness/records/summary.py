@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from harness.records.record import Record, slowest_seconds
 
 _TRAINING: Final = ("forward", "backward", "step")  # phases
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The main numbers of a record; None for what was not measured."""
+def summarise(one: Record) -> dict[str, Any]:
+    """The main numbers of a record by name, None for what was not measured.
 
-    seconds: float | None = None  # median step of the slowest rank; a generation is a step without loss
-    exposed: float | None = None  # median exposed communication of the first rank in a step
-    sent: float | None = None  # bytes between nodes in a step
-    by_interfaces: bool = False  # whether the nodes' interfaces counted ``sent``, for want of a ledger
-    rate: float | None = None  # of the link, Mbit/s, the median of its probes
-    loss: float | None = None  # the last, its mean over ranks
-
-
-def summarise(one: Record) -> Summary:
-    """Summarise a record in a few numbers."""
+    Medians are of the slowest rank's steps (a generation is a step without loss), of the first rank's exposed
+    communication, and of the link's probes; bytes between nodes are of a step, counted by the nodes'
+    interfaces for want of a ledger; the loss is the last, its mean over ranks.
+    """
     timed = [[step for step in rank.steps if not step.warmup] for rank in one.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in one.ranks]
     waited: list[float] | None = None
+    seconds, sent = list[float](), list[int]()
     by_interfaces, loss = False, None
     if one.ranks and tokens[0]:
         of_steps = [list(group) for _, group in itertools.groupby(tokens[0], lambda token: token.step)]
@@ -49,14 +42,12 @@ def summarise(one: Record) -> Summary:
         if not ledgers and one.interfaces:
             sent, by_interfaces = [counters.tx_bytes for counters in one.interfaces], True
         loss = statistics.fmean(rank.steps[-1].loss for rank in one.ranks)
-    else:
-        return Summary()
     rates = [] if one.link is None else one.link.probed_mbit or one.link.calibrated_mbit
-    return Summary(
-        seconds=statistics.median(seconds),
-        exposed=None if waited is None else statistics.median(waited),
-        sent=sum(sent) / len(seconds) if sent else None,
-        by_interfaces=by_interfaces,
-        rate=statistics.median(rates) if rates else None,
-        loss=loss,
-    )
+    return {
+        "step_seconds": statistics.median(seconds) if seconds else None,
+        "exposed_seconds": None if waited is None else statistics.median(waited),
+        "inter_bytes": sum(sent) / len(seconds) if sent else None,
+        "counted_by_interfaces": by_interfaces,
+        "rate_mbit": statistics.median(rates) if seconds and rates else None,
+        "loss": loss,
+    }

@@ -366,7 +366,7 @@ def test_plan_and_show_mark_padding_and_not_its_limit(
     suite(folder, body + "set.policy.max_padding = 0.5\n")
     assert cli.main(["plan", "q.toml"]) == cli.OK
     said = capsys.readouterr().out
-    assert re.search(r"^The same in all rows: parameters [\d.]+ ¶ M", said, re.MULTILINE)
+    assert re.search(r"^The same in all rows: parameters [\d,]+ ¶", said, re.MULTILINE)
     assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in said
     record(Path("results"), policy={"max_padding": 0.5})
     path = record(Path("results"))

@@ -145,7 +145,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["export", "FOLDER", "FOLDER/out"], "no checkpoint in it"),
         (
             ["export", "FOLDER", "FOLDER/out", "--dtype", "int8"],
-            "--dtype int8: expected one of fp32, bf16, fp16",
+            "'int8' is not one of 'fp32', 'bf16', 'fp16'",
         ),
     ],
 )

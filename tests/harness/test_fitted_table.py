@@ -46,7 +46,11 @@ def test_plans_fit_the_terminal(name: str) -> None:
 
 def test_what_does_not_vary_is_a_line() -> None:
     """With its unit; a table of one row keeps all its columns but those of which nothing is known."""
-    columns = [Column("strategy"), Column("sent", "", BYTES, "/step", mark="mark"), Column("lost")]
+    columns = [
+        Column("strategy"),
+        Column("sent", "", BYTES, "/step", mark=lambda row: row["mark"]),
+        Column("lost"),
+    ]
     row = {"strategy": "a", "sent": 2e6, "mark": " ¶", "lost": None}
     assert "The same in all rows: sent 2 ¶ MB/step.\n" in shown([row, row | {"strategy": "b"}], columns, 80)
     one = shown([row], columns, 80)

@@ -93,10 +93,10 @@ def test_an_unknown_trial_is_refused(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"strategy": "ddp"}, "'ddp' sends past our engine"),
-        ({"strategy": "fsdp2+qgz"}, "sends past our engine"),
-        ({"cluster": Cluster(device="cuda", transport="nccl")}, "share no clock"),
-        ({"workload": "generate"}, "expected 'train'"),
+        ({"strategy": "ddp"}, "strategy 'ddp'"),
+        ({"strategy": "fsdp2+qgz"}, "strategy 'fsdp2+qgz'"),
+        ({"cluster": Cluster(device="cuda", transport="nccl")}, "device 'cuda'"),
+        ({"workload": "generate"}, "workload 'generate'"),
     ],
 )
 def test_what_has_no_trace_is_refused(fields: dict[str, Any], words: str) -> None:
