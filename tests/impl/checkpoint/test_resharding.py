@@ -7,50 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from impl.checkpoint.commit import CheckpointError, checkpoints
-from impl.checkpoint.manifest import file_name
-from impl.checkpoint.resharding import Parts, write_tensors
+from impl.checkpoint.commit import checkpoints
 from impl.comm.mesh import Mesh
 from impl.plan.policy import LossScale, Policy
 from impl.plan.topology import Topology
-from tests.impl.checkpoint.checkpointed import EMPTY, NET, ODD, POLICIES, Run, contents, same, written
+from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Run, contents, same, written
 from tests.support.ranks import on_threads
 from tests.support.strategies import policies, topologies
-
-
-@given(st.lists(st.integers(0, 4), max_size=5), st.integers(0, 20), st.integers(0, 20))
-def test_any_range_is_read_out_of_the_saved_ones(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], start: int, end: int
-) -> None:
-    """Whatever files hold its elements: those of [start, end) come back, or it is said that some lack."""
-    path, values = tmp_path_factory.mktemp("files"), torch.arange(float(sum(sizes)))
-    files, at = [], 0
-    for number, size in enumerate(sizes):
-        name, at = f"weight/a@b@{at}", at + size
-        files.append(
-            write_tensors(path / file_name(number), [(name, values[at - size : at])] if size else [])
-        )
-    parts = Parts(path, replace(EMPTY, files=files))
-    if start <= end <= len(values):
-        assert torch.equal(parts.read("weight", "a@b", start, end), values[start:end])
-    elif start < end:
-        with pytest.raises(CheckpointError, match=rf"of elements {start} to {end} of weight of 'a@b'"):
-            parts.read("weight", "a@b", start, end)
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    """Cut short, of another format, or not there: one line."""
-    nbytes, _ = written = write_tensors(tmp_path / file_name(0), [("values", torch.ones(9))])
-    data = (tmp_path / file_name(0)).read_bytes()
-    for content in (data[: nbytes - 1], data[:4], b"\x02" + bytes(7) + b"[]"):
-        (tmp_path / file_name(0)).write_bytes(content)
-        with pytest.raises(CheckpointError, match=str(tmp_path)):
-            Parts(tmp_path, replace(EMPTY, files=[written]))
 
 
 def _passed_on(  # noqa: PLR0917  # thread ranks pass by position

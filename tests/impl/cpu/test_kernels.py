@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs.tables.codecs import SHOWN
 from impl.codecs import reference
-from impl.codecs.codec import IntCodec, Raw, parse
+from impl.codecs.codec import IntCodec, parse
 from impl.codecs.rounding_noise import Noise
 from impl.cpu import build
 from impl.cuda.kernels import Kernels as CudaKernels
@@ -27,8 +25,6 @@ from tests.impl.codecs.properties import (
     garbage,
     noise_of,
     same,
-    use_all,
-    without_reference,
 )
 
 
@@ -41,19 +37,6 @@ def test_one_product_decides_for_bf16(backend: Backend, bits: int) -> None:
     x[:, 0] = mantissas  # a block each: nothing in it is larger
     for scale in (1.0, 2.0**-126, 2.0**127):
         check(backend, IntCodec(bits, 1280), (x * scale).flatten().to(torch.bfloat16), torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [*(text for text in SHOWN if not isinstance(parse(text), Raw)),
-     "int5:24:asym", "fp8e5m2:32", "int4:64:hadamard32:stochastic"],
-)  # fmt: skip
-def test_it_has_kernels_for_all_blocked_codecs(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    """None but casts are left to the reference, as docs/reference/codecs.md says: no call reaches it."""
-    without_reference(monkeypatch)
-    use_all(backend, parse(text), carries=True)
 
 
 def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
@@ -69,7 +52,7 @@ def test_an_offset_whose_scale_is_lost_in_rounding(backend: Backend) -> None:
 def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: int) -> None:
     """Raw rows below and above what is written past the caches, aligned or not, are the reference's."""
     codec = parse(kind)
-    for sources, skew in ((1, 0), (4, 16), (6, 0)):
+    for sources, skew in ((1, 0), (4, 16), (6, 3)):
         x = torch.randn(sources, numel).to(reference.DTYPES[kind])
         x[..., -1] = torch.nan
         wanted, got = (garbage(codec, x.shape, x.device, each) for each in (0, skew))
@@ -79,7 +62,7 @@ def test_raw_frames_are_copied_and_summed(backend: Backend, kind: str, numel: in
         back = torch.empty(sources, numel + 1, dtype=x.dtype)[:, 1:]
         backend.kernels.decode(codec, got, back)
         assert same(back, x)
-        check_sum(backend, codec, wanted, [numel])
+        check_sum(backend, codec, got, [numel])
 
 
 @pytest.mark.parametrize("block", [32_768, 32_769, 40_001, "shard"])
@@ -180,26 +163,6 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)
     with pytest.raises(ValueError, match=r"the C\+\+ kernels take 8"):
         backend.kernels.encode(codec, many, torch.zeros(*many.shape[:-1], 32, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("text", ["fp32", "bf16", "fp16", "int8:8", "int3:7:asym", "fp8e4m3:16", "mxfp4"])
-def test_frames_may_lie_at_any_byte(backend: Backend, text: str, kind: torch.dtype) -> None:
-    """Frames that no element or scale is aligned in are written and read as others are."""
-    codec, x = parse(text), torch.randn(3, 2, 100).to(kind)
-    wanted = encoded(codec, x)
-    total = torch.zeros(2, 100)
-    reference.decode_sum(codec, wanted, total)
-    for kernels, skew in itertools.product((reference, backend.kernels), (1, 2, 3)):
-        got, back = garbage(codec, x.shape, x.device, skew), torch.empty_like(x)
-        kernels.encode(codec, x, got)
-        assert torch.equal(got, wanted)
-        kernels.decode(codec, got, back)
-        expected, added = torch.empty_like(x), torch.empty(2, 100)
-        reference.decode(codec, wanted, expected)
-        assert same(back, expected)
-        kernels.decode_sum(codec, got, added)
-        assert same(added, total)
 
 
 @pytest.mark.parametrize("text", ["fp32", "int4:8", "int3:7:asym", "int4:32:hadamard8", "mxfp4"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -12,39 +10,8 @@ from impl.codecs.rounding_noise import Key
 from impl.cuda.kernels import Kernels
 from impl.cuda.launch import Launch
 from tests.impl.codecs.properties import *  # noqa: F403  # the tests of every backend
-from tests.impl.codecs.properties import Backend, use_all, without_reference
-from tests.impl.cuda.conftest import Device
+from tests.impl.codecs.properties import Backend
 from tests.support.cubin import VARIANTS
-
-DEMANDED = [
-    *(
-        f"int{bits}:{block}{asym}"
-        for bits in range(2, 9)
-        for block in (1, 256, "shard")
-        for asym in ("", ":asym")
-    ),
-    *(f"fp8{element}:{block}" for element in ("e4m3", "e5m2") for block in (7, 128, "shard")),
-    *("mxfp8", "mxfp8e5m2", "mxfp4"),
-]
-
-
-def test_every_codec_with_scales_has_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operation on a codec with scales is left to the reference, whatever its rounding and rotation, and
-    whether it carries errors.
-    """
-    without_reference(monkeypatch)
-    launches: list[Launch] = []
-    noting = Kernels(lambda launch, _: launches.append(launch))
-    backend = Backend(noting, Device(), torch.device("cpu"))
-    for text in DEMANDED:
-        turned = [f"{text}:hadamard32:stochastic"] if text.split(":")[1:2] not in (["1"], ["7"]) else []
-        for variant, carries in itertools.product([text, f"{text}:stochastic", *turned], [False, True]):
-            launches.clear()
-            use_all(backend, parse(variant), carries=carries)
-            assert len(launches) >= 4
-    launches.clear()
-    noting.decode(parse("bf16"), torch.zeros(512, dtype=torch.uint8), torch.zeros(256))
-    assert not launches  # a cast
 
 
 def nothing(launch: Launch, device: torch.device) -> None:

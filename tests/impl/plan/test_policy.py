@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable
@@ -13,10 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impl.codecs.codec import BF16, FP16, FP32, Codec, parse
+from impl.codecs.codec import BF16, FP16, FP32, parse
 from impl.plan.policy import (
     PRESETS,
-    TECHNIQUES,
     BitBudget,
     Feedback,
     LossScale,
@@ -31,28 +29,9 @@ from impl.plan.policy import (
     weight_block,
 )
 from impl.plan.topology import Topology
-from tests.support.strategies import engine_codecs, feedbacks
+from tests.support.strategies import feedbacks
 
 MXFP8 = parse("mxfp8")
-
-
-def test_presets_are_the_eight_combinations_the_stages_and_exact() -> None:
-    """ZeRO-3, each technique, pairs, all three; the other stages; states in a node; unquantised; flat."""
-    plain = {
-        name: policy
-        for name, policy in TECHNIQUES.items()
-        if policy.stage == 3 and not policy.group and name != "zero3-flat"
-    }
-    combinations = {
-        (policy.weights != BF16, policy.secondary != 0, policy.gradients != (BF16, BF16))
-        for name, policy in plain.items()
-        if name != "exact"
-    }
-    assert len(combinations) == len(plain) - 1 == 8
-    assert PRESETS["exact"].weights == FP32
-    assert [PRESETS[f"zero{stage}"].stage for stage in range(4)] == [0, 1, 2, 3]
-    assert PRESETS["mics"].group == "node"
-    assert len(TECHNIQUES) == len(plain) + 5
 
 
 @given(st.integers(1, 8), st.integers(1, 8))
@@ -304,20 +283,6 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     same = replace(found, weights=policy.weights, gradients=policy.gradients, sums="fp16", blocks="shape")
     assert same == policy
     assert preset("zeropp").by_shape(shapes, world, 32 * times) == preset("zeropp")
-
-
-@given(st.none() | engine_codecs, engine_codecs, st.sampled_from([[(8, 8)], [(8,)], []]))
-@example(MXFP8, FP32, [(8, 8)])
-def test_a_policy_of_blocks_by_shape_has_one_for_each_unit(
-    frozen: Codec | None, weights: Codec, shapes: list[tuple[int, ...]]
-) -> None:
-    """Of whatever codecs: it is refused when it is made, or no unit's is."""
-    try:
-        policy = Policy(blocks="shape", frozen=frozen, weights=weights)
-    except PolicyError:
-        return
-    for trainable, persistent in itertools.product([True, False], repeat=2):
-        policy.of_unit(trainable=trainable, persistent=persistent).by_shape(shapes, 4, 64)
 
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
