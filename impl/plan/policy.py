@@ -58,7 +58,7 @@ def _words(kind: type) -> dict[str, tuple[object, ...]]:
 
 def _check_words(of: object) -> None:
     """Refuse a field whose value is none of those allowed."""
-    for name, allowed in _words(type(of)).items():
+    for name, allowed in _words(type(of)).items():  # type: ignore[arg-type]  # a class is hashable
         if (value := getattr(of, name)) not in allowed:
             raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, allowed))}")
 
