@@ -48,8 +48,7 @@ def forget() -> None:
 def import_object(text: str) -> Any:
     """The object of ``module:object``.
 
-    Raises:
-        NamedObjectError: if there is none, importing it raised, or an installed module hides the one meant.
+    Raises NamedObjectError: if there is none, importing it raised, or an installed one hides the one meant.
     """
     name, _, path = text.partition(":")
     see(Path.cwd())

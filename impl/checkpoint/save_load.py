@@ -94,10 +94,8 @@ def save(
 
     It becomes ``checkpoint-NNNNNN``, which is returned, in ``folder``, on a disk that all ranks share; the
     ``keep`` newest there are kept, or all.  ``extra`` is the caller's, the same on all ranks: None, numbers,
-    texts, lists, tuples and dicts of them.
-
-    Raises:
-        CheckpointError: on all ranks, if this fails on any; what was complete before stays.
+    texts, lists, tuples and dicts of them.  Raises CheckpointError: on all ranks, if this fails on any; what
+    was complete before stays.
     """
     folder, wire = Path(folder), zero.wire
     rank = wire.mesh.rank

@@ -190,9 +190,8 @@ class IntCodec(_Scaled):
     Symmetric codes have the scale ``absmax / largest code``, so that quantising twice changes nothing; or,
     ``clipped``, DeepSpeed's ``2 absmax / 2^bits``, whose steps are smaller and whose positive top is cut.
 
-    Raises:
-        CodecError: for bits outside 2..8, an impossible block or rotation, or a clipped top with an offset or
-            random rounding, whose mean it would change.
+    Raises CodecError: for bits outside 2..8, an impossible block or rotation, or a clipped top with an offset
+    or random rounding, whose mean it would change.
     """
 
     bits: int  # 2 to 8

@@ -91,12 +91,9 @@ class Operations:
     ) -> None:
         """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
 
-        ``noise`` is for a codec that rounds stochastically.
-
-        Raises:
-            ValueError: for elements of another type or without a dimension, frames that do not fit them or
-                whose bytes are not contiguous, noise or carried error that do not fit, tensors on several
-                devices, or strides that the backend does not take.
+        ``noise`` is for a codec that rounds stochastically.  Raises ValueError: for elements that are none or
+        have no dimension, what does not fit them, frames whose bytes are not contiguous, tensors on several
+        devices, or strides that the backend does not take.
         """
         key = _key("encode", x, frames, codec) if noise is None and carried is None else None
         if self._did_again(key, x, frames):
