@@ -51,10 +51,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after.
-
-    ``units`` are our engine's, or FSDP2's parameter groups.
-    """
+    """Inside, an unsharded fp32 model has its weights as all-gathered then; they are restored after."""
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
             own = _policy_of(unit, policy)
@@ -88,9 +85,7 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 
 
 def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
-    """``model`` as a trial computes: itself in fp32; else a copy, by autocast in DDP and in one process, in
-    which weights and inputs are of that type elsewhere.
-    """
+    """``model`` as a trial computes: itself in fp32; else a copy, by autocast in DDP and one process."""
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":
         return model

@@ -210,10 +210,8 @@ class ByDeepSpeed(Strategy):
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of ``loss``, which is divided by the accumulation already, and tell DeepSpeed
-        that the micro-batch has ended; the step's last one ends in :meth:`step`.
-        """
-        self.model.backward(loss, scale_wrt_gas=False)
+        """See :meth:`Strategy.backward`; a step's last micro-batch ends in :meth:`step`."""
+        self.model.backward(loss, scale_wrt_gas=False)  # the loss is divided by the accumulation already
         if not self._last:
             self.model.step()
 
@@ -230,9 +228,7 @@ class ByDeepSpeed(Strategy):
         self.model.empty_partition_cache()
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """See :meth:`Strategy.memory`; shards of weights count among the masters, gradients are as large as
-        they.
-        """
+        """See :meth:`Strategy.memory`; shards of weights count among masters, gradients are as large."""
         masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
         stepped = sum(parameter.nbytes for parameter in masters)
         weights = [getattr(one, "ds_tensor", one) for one in self.model.parameters()]
