@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import string
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,14 +24,13 @@ def examine() -> list[dict[str, Any]]:
     ``adds`` is what it is for and, if it is missing, what to do.
     """
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
-    python, facts = sys.version_info[:2] in ((3, 11), (3, 12)), machine.facts()
+    facts = machine.facts()
     packages, driver = facts["packages"], facts["driver"]
     cupy = [f"{name} {packages[name]}" for name in ("cupy-cuda12x", "cupy-cuda13x") if packages[name]]
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     missing, apart, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
     looked_for: list[tuple[str, object, object, str]] = [
-        ("Python", python, sys.version.split()[0], "3.11 or 3.12 runs the harness"),
         ("cores", cores >= ENOUGH_CORES, cores, f"{ENOUGH_CORES} or more: suites' times are for 2"),
         ("memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"),
         (

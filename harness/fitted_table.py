@@ -19,7 +19,7 @@ from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.table import Table
 
-from harness.suites.labels import in_words
+from harness.suites.labels import counted, in_words
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 BYTES: Final = ".4g B"  # a form: in the unit that fits the column's largest
@@ -92,8 +92,7 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
     out.print(table)
     if left_out:
         names = ", ".join(column.name for column in left_out)
-        count = f"{len(left_out)} column{'s' if len(left_out) > 1 else ''}"
-        say(f"{count} left out: {names}; {whole}.", out)
+        say(f"{counted(len(left_out), 'column')} left out: {names}; {whole}.", out)
 
 
 def say(line: str, out: Console) -> None:

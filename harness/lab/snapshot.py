@@ -42,6 +42,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         raise Refusal(f"workload = {trial.workload!r}: a snapshot is of training")
     if family_of(trial.strategy) == DEEPSPEED:
         raise Refusal(f"strategy = {trial.strategy!r}: its optimizer is DeepSpeed's; name another trial")
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     torch.set_num_threads(trial.threads or 1)
@@ -78,7 +79,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         told(f"step {step} of {max(steps)} kept")
     try:
         save_file(kept, path, {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)})
-    except OSError as error:
+    except SafetensorError as error:
         raise Refusal(f"{path}: {error}") from None
 
 

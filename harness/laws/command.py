@@ -45,10 +45,7 @@ def codecs(
         list[str] | None, typer.Option(help="reference, cpu or cuda; several times; default: all found.")
     ] = None,
     codec: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--codec", help="Text form, or your own module:object (docs/reference/codecs.md); several times."
-        ),
+        list[str] | None, typer.Option(help="Text form, or your own module:object; several times.")
     ] = None,
     examples: Annotated[int, typer.Option(min=1, help="Rows that each law is tried on.")] = EXAMPLES,
     seed: Annotated[int, typer.Option(min=0, help="Of the rows: the same seed, the same rows.")] = 0,
