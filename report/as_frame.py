@@ -17,12 +17,9 @@ def load(where: str | Path) -> pd.DataFrame:
 
     Times in s, sizes in B, per optimizer step (``report/quantities.csv``).  Column ``trial`` is the trial's
     canonical form, ``losses`` its validations (``step``, ``loss``, ``train_seconds``, ``inter_bytes``).
+    ``where`` is a suite's results folder, an archive of one (``.tar.xz``), or a folder of either.
 
-    Args:
-        where: a suite's results folder; an archive of one (``.tar.xz``); or a folder of either.
-
-    Raises:
-        ReportError, RecordError: if nothing is there, a folder mixes pools, or a file is no record.
+    Raises a ReportError or RecordError if nothing is there, a folder mixes pools, or a file is no record.
     """
     path = Path(where)
     if not path.exists():

@@ -35,10 +35,7 @@ def build(
     """Build the report of a results folder, inside it; equal records give equal bytes.
 
     ``columns``, by table, are printed beside the contender, by title or name in the CSV; ``width`` is in mm.
-
-    Raises:
-        Refusal: for a table or a column that is not there.
-        ReportError: as :func:`report.data.frames.load` and :func:`publish`.
+    Raises a Refusal for one that is not there, and as :func:`report.data.frames.load` and :func:`publish`.
     """
     derived = derive(load(results))
     shown = with_columns(tables.all_tables(derived), columns or {})
@@ -68,8 +65,7 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
     """Write tables, and the page that ``page_of`` makes with its files in a folder; returns where it is.
 
-    Raises:
-        ReportError: if the folder cannot be written; what was there before is then still there.
+    Raises a ReportError if the folder cannot be written; what was there before is then still there.
     """
     try:
         with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:

@@ -47,10 +47,8 @@ tar -xf "$here"/{packed} -C "$here"
 
 
 def bundle(folder: Path, into: Path) -> Path:
-    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path.
-
-    Raises:
-        RecordError: if there are no records, or nothing says which suite ran.
+    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path; a
+    RecordError if there are none, or nothing says which suite ran.
     """
     records = read_all(folder)
     if not records:

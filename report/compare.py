@@ -63,8 +63,7 @@ def judge(ratio: Interval, margin: float) -> Verdict:
 def compare(first: Path, second: Path, margin: float) -> Comparison:
     """Compare the trials that two folders have in common; steps within ``margin`` (0.02 is 2 %) are the same.
 
-    Raises:
-        ReportError: without records, or without a trial that finished in both.
+    Raises a ReportError without records, or without a trial that finished in both.
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)

@@ -14,10 +14,8 @@ from report.tables.table import named
 
 
 def explained(folder: Path, table: str, row: str, column: str) -> str:
-    """Lines on a cell: a table by name, a row by words of its cells, a column by title or name in the CSV.
-
-    Raises:
-        Refusal: if there is no such cell, naming those there are.
+    """Lines on a cell: a table by name, a row by words of its cells, a column by title or name; a Refusal
+    names those there are.
     """
     derived = derive(load(folder))
     shown = named(all_tables.all_tables(derived), table)

@@ -14,10 +14,6 @@ with _FILE.open(encoding="utf-8", newline="") as _file:
 
 
 def formula(*quantities: str) -> str:
-    """Sentences of a caption: each quantity and its formula.
-
-    Raises:
-        KeyError: for a quantity that is not in ``report/quantities.csv``.
-    """
+    """Sentences of a caption: each quantity and its formula."""
     told = [f"{one[0].upper()}{one[1:]}: {QUANTITIES[one]['formula']}." for one in quantities]
     return " ".join(told).replace("`", "").replace("\\|", "|")

@@ -39,9 +39,8 @@ def ordered(derived: Derived, found: Sequence[Effect]) -> list[Effect]:
 
 
 def faster(derived: Derived, found: Sequence[Effect]) -> Found:
-    """Who is faster than the baseline, by how much, and of whom it cannot be told.
-
-    Two contenders of one strategy are told apart by the fields in which they differ.
+    """Who is faster than the baseline, by how much, and of whom it cannot be told; two contenders of one
+    strategy are told apart by the fields in which they differ.
     """
     if not found:
         return alone(derived)

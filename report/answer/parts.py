@@ -95,9 +95,8 @@ def strategy(name: str) -> str:
 
 
 def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
-    """Names of contenders of one strategy by the fields in which they differ, else their own.
-
-    ``blocks of 64`` where only the blocks of their codecs differ.
+    """Names of contenders of one strategy by the fields in which they differ, ``blocks of 64`` where only the
+    blocks of their codecs do; else their own.
     """
     own = {name: spelled(name) for name in names}
     ran = derived.finished.drop_duplicates("contender").set_index("contender")

@@ -26,8 +26,7 @@ _TEXT_COLUMNS: Final = 98  # of text below a table
 def build(results: Path) -> Path:
     """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
 
-    Raises:
-        ReportError: if records are of several machines, codes or subjects, or the folder cannot be written.
+    Raises a ReportError if they are of several machines, codes or subjects, or it cannot be written.
     """
     benches = read_all(results)
     for of, name in (("pool", "machines or codes"), ("subject", "subjects")):

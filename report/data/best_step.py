@@ -43,9 +43,8 @@ def timed(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def computations(frames: Frames) -> pd.DataFrame:
-    """Seconds of computation of a step: of each rank in each sample of it by itself, else in each timed step.
-
-    ``index`` is that of the sample or step, ``alone`` which of them it is.
+    """Seconds of computation of a step, of each rank: in each sample of it by itself (``alone``), else in
+    each timed step; ``index`` is that of the sample or step.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
@@ -88,9 +87,8 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 
 
 def _bound(frames: Frames, identity: str, mbit: float, steps: int, parts: _Seconds) -> _Seconds | float:
-    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3).
-
-    NaN for strategies without a policy, for steps that do more than train, and at a rate that is not known.
+    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3); NaN without
+    a policy, for steps that do more than train, and at a rate that is not known.
     """
     trial, units, sent = frames.ran[identity], frames.units[identity], frames.unit_bytes[identity]
     policy, rate = trial.resolved_policy(), mbit * BITS_PER_MBIT
@@ -120,4 +118,5 @@ def _bound(frames: Frames, identity: str, mbit: float, steps: int, parts: _Secon
         )
         for unit, size, _ in units
     ]
-    return passes * least_pass_seconds(Schedule.of(policy, geometries), loads) + rest
+    seconds: _Seconds = passes * least_pass_seconds(Schedule.of(policy, geometries), loads) + rest
+    return seconds

@@ -90,11 +90,8 @@ class Frames:
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
-    """Read a results folder, which holds ``<id>.json``.
-
-    Raises:
-        ReportError: if there is no record, or records are not to be put together.
-        RecordError: for a file that is not a record of this schema.
+    """Read a results folder, which holds ``<id>.json``, or raise a ReportError without records and for some
+    that are not to be put together, a RecordError for a file that is not a record of this schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")

@@ -151,8 +151,7 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 def split(frames: Frames) -> pd.DataFrame:
     """Mean time of each part of a step, on the slowest rank of each timed step; one row per trial and part.
-
-    Where exposed communication was not measured (peers), it stays inside forward and backward.
+    Exposed communication that was not measured (peers) stays inside forward and backward.
     """
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()

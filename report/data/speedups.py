@@ -65,9 +65,8 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of contenders' links, for cells where it is too large.
-
-    Unshaped links, whose probes vary with the machine's load, are left out.
+    """Relative spread of the rates of contenders' links, for cells where it is too large; without unshaped
+    links, whose probes vary with the machine's load.
     """
     kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")].dropna(subset=["achieved_mbit"])
     medians = kept.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
@@ -114,8 +113,8 @@ def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
         if len(both) and left[both].mean() * right[both].mean() < 0:
             sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
             places = crossing(left.to_dict(), right.to_dict(), sweeps)
-            rates = (r0 * (r1 / r0) ** place if math.isfinite(place) else place for place in places)
-            return Interval(*rates, len(both))
+            at, low, high = (r0 * (r1 / r0) ** one if math.isfinite(one) else one for one in places)
+            return Interval(at, low, high, len(both))
     return Interval(math.nan, math.nan, math.nan, 0)
 
 

@@ -193,10 +193,9 @@ class Stacked:
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Bars and marks, in panels by the column ``panel``."""
-        most = data[data["kind"] == "bar"].groupby("part")[self.value].max()
-        held = [str(part) for part in most[most > 0].index]
+        held = set(data[(data["kind"] == "bar") & data[self.value].gt(0)]["part"])
         there = [part for part in self.parts if part in held]
-        colours = theme.of_parts([*there, *sorted(set(held) - set(there))])
+        colours = theme.of_parts([*there, *sorted(held - set(there))])
         rows = groups(data, ["panel"])
         heights = [axes.rows_inches(mine["contender"].nunique()) for _, mine in rows]
         figure, panels = axes.grid(style, len(rows), 1, heights)
@@ -257,7 +256,7 @@ class Front:
             for ax, measure in zip(row, shown, strict=True):
                 known = mine.dropna(subset=[measure.column])
                 middles = known.groupby("contender", sort=False)[[self.x, measure.column]].median()
-                ahead = middles.iloc[front(middles)].to_numpy().T
+                ahead = front(middles).to_numpy().T
                 ax.plot(*ahead, drawstyle="steps-post", color=theme.FAINT, lw=1.1, zorder=1.5)
                 for name, group in by_contender(known):
                     look = style.look(name)
@@ -291,12 +290,11 @@ class Front:
         )
 
 
-def front(points: pd.DataFrame) -> list[int]:
-    """Places of rows of (bytes, value) that none beats in one and equals or beats in the other, by bytes."""
-    places = np.lexsort((points.iloc[:, 1], points.iloc[:, 0]))
-    values = points.iloc[places, 1]
-    ahead = values < values.cummin().shift(fill_value=np.inf)
-    return [int(place) for place in places[ahead.to_numpy()]]
+def front(points: pd.DataFrame) -> pd.DataFrame:
+    """Rows of (bytes, value) that none beats in one and equals or beats in the other, by bytes."""
+    ordered = points.sort_values(list(points.columns), kind="stable")
+    values = ordered.iloc[:, 1]
+    return ordered[values < values.cummin().shift(fill_value=np.inf)]
 
 
 @dataclass(frozen=True, slots=True)

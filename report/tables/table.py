@@ -197,9 +197,8 @@ def markdown(value: str) -> str:
 def made(
     name: str, title: str, rows: list[dict[str, Any]] | pd.DataFrame, *columns: Column, notes: str = ""
 ) -> Table:
-    """A table of rows, without columns that have no value.
-
-    Of rows with a ``where``, what ours share moves into the caption, the rest into columns on the left.
+    """A table of rows, without columns that have no value; of rows with a ``where``, what ours share moves
+    into the caption, the rest into columns on the left.
     """
     data = pd.DataFrame(rows)
     shown = [one for one in columns if one.key in data and data[one.key].notna().any()]
@@ -209,7 +208,7 @@ def made(
     if "where" in data and len(data):
         told = data["where"].astype(str).str.split(", ", expand=True).fillna("").add_prefix("_where_")
         ours = told[data["where"].ne(published.PUBLISHED)]
-        places = [place for place in told if len(set(ours[place])) > 1]
+        places = [str(place) for place in told if len(set(ours[place])) > 1]
         if common := [told[place].iloc[0] for place in told if place not in places]:
             caption.append(f"All: {', '.join(common)}.")
         data = data.join(told[places])

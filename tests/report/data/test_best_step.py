@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -19,60 +18,38 @@ from tests.report.records import changed, changed_steps, record_of, with_alone
 FEW = settings(max_examples=max(5, settings().max_examples // 4))  # each derives tables of several trials
 
 
-@FEW
-@given(st.data())
-def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(data: st.DataObject) -> None:
-    """However differently ranks fare from step to step, the ideal step is no longer than the scheduled one,
-    and that one no longer than what is allowed: the three shares stand in this order.
-    """
-    stretch = st.floats(0.1, 10.0)
-
-    def change(step: Step) -> dict[str, Any]:
-        rank = data.draw(stretch)  # of this rank in this step
-        parts = ("total", "forward", "backward", "optimizer", "exposed_forward", "exposed_backward")
-        return {part: rank * getattr(step, part) for part in parts}
-
-    rate = data.draw(st.sampled_from(["50 Mbit/s", "10 Gbit/s"]))  # bytes decide, or computation
-    record = record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate=rate)))
-    row = _derived(changed_steps(record, change))
-    assert row["share"] >= row["schedule_share"] >= (1 - 1e-9) * row["ideal_share"] > 0
-
-
-def _computing(record: Record, seconds: list[list[float | None]], cores: object = 2) -> Record:
-    """``record`` on a machine of ``cores``, with processor seconds for each step of each rank."""
-    values = iter(itertools.chain(*seconds))
-    found = changed_steps(record, lambda _: {"cpu_seconds": next(values)})
-    return changed(found, machine=record.machine | {"cores": cores})
-
-
 def _derived(record: Record) -> dict[str, Any]:
     (row,) = derive(frames_of([record])).trials.to_dict("records")
     return {str(name): value for name, value in row.items()}
 
 
-def _zero3(**cluster: Any) -> Record:
-    return record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate="50 Mbit/s", **cluster)))
+def _zero3(rate: str = "50 Mbit/s", **cluster: Any) -> Record:
+    return record_of(Trial(strategy="zero3", steps=4, warmup=1, cluster=Cluster(rate=rate, **cluster)))
 
 
 @FEW
-@given(st.data(), st.integers(1, 8))
-def test_processors_never_ask_for_more_than_the_measured_step(data: st.DataObject, cores: int) -> None:
-    """Whatever parts of the processors' time ranks had in each step, their bound is at most the step, and
-    the best step the larger of the two bounds.
+@given(st.data(), st.integers(1, 8), st.sampled_from(["50 Mbit/s", "10 Gbit/s"]))
+def test_no_step_is_allowed_to_be_shorter_than_the_ideal_one(
+    data: st.DataObject, cores: int, rate: str
+) -> None:
+    """However differently ranks fare from step to step, and whatever parts of the processors' time they have,
+    the ideal step is no longer than the scheduled one, and that one no longer than what is allowed, the
+    larger of it and the bound of the processors, which is at most the measured step.
     """
-    record = _zero3()
-    parts = st.floats(0, 1 / len(record.ranks))
-    longest = [
-        max(totals) for totals in zip(*([s.total for s in r.steps] for r in record.ranks), strict=True)
-    ]
-    seconds: list[list[float | None]] = [
-        [data.draw(parts) * cores * total for total in longest] for _ in record.ranks
-    ]
-    row = _derived(_computing(record, seconds, cores))
-    assert 0 <= row["processors_busy"] <= 1 + 1e-9
-    assert row["processor_seconds"] <= row["step_seconds"] * (1 + 1e-9)
+    record = _zero3(rate)  # bytes decide, or computation
+    stretch, had = st.floats(0.1, 10.0), st.floats(0, 1 / len(record.ranks))
+
+    def change(step: Step) -> dict[str, Any]:
+        rank = data.draw(stretch)  # of this rank in this step
+        parts = ("total", "forward", "backward", "optimizer", "exposed_forward", "exposed_backward")
+        seconds = data.draw(had) * cores * rank * step.total
+        return {"cpu_seconds": seconds, **{part: rank * getattr(step, part) for part in parts}}
+
+    machine = record.machine | {"cores": cores}
+    row = _derived(changed(changed_steps(record, change), machine=machine))
+    assert row["share"] >= row["schedule_share"] >= (1 - 1e-9) * row["ideal_share"] > 0
     assert row["best_seconds"] == max(row["schedule_seconds"], row["processor_seconds"])
-    assert row["share"] >= row["schedule_share"]
+    assert 0 <= row["processors_busy"] <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -89,10 +66,10 @@ def test_where_processors_cannot_be_told_the_bound_is_as_before(
 ) -> None:
     """Without all seconds or the processors, on GPUs and over machines, the schedule bounds alone."""
     record = _zero3(**changes)
-    seconds: list[list[float | None]] = [[1e3] * len(rank.steps) for rank in record.ranks]
-    if missing:
-        seconds[-1] = [1e3, None, *seconds[-1][2:]]
-    row = _derived(_computing(record, seconds, cores))
+    values = [1e3] * sum(len(rank.steps) for rank in record.ranks)
+    seconds = iter([*values[:-1], None if missing else 1e3])
+    found = changed_steps(record, lambda _: {"cpu_seconds": next(seconds)})
+    row = _derived(changed(found, machine=record.machine | {"cores": cores}))
     assert math.isnan(row["processor_seconds"])
     assert math.isnan(row["processors_busy"])
     assert row["best_seconds"] == row["schedule_seconds"] > 0

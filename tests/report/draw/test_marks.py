@@ -50,7 +50,7 @@ def _labels(ax: Axes) -> list[str]:
 @given(st.lists(st.tuples(_NUMBERS, _NUMBERS), min_size=1, max_size=12))
 def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]]) -> None:
     """Each row of it is beaten by none in both, and each row off it is beaten or equalled by one on it."""
-    kept = front(pd.DataFrame(points))
+    kept = list(front(pd.DataFrame(points)).index)
     ahead = [points[place] for place in kept]
     assert ahead == sorted(set(ahead))
     for place, (sent, value) in enumerate(points):
