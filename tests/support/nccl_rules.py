@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,8 +66,7 @@ class NcclRuleError(RuntimeError):
         self.rule = rule
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What a rank tells another of a call: both must agree."""
 
     kind: str  # name of the collective
@@ -75,18 +74,6 @@ class Told:
     received: int  # bytes from it
     detail: str  # element type, root and operation
     position: int = 0  # of a collective among all that these two ranks take part in, over all communicators
-
-    def packed(self) -> Tensor:
-        text = json.dumps([self.kind, self.sent, self.received, self.detail, self.position]).encode()
-        return torch.frombuffer(bytearray(text.ljust(_TOLD_BYTES)), dtype=torch.uint8)
-
-    def fits(self, other: Told) -> bool:
-        asked, answered = (self.sent, self.received), (other.received, other.sent)
-        return (self.kind, *asked, self.detail) == (other.kind, *answered, other.detail)
-
-    def __str__(self) -> str:
-        sizes = f"{self.sent} bytes out, {self.received} in"
-        return f"{self.kind} ({sizes}, {self.detail}; call {self.position} of these ranks)"
 
 
 @dataclass(slots=True, eq=False)
@@ -352,8 +339,9 @@ class Communicator(_Group):  # type: ignore[misc]
         works = []
         for peer, mine in told.items():
             with self._waiting(rule, mine, peer):
-                send, into = self._gloo.send([mine.packed()], peer, _TELL), [heard[peer]]
-                works.append((peer, mine, [send, self._gloo.recv(into, peer, _TELL)]))
+                text = bytearray(json.dumps(mine).encode().ljust(_TOLD_BYTES))
+                send = self._gloo.send([torch.frombuffer(text, dtype=torch.uint8)], peer, _TELL)
+                works.append((peer, mine, [send, self._gloo.recv([heard[peer]], peer, _TELL)]))
         for peer, mine, both in works:
             with self._waiting(rule, mine, peer):
                 for work in both:
@@ -361,7 +349,7 @@ class Communicator(_Group):  # type: ignore[misc]
         for peer, mine in told.items():
             theirs = Told(*json.loads(bytes(heard[peer].tolist())))
             words = f"rank {self._ranks[self._me]} calls {mine}, rank {self._ranks[peer]} calls {theirs}"
-            if not mine.fits(theirs):
+            if theirs[:4] != (mine.kind, mine.received, mine.sent, mine.detail):
                 raise NcclRuleError("order", words)
             if mine.position != theirs.position:
                 raise NcclRuleError("communicators", words)

@@ -144,17 +144,15 @@ feedbacks = st.builds(
 )
 
 
-@st.composite
-def limits(draw: st.DrawFn) -> MemoryLimits:
-    """Memory limits around the sizes of the tests' models."""
-    return MemoryLimits(
-        max_padding=1e9,
-        prefetch=draw(st.sampled_from([0, 200, 10**6])),
-        max_live=draw(st.sampled_from([0, 3000, 10**9])),
-        max_reuse=draw(st.sampled_from([0, 1, 2000, 10**9])),
-        persist_below=draw(st.sampled_from([0, 0, 20, 10**9])),
-        reduce_bucket=draw(st.sampled_from([0, 2000, 10**9])),
-    )
+limits = st.builds(  # around the sizes of the tests' models
+    MemoryLimits,
+    max_padding=st.just(1e9),
+    prefetch=st.sampled_from([0, 200, 10**6]),
+    max_live=st.sampled_from([0, 3000, 10**9]),
+    max_reuse=st.sampled_from([0, 1, 2000, 10**9]),
+    persist_below=st.sampled_from([0, 0, 20, 10**9]),
+    reduce_bucket=st.sampled_from([0, 2000, 10**9]),
+)
 
 
 @st.composite
@@ -184,7 +182,7 @@ def policies(
         "feedback": st.none() | feedbacks,
         "reduce_every": st.sampled_from(["stage", "step", "micro_batch"]),
         "frozen": maybe,
-        "memory": limits(),
+        "memory": limits,
         "order_every": few,
     }
     policy = Policy(memory=ROOMY, offload=offload or Offload())
