@@ -38,9 +38,6 @@ NEEDED: Final = {
 }  # fmt: skip
 ARCHIVE: Final = "gpu-campaign.tar.gz"
 _DRAWN: Final = {"figures", "tables", "report.html"}  # which are not brought back: records draw them again
-_TAIL_LINES: Final = {"ok": 4}  # of a stage's output, printed when it ends; of one that fails
-_MOST_LINES: Final = 30
-_FOUND_LETTERS: Final = 100  # of what it said last, in the table
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
 _SUITE: Final = """\
@@ -164,7 +161,7 @@ def _tests(device: str) -> Iterator[Stage]:
         "tests/impl/transport/test_staging.py",
         "tests/bench/test_cuda_codecs.py::test_large_results_are_the_references", "-n", "8",
     )  # fmt: skip
-    short = ("tests/impl/cuda/test_kernels.py", "-k", "every_codec_with_scales", "-n", "2")
+    short = ("tests/impl/cuda/test_kernels.py", "-k", "kernels_for_all_blocked", "-n", "2")
     needs = ("pytest", "hypothesis", "pytest_timeout", "pytest_benchmark", "xdist")
     yield Stage("a tests", (*pytest, *(kernels if gpu else short)), 240, needs)
     some = () if gpu else ("-k", "copies")
@@ -229,19 +226,15 @@ def run(stage: Stage, log: Path, seconds: float) -> Ended:
         except subprocess.TimeoutExpired:
             told = f"cut at {seconds:.0f} s"
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    shown = lines[-_TAIL_LINES.get(told, _MOST_LINES) :]
+    shown = lines[-4 if told == "ok" else -30 :]
     print(f"== {stage.name}: {told}", *shown, sep="\n", flush=True)
     said = [line.strip() for line in lines if not line.endswith(".html")]  # a page's path says nothing
-    found = said[-1][:_FOUND_LETTERS] if said else ""
+    found = said[-1][:100] if said else ""
     return Ended(stage.name, told, time.monotonic() - begun, found)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def table(ended: Sequence[Ended]) -> str:

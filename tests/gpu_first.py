@@ -37,19 +37,14 @@ from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from impl.zero import shard
 
-TRIED: Final = (
-    *("int8:2048", "int4:256", "int4:256:clip", "int4:128:hadamard32", "int8:256:stochastic"),
-    "int4:256:asym",
-    *("int4:256:stochastic", "int6:256", "int3:64", "int8:shard", "fp8e4m3:128", "mxfp8", "mxfp4"),
-    *FORMATS,
-)
-TIMED: Final = (
-    *("int8:2048", "int8:256", "int4:256", "int8:256:stochastic", "int4:256:stochastic"),
-    *("fp8e4m3:128", "mxfp8", "mxfp4", "int4:128:hadamard32", *FORMATS),
+CODECS: Final = (
+    *("int8:2048", "int8:256", "int4:256", "int4:256:clip", "int4:256:asym", "int8:256:stochastic"),
+    *("int4:256:stochastic", "int4:128:hadamard32", "int6:256", "int3:64", "int8:shard", "fp8e4m3:128"),
+    *("mxfp8", "mxfp4", *FORMATS),
 )
 HOPS: Final = (
-    *(("int4:256", "int4:256"), ("int8:256", "int4:256"), ("int8:2048", "int8:2048")),
-    *(("int4:256", "int4:256:stochastic"), ("mxfp8", "mxfp4"), ("int4:256:hadamard32", "int8:256")),
+    *(("int4:256", "int4:256"), ("int4:256", "int4:256:stochastic"), ("int8:256", "int4:256")),
+    *(("int8:2048", "int8:2048"), ("mxfp8", "mxfp4"), ("int4:128:hadamard32", "int8:256")),
 )
 SOURCES: Final = 8
 ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
@@ -221,10 +216,10 @@ def questions(device: torch.device) -> Iterator[Question]:
     """Everything, correctness first."""
     gpu = device.type == "cuda"
     yield {"ask": "device"}, partial(of_device, device)
-    for text, kind in itertools.product(TRIED, DTYPES):
+    for text, kind in itertools.product(CODECS, DTYPES):
         asked = {"ask": "reference", "codec": text, "type": kind}
         yield asked, partial(are_reference, parse(text), kind, device)
-    for mebibytes, text in itertools.product((64, 256) if gpu else (1,), TIMED if gpu else TIMED[:3]):
+    for mebibytes, text in itertools.product((64, 256) if gpu else (1,), CODECS if gpu else CODECS[:3]):
         asked = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
         yield asked, partial(rates, text, "bf16", mebibytes, device, 31 if gpu else 3)
     yield {"ask": "launch", "codec": "int8:2048"}, partial(launch, "int8:2048", device)
