@@ -43,13 +43,6 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     return new
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, wrappers."""
-    if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
-        return 0
-    return tensor.untyped_storage().data_ptr()
-
-
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.engine.masters import LossScaler, Masters
 from impl.engine.module_buffers import ModuleBuffers
-from impl.engine.outside_uses import OutsideUses, SavedTensors, recomputing
+from impl.engine.outside_uses import OutsideUses, SavedTensors, memory_of, recomputing
 from impl.errors import WrittenError, ZeroError
 from impl.plan.traffic import Phase
-from impl.pytree import cast_tensors, memory_of, tensors_in
+from impl.pytree import cast_tensors, tensors_in
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import InUnit
 from impl.unit.gradient_reduction import ReductionQueue

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from impl.errors import ZeroError
-from impl.pytree import memory_of, tensors_in
+from impl.pytree import tensors_in
 from impl.unit.context import Passes
 from impl.unit.flat_buffer import View
 from impl.unit.master_shard import Version
@@ -156,3 +156,10 @@ class SavedTensors:
         # Detached, since an output kept as it is would keep its graph and so itself; with its
         # version, since hooks switch torch's own check off.
         return tensor.detach(), tensor._version  # noqa: SLF001
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Address of the memory that ``tensor`` is a view of; 0 if it has none, or several: sparse, wrappers."""
+    if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
+        return 0
+    return tensor.untyped_storage().data_ptr()
