@@ -458,13 +458,6 @@ def test_a_product_instead_of_a_quotient_is_found(bits: int, option: str, of_sca
         assert found.x.numel() <= (8 if random else 3)
 
 
-@pytest.mark.parametrize("text", ["int4:64", "int4:64:asym", "int2:5", "mxfp4", "fp8e4m3:32:stochastic"])
-def test_honest_kernels_pass_at_the_edges_of_levels(text: str) -> None:
-    """What equals the reference is not blamed on the rows that are tried first."""
-    subject = claiming(text, lambda *_: None)
-    assert not any(violation_of(subject, Duty.BITS, case) for case in standing(subject, Duty.BITS))
-
-
 @pytest.mark.parametrize(
     "text",
     [*(f"int{bits}:shard{option}" for bits in range(2, 9) for option in ("", ":asym")), "fp8e4m3:shard",

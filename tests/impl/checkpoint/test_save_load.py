@@ -17,7 +17,7 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import Topology
-from tests.impl.checkpoint.checkpointed import NET, NOISY, ODD, POLICIES, Dropping, Run, same
+from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Dropping, Run, same
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import EXACT, ROOMY
@@ -83,18 +83,6 @@ def test_frozen_weights_keep_their_codes(mesh: Mesh, tmp_path: Path, topology: T
         assert torch.equal(unit.master_shard.held, before)
     assert again.step(1) == loss
     assert same(again.state(), run.state())
-
-
-@pytest.mark.parametrize(
-    ("name", "offload"),
-    [("zeropp", Offload()), ("zero2", Offload()), ("zeropp", Offload(optimizer=1, weights=1))],
-)
-@each_rank(2, 2)
-def test_frozen_weights_keep_their_noise(mesh: Mesh, tmp_path: Path, name: str, offload: Offload) -> None:
-    """What was gathered of them by a stochastic codec at the first step is gathered again by a later one."""
-    net = model()
-    net.blocks[1].requires_grad_(requires_grad=False)
-    _resumed(mesh, tmp_path, replace(POLICIES[name], weights=NOISY, offload=offload), 1, net)
 
 
 @pytest.mark.parametrize("name", ["zero1", "feedback"])

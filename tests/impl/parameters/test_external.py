@@ -120,15 +120,6 @@ def test_registering_a_sharded_parameter_gathers_it_for_that_module_alone(mesh: 
     assert seen == [True, False]
 
 
-@each_rank(1, 1)
-def test_registering_a_foreign_parameter_is_refused_when_the_model_is_sharded(mesh: Mesh) -> None:
-    """What is not the model's cannot be gathered with it: the error names the module."""
-    net = model(Borrows)
-    register_external_parameter(net.blocks[0], nn.Linear(3, 3).weight)
-    with pytest.raises(ZeroError, match="registered for Linear, but is not a parameter of the model"):
-        shard(net, mesh=mesh, policy=EXACT)
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @each_rank(1, 2)
 def test_clipping_the_modules_parameters_is_an_error_at_every_stage(mesh: Mesh, stage: int) -> None:
