@@ -31,6 +31,7 @@ from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
+from harness.cluster.print_once import speaks
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
@@ -528,7 +529,9 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _complain(words: str, status: int) -> int:
-    print(f"zeropp: {one_line(words)}", file=sys.stderr, flush=True)
+    line = f"zeropp: {one_line(words)}"
+    if status != REFUSED or speaks(line):
+        print(line, file=sys.stderr, flush=True)
     return status
 
 

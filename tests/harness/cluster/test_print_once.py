@@ -1,0 +1,43 @@
+"""An error that all ranks of torchrun meet is one line; no rank's own error is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from harness.cluster import print_once
+from harness.cluster.print_once import speaks
+
+
+def test_equal_words_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first that fails, once more after a restart of the job; where no store answers, or without
+    torchrun, by all.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(print_once, "_PATIENCE", timedelta(milliseconds=200))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert [speaks(words) for words in "aabab"] == [True, False, True, False, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert [speaks("a"), speaks("a")] == [True, False]
+    monkeypatch.setenv("MASTER_PORT", "none")
+    assert speaks("a")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert speaks("a")
+
+
+@pytest.mark.long
+def test_torchrun_prints_a_refusal_once() -> None:
+    """Both ranks refuse the same flags with status 2; processes of torchrun take seconds."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python",
+        sys.executable, "-m", "harness.cli", "train", "--fp16", "--bf16",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("zeropp: --fp16 and --bf16: expected at most one of them") == 1
