@@ -31,7 +31,6 @@ from harness.bench import command as bench
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
 from harness.cluster.interrupts import INTERRUPTED
-from harness.cluster.print_once import speaks
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
 from harness.expected_time import expected
@@ -39,6 +38,7 @@ from harness.lab import command as lab
 from harness.laws import command as check
 from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
+from harness.print_once import speaks
 from harness.records import bench_record, reproduce, run_record
 from harness.records.record import Record, RecordError, path_of, read, readable
 from harness.runs import launchers, slurm

@@ -19,9 +19,9 @@ from typing import Any, Final, get_type_hints
 from pydantic import TypeAdapter
 
 from harness.cluster import remote
-from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place, host_identity, port_towards
-from harness.cluster.link import Port
+from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place
 from harness.cluster.nic_shaper import shaped_interface
+from harness.cluster.port import Port, host_identity, port_towards
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError, Refusal

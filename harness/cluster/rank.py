@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster.link import REPETITIONS, Port, opened
+from harness.cluster.link import REPETITIONS, opened
 from harness.cluster.pacer import Pacer
+from harness.cluster.port import Port
 from impl.plan.topology import Topology
 
 

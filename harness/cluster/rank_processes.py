@@ -31,8 +31,9 @@ from typing import Any, Final, Literal, TypeVar
 
 from harness.cluster import netns_shaper
 from harness.cluster.control import Place
-from harness.cluster.link import Port, nccl_variables
+from harness.cluster.nccl_environment import nccl_variables
 from harness.cluster.pacer import Pacer
+from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Rank
 from harness.errors import CorpusError, LinkError, Refusal
 from impl.codecs.codec import CodecError

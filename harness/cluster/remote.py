@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from harness.cluster.control import Place, address_towards
+from harness.cluster.control import Place
+from harness.cluster.port import address_towards
 from harness.errors import Refusal
 
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from harness.cluster import remote
-from harness.cluster.control import Place, place_in_slurm, place_under_torchrun
+from harness.cluster.control import Place
 from harness.cluster.node_supervisors import Nodes, leading
+from harness.cluster.port import address_towards
 from harness.errors import Refusal
 from harness.measure import run_environment
 from harness.suites.trial import Cluster, Trial
+
+_SLURM_PORTS: Final = range(20_000, 32_000)  # below those that kernels give to clients
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
@@ -67,3 +73,61 @@ def gathered(
         if same_code:
             nodes.check_code()
         yield nodes
+
+
+def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by torchrun's variables, of which a Refusal names a missing one; None outside."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
+    agents = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(
+        node=node,
+        nodes=_number(environment, "GROUP_WORLD_SIZE"),
+        host=environment.get("MASTER_ADDR", ""),
+        port=_number(environment, "MASTER_PORT"),
+        serves=not agents and node == local == 0,
+        job=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        waits=local != 0,
+    )
+
+
+def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """This process's place by the variables of a Slurm job step; None outside."""
+    if "SLURM_STEP_ID" not in environment or "SLURM_STEP_NODELIST" not in environment:
+        return None
+    node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
+    local = _number(environment, "SLURM_LOCALID")
+    job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
+    listed = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()
+    serves = node == local == 0
+    host = address_towards(_slurm_address(listed[1])) if serves and nodes > 1 else _slurm_address(listed[0])
+    return Place(
+        node=node,
+        nodes=nodes,
+        host=host,
+        port=_SLURM_PORTS.start + (16 * job + step) % len(_SLURM_PORTS),
+        serves=serves,
+        job=f"{job}.{step}",
+        waits=local != 0,
+    )
+
+
+def _scontrol(*what: str) -> str:
+    try:
+        return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise Refusal(f"scontrol show {' '.join(what)}: {error}") from error
+
+
+def _slurm_address(name: str) -> str:
+    """How Slurm reaches a node."""
+    found = re.search(r"NodeAddr=(\S+)", _scontrol("node", name))
+    return found[1] if found else name
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdecimal():
+        raise Refusal(f"{name} = {text!r} in the environment: expected a number, as the launcher sets it")
+    return int(text)

@@ -14,7 +14,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import Link, choose_hcas, nccl_in_words, open_link, slowest
+from harness.cluster.link import Link, open_link, slowest
+from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
 from harness.cluster.rank import Progress, measure_link
 from harness.cluster.rank_processes import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.cluster.link import Port
+from harness.cluster.port import Port
 from harness.cluster.rank import Rank, exchange
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology

@@ -16,18 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.cluster import keeper, link, netns_shaper
-from harness.cluster.link import (
-    Link,
-    Port,
-    choose_hcas,
-    message_bytes,
-    nccl_in_words,
-    nccl_variables,
-    open_link,
-    opened,
-)
+from harness.cluster.link import Link, message_bytes, open_link, opened
+from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
+from harness.cluster.port import Port
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES

@@ -9,8 +9,8 @@ import pytest
 
 from harness.cluster import node_supervisors
 from harness.cluster.control import Place
-from harness.cluster.link import Port
 from harness.cluster.node_supervisors import Node, Nodes
+from harness.cluster.port import Port
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError
 from impl.plan.topology import Topology

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.link import Port
+from harness.cluster.port import Port
 from harness.cluster.rank import Progress
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.plan.topology import Topology

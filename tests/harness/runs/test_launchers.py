@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.control import Place, place_under_torchrun
+from harness.cluster.control import Place
 from harness.errors import Refusal
 from harness.records.record import LinkRecord, Record, read_all, readable
+from harness.runs.launchers import place_under_torchrun
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, hosts, lines_of, sshd, type_lines
 from tests.support.slurm import slurm

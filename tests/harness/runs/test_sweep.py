@@ -18,8 +18,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from harness.cluster.link import Link, Port
+from harness.cluster.link import Link
 from harness.cluster.node_supervisors import Node, Nodes
+from harness.cluster.port import Port
 from harness.errors import LinkError, Refusal
 from harness.measure import machine, run_environment
 from harness.records.record import RecordError, read, read_all

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from harness.cluster import print_once
-from harness.cluster.print_once import speaks
+from harness import print_once
+from harness.print_once import speaks
 
 
 def test_equal_words_are_printed_once_and_different_ones_each(monkeypatch: pytest.MonkeyPatch) -> None:
