@@ -198,12 +198,12 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
     their intervals; ``id`` names the records.
     """
     tables = []
-    for name, kind in KINDS.items():
+    for of, kind in KINDS.items():
         rounds = [
             pd.DataFrame(kind.values(sample)).assign(id=bench.id)
             for bench in benches
             for sample in bench.samples
-            if sample.kind == name
+            if sample.kind == of
         ]
         if not rounds:
             continue

@@ -20,7 +20,6 @@ WIDTH: Final = 178.0  # mm: a journal's two columns, and a text column of the pa
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
 PUBLISHED: Final = "#c00000"  # numbers of the papers
-_OTHER: Final = ("#bbbbbb", "o")
 _NARROW_BELOW: Final = 130.0  # mm, panels stand above one another
 # How the second and further contenders of a strategy differ from its first: colour to mix in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
@@ -35,8 +34,8 @@ _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 class Look:
     """How a contender is drawn: the dashes of its line as seaborn takes them."""
 
-    colour: str = _OTHER[0]
-    marker: str = _OTHER[1]
+    colour: str = "#bbbbbb"
+    marker: str = "o"
     dashes: Any = ""
 
 
@@ -67,11 +66,10 @@ def looks_of(contenders: Iterable[tuple[str, str]]) -> dict[str, Look]:
     found: dict[str, Look] = {}
     counts: Counter[str] = Counter()
     for strategy, contender in dict.fromkeys(contenders):
-        known = STRATEGIES.get(strategy)
-        colour, marker = (known.colour, known.marker) if known else _OTHER
-        markers = [marker, *(one for one in _MARKERS if one != marker)]
+        usual = STRATEGIES.get(strategy) or Look()
+        markers = [usual.marker, *(one for one in _MARKERS if one != usual.marker)]
         shade, marker, dashes = (of[counts[strategy] % len(of)] for of in (_SHADES, markers, _DASHES))
-        found[contender] = Look(_mixed(colour, *shade), marker, dashes)
+        found[contender] = Look(_mixed(usual.colour, *shade), marker, dashes)
         counts[strategy] += 1
     return found
 

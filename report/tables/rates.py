@@ -45,10 +45,8 @@ def parity(derived: Derived) -> Table:
             "unit": "TFLOPs/GPU",
             "parity": row["parity"],
             "pairs": 1,
-            "verdict": NOTHING,
-            "trials": NOTHING,
-            "_taken": "",
-            "_rates": "",
+            **dict.fromkeys(("verdict", "trials"), NOTHING),
+            **dict.fromkeys(("_taken", "_rates"), ""),
         }
         for row in (published.parity().to_dict("records") if rows else [])
     ]

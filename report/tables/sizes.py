@@ -35,16 +35,14 @@ def volume(derived: Derived) -> Table:
     for row, mine in rows_of(between, *keys):
         m = parts[parts["id"].isin(mine["id"])].groupby("part")["m"].median()
         first = mine.iloc[0]
-        rows.append(
-            row
-            | {"where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}"}
-            | {part: m.get(part, 0.0 if len(m) else math.nan) for part in sizes.VOLUME_PARTS}
-            | {name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()}
-            | {
-                "published": published.total(first["strategy"], row["contender"]),
-                "m_bytes": mine["m_bytes"].median(),
-            }
-        )
+        rows.append({
+            **row,
+            "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
+            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in sizes.VOLUME_PARTS},
+            **{name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()},
+            "published": published.total(first["strategy"], row["contender"]),
+            "m_bytes": mine["m_bytes"].median(),
+        })  # fmt: skip
     heads = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
     return made(
         "volume",
@@ -67,16 +65,14 @@ def checks(derived: Derived) -> Table:
     for row, mine in rows_of(derived.trials, "where"):
         equal, reference = mine["predicted_equal"].dropna().astype(bool), mine["reference_loss"]
         stated = mine["sent_bytes"] + mine["header_bytes"]
-        rows.append(
-            row
-            | {
-                "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
-                "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
-                "interface_over_stated": (mine["interface_bytes"] / stated).median(),
-                "gradient_share": mine["gradient_share"].max(),
-                "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
-            }
-        )
+        rows.append({
+            **row,
+            "equal": f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING,
+            "interface_over_ledger": (mine["interface_bytes"] / mine["sent_bytes"]).median(),
+            "interface_over_stated": (mine["interface_bytes"] / stated).median(),
+            "gradient_share": mine["gradient_share"].max(),
+            "first_loss_deviation": ((mine["first_loss"] - reference).abs() / reference).max(),
+        })  # fmt: skip
     stated_over = formula("interface / ledger", "interface / (ledger + headers)")
     deviation = formula("reference loss", "first-loss deviation")
     return made(
