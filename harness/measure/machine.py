@@ -26,7 +26,7 @@ PACKAGES: Final = (
 )  # fmt: skip
 MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")
 SOURCES: Final = ("impl", "harness")  # what decides a measurement; a report may change freely
-SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".csv"})
+SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".csv", ".template"})
 
 
 def facts() -> dict[str, Any]:

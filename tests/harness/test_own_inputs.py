@@ -307,7 +307,7 @@ OPTIMIZERS = {
 CODECS = {
     "mine:Broken": "mine:Broken breaks zero",
     "mine:No": "mine:No: mine has no 'No'",
-    "mine:Uncounted": "raised KeyError",
+    "mine:Uncounted": "KeyError: ",
     "mine:Halves": "expected fp32 too",
     "mine:Shrinking": "and made them",
     "mine:Elsewhere": "expected any, cpu, cuda",

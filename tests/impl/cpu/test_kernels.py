@@ -115,7 +115,7 @@ REFUSED = {
     "fp64": ((2, 8), torch.float64, r"fp32, bf16 or fp16, got \(2, 8\) torch.float64"),
     "int64": ((2, 8), torch.int64, r"fp32, bf16 or fp16, got \(2, 8\) torch.int64"),
     "a scalar": ((), torch.float32, r"elements are rows of fp32, bf16 or fp16, got \(\)"),
-    "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames of"),
+    "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames"),
 }
 
 

@@ -225,6 +225,35 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
     assert torch.equal(state["blocks.0.up.weight"], model(Net).state_dict()["blocks.0.up.weight"])
 
 
+@each_rank(1, 2)
+def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> None:
+    """Nobody would average such gradients: of what is cut or is yet to be, inside Init and after it.
+
+    Two thread ranks define a class of their own each while the other begins to watch constructors.
+    """
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(5, 3))
+            trained(self.weight)
+
+    def trained(weight: nn.Parameter) -> None:
+        with GatheredParameters(weight):
+            with pytest.raises(
+                ZeroError, match=r"reached parameter '.*' before the model is sharded: train after"
+            ):
+                weight.square().sum().backward()
+            assert weight.grad is None
+
+    with Init(mesh=mesh, policy=EXACT, blocks=Own):
+        net = nn.Sequential(Own(), Own())
+        trained(net[0].weight)
+    trained(net[1].weight)
+    zero = shard(net, mesh=mesh, policy=EXACT)
+    assert zero.full_state_dict()["0.weight"].eq(1).all()
+
+
 def test_nested_disabled_and_failing_contexts() -> None:
     """Init inside Init is refused; ``enabled=False`` does nothing; an exception leaves nothing behind."""
 
