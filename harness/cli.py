@@ -26,10 +26,10 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from harness import fitted_table, plan_rows, terminal
+from harness import plan_rows, terminal, terminal_table
 from harness.bench import command as bench
 from harness.cluster import node_supervisors
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.cluster.interrupts import INTERRUPTED
 from harness.cluster.rank_processes import LaunchError, end_if_in_group
 from harness.errors import LinkError, Refusal, one_line
@@ -51,8 +51,8 @@ from harness.runs.feasibility import (
     forecast,
     this_host,
 )
-from harness.suites.expanded_suite import Suite
 from harness.suites.labels import counted
+from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
@@ -130,9 +130,9 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     table = plan_rows.rows(found, made)
     whole = plan_rows.whole(suite, found, table)
     if not _print_rows(table, whole, as_json=as_json, as_csv=as_csv):
-        out = fitted_table.console()
+        out = terminal_table.console()
         terminal.forecasts(suite, found, out, made)
-        fitted_table.say(expected(found).words, out)
+        terminal_table.say(expected(found).words, out)
         if impossible:
             out.print(f"{impossible} of {len(found)} trials cannot run here: `zeropp run` refuses the suite")
     raise typer.Exit(SOME_FAILED if impossible else OK)
@@ -144,7 +144,7 @@ def new(name: Annotated[str, typer.Argument(help="Of the suite, and of its file.
     from harness import new_suite
 
     path, time_here = new_suite.write(name, this_host())
-    fitted_table.say(time_here, fitted_table.console(stderr=True))
+    terminal_table.say(time_here, terminal_table.console(stderr=True))
     print(path)
 
 
@@ -160,7 +160,7 @@ def calibrate(
     from harness.bench.calibration import calibrate as measured
 
     interrupts.take_over()
-    machine_file.write(file, measured(file.stem, results, fitted_table.console(stderr=True)))
+    machine_file.write(file, measured(file.stem, results, terminal_table.console(stderr=True)))
     print(file)
 
 
@@ -212,7 +212,7 @@ def run(
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
-    progress, count = fitted_table.console(stderr=True), counted(len(suite.trials), "trial")
+    progress, count = terminal_table.console(stderr=True), counted(len(suite.trials), "trial")
     times, each = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
     lines = [f"{suite.name}: {suite.question}"]
     lines += [f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}."]
@@ -223,7 +223,7 @@ def run(
         what = f"{counted(others, 'record')} that this suite does not ask for"
         lines += [f"This folder also holds {what}; the report draws them too."]
     for line in lines:
-        fitted_table.say(line, progress)
+        terminal_table.say(line, progress)
     rest = batches(suite, sweeps, seconds_in(folder))
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
@@ -281,7 +281,7 @@ def show(
     as_csv: Csv = False,
 ) -> None:
     """Print one record, or all records of a suite as a table."""
-    out = fitted_table.console()
+    out = terminal_table.console()
     if follow:
         _follow(load(Path(what)), results, out)
         return
@@ -330,7 +330,7 @@ def doctor(
     if file is None:
         facts = examine()
         if not _print_rows(facts, as_json=as_json, as_csv=as_csv):
-            terminal.findings(facts, fitted_table.console())
+            terminal.findings(facts, terminal_table.console())
         return
     suite = load(file)
     if launchers.for_slurm(suite.trials) is not None:
@@ -344,7 +344,7 @@ def doctor(
         assert nodes is not None  # noqa: S101  # there is a place
         table = compare(nodes.nodes)
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):
-            terminal.compared(table, fitted_table.console())
+            terminal.compared(table, terminal_table.console())
         nodes.status = OK
 
 

@@ -12,7 +12,7 @@ from harness.errors import Refusal
 from harness.expected_time import expected, spoken
 from harness.measure import machine
 from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
-from harness.suites.expanded_suite import LONGEST_NAME, NAME
+from harness.suites.suite import LONGEST_NAME, NAME
 from harness.suites.suite_file import load
 
 WITHIN: Final = 200.0  # seconds that it may be expected to take: five minutes, with a margin

@@ -14,9 +14,9 @@ from harness.records.record import Record
 from harness.records.summary import summarise
 from harness.runs.feasibility import Forecast
 from harness.runs.predict import predict
-from harness.suites.expanded_suite import Suite
 from harness.suites.labels import varying_paths
 from harness.suites.repeat_order import BASELINE, setting_of
+from harness.suites.suite import Suite
 from harness.suites.suite_file import look_up
 from impl.plan.step_time import Machine, StepTime
 

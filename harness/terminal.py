@@ -11,15 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from harness import fitted_table
+from harness import terminal_table
 from harness.errors import one_line
-from harness.fitted_table import BYTES, Column, filled
 from harness.plan_rows import of_records, rows
 from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
 from harness.runs.feasibility import Forecast, gib
 from harness.runs.progress import outcome
-from harness.suites.expanded_suite import Suite
+from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.labels import (
     INTERFACES,
     INTERFACES_IN_WORDS,
@@ -32,8 +31,9 @@ from harness.suites.labels import (
     varying_paths,
 )
 from harness.suites.peers import PEERS
-from harness.suites.question import LEAST_STEPS
+from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
+from harness.terminal_table import BYTES, Column, filled
 from impl.plan.step_time import Machine
 
 _NOTES: Final = (
@@ -99,17 +99,17 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
             values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())
         ],
     )
-    fitted_table.say(f"{suite.name}: {suite.question}", out)
+    terminal_table.say(f"{suite.name}: {suite.question}", out)
     count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
-    fitted_table.say(f"{count}. Stated time: {suite.time}.", out)
+    terminal_table.say(f"{count}. Stated time: {suite.time}.", out)
     if suite.merged:
         same = "; ".join(suite.merged)
-        fitted_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.", out)
+        terminal_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.", out)
     peers = dict.fromkeys(one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")
     for line in (*suite.kept, *said, *dict.fromkeys(other)):
-        fitted_table.say(line, out)
+        terminal_table.say(line, out)
     notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
     named = [Column(path, always=True) for path in varying or ["strategy"]]
     columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
@@ -117,16 +117,16 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
         row | {path: at(one.trial.canonical(), path) for path in varying} | {"runs here": _runs(one, notes)}
         for row, one in zip(rows(shown, machine), shown, strict=True)
     ]
-    fitted_table.show(table, columns, out, whole=_WHOLE)
-    fitted_table.say(_NOTES, out)
+    terminal_table.show(table, columns, out, whole=_WHOLE)
+    terminal_table.say(_NOTES, out)
     if machine is not None:
-        fitted_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
-    fitted_table.say(padded_in_words(one.padding for one in shown), out)
+        terminal_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
+    terminal_table.say(padded_in_words(one.padding for one in shown), out)
     for number, why in enumerate(notes, 1):
         of_it = [one for one in shown if why in one.reasons]
         what = "cannot run here" if of_it[0].problems else _outcome(of_it[0])
-        fitted_table.say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}", out)
-    fitted_table.say(_too_short(found), out)
+        terminal_table.say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}", out)
+    terminal_table.say(_too_short(found), out)
 
 
 def _cells(suite: Suite, rows: int) -> str:
@@ -174,10 +174,10 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
         for row, record in zip(of_records(found), found, strict=True)
     ]
     columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying), *_MEASURED]
-    fitted_table.show(table, columns, out, whole=_WHOLE)
-    fitted_table.say(padded_in_words(record.padding for record in found), out)
+    terminal_table.show(table, columns, out, whole=_WHOLE)
+    terminal_table.say(padded_in_words(record.padding for record in found), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)
-    fitted_table.say(INTERFACES_IN_WORDS if by_interfaces else "", out)
+    terminal_table.say(INTERFACES_IN_WORDS if by_interfaces else "", out)
     for record in found:
         if record.failure is not None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
@@ -216,7 +216,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
     for name, value in lines.items():
         table.add_row(name, escape(in_words(value)))
     out.print(table)
-    fitted_table.say(INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
+    terminal_table.say(INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
@@ -241,7 +241,7 @@ def compared(found: Sequence[Mapping[str, Any]], out: Console) -> None:
     ]
     columns = [Column(f"node {n}", rank=n, always=True) for n in range(count)]
     columns = [Column("differs", " ", always=True), Column("what", always=True), *columns]
-    fitted_table.show(table, columns, out, whole=_WHOLE)
+    terminal_table.show(table, columns, out, whole=_WHOLE)
     differing = [row["what"] for row in found if row["differs"]]
     out.print(f"What differs: {', '.join(differing)}." if differing else "Nothing differs that should agree.")
     hosts = len(set(found[0]["values"]))

@@ -1,5 +1,5 @@
 """Figures and tables from records.  Never imports torch or cupy."""
 
-from report.as_frame import load
+from report.trials_table import load
 
 __all__ = ["load"]

@@ -15,10 +15,10 @@ import typer
 
 from harness.cluster import interrupts
 from harness.errors import Refusal
-from harness.fitted_table import console
 from harness.measure import machine
 from harness.records import archive, bench_record
 from harness.suites.suite_file import name_of
+from harness.terminal_table import console
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures

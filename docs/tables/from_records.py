@@ -19,7 +19,7 @@ from typing import Final
 from docs.tables.findings import DRAWN, PAPER, QUESTIONS
 from harness.records import archive
 from harness.records.confidence_intervals import of_another_sweep
-from harness.suites.question import Quantity
+from harness.suites.answering_quantity import Quantity
 from report import artifact_claims, page
 from report.answer import effects
 from report.answer.lead import answer

@@ -9,10 +9,10 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 
 from docs.tables.markdown import table
-from harness.suites.expanded_suite import Kind
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.peers import PEERS
 from harness.suites.repeat_order import Repeats
+from harness.suites.suite import Kind
 from harness.suites.suite_file import MOST_TRIALS, _File, _Override
 from harness.suites.trial import Trial
 

@@ -29,7 +29,7 @@ from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.runs.further_repeats import Batch
 from harness.runs.predict import step_asked, units_of
 from harness.runs.sweep import run_sweep
-from harness.suites.expanded_suite import Suite
+from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire

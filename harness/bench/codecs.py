@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.bench import ablation, other_libraries
+from harness.bench import kernel_ablation, other_libraries
 from harness.bench.rounds import COLLECTING
 from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
@@ -33,7 +33,7 @@ CODECS: Final = (
     "int4:128:hadamard32", "int8:256:stochastic", "int4:256:stochastic",
 )  # fmt: skip
 OURS: Final = ("cpu", "cuda", "reference")
-BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *ablation.ABLATED)
+BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *kernel_ablation.ABLATED)
 USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # where nothing is asked for
 SOURCES: Final = 4  # frames that a sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
@@ -61,10 +61,12 @@ def why_missing(name: str) -> str | None:
     """Why a backend is not available; None if it is."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
-    ours = "cuda" if name in ablation.ABLATED else name
+    ours = "cuda" if name in kernel_ablation.ABLATED else name
     if ours == "cuda" and not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    if name in ablation.ABLATED and (why := ablation.why_not(name, torch.cuda.get_device_properties())):
+    if name in kernel_ablation.ABLATED and (
+        why := kernel_ablation.why_not(name, torch.cuda.get_device_properties())
+    ):
         return why
     try:
         ops.operations_of(ours)
@@ -86,7 +88,7 @@ def measure(
     operation takes, copies included.
     """
     clocks: dict[str, _Clock] = {}
-    on_gpu = {"cuda", *ablation.ABLATED} & set(backends)
+    on_gpu = {"cuda", *kernel_ablation.ABLATED} & set(backends)
     if not on_gpu or "cpu" in backends:
         clocks["cpu"] = _wall_seconds
     if on_gpu:
@@ -155,7 +157,7 @@ def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
     """All operations to time on elements, on their device."""
     here = [name for name in backends if name in (x.device.type, "reference")]
-    here += [name for name in backends if name in ablation.ABLATED and x.is_cuda]
+    here += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), here):
         if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
             numel = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL) if name == "reference" else x.numel()
@@ -169,7 +171,11 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
-    ours = ablation.operations(backend) if backend in ablation.ABLATED else ops.operations_of(backend)
+    ours = (
+        kernel_ablation.operations(backend)
+        if backend in kernel_ablation.ABLATED
+        else ops.operations_of(backend)
+    )
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     out, written = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, TypeVar, get_args
 
 import typer
 
-from harness import fitted_table
+from harness import terminal_table
 from harness.cluster import interrupts
 from harness.cluster.rank import Rank
 from harness.errors import Refusal
@@ -23,7 +23,7 @@ from harness.measure import machine
 from harness.records import bench_record
 from harness.records.bench_record import Bench, ElementType, Sample, Subject, together
 from harness.suites.labels import counted
-from harness.suites.quantities import CANONICAL, parse_rate
+from harness.suites.parse_quantity import CANONICAL, parse_rate
 
 app = typer.Typer(
     help="Measure codecs beside a copy, collectives beside gloo's own, and what hides communication.",
@@ -192,7 +192,7 @@ class _Run:
         interrupts.take_over()
         kind = "none" if mbit is None else "namespaces"
         wanted = Cluster.model_validate({"link": kind, "nodes": topology[0], "rate": mbit}, context=CANONICAL)
-        status = fitted_table.console(stderr=True).status("set-up")  # on a terminal only
+        status = terminal_table.console(stderr=True).status("set-up")  # on a terminal only
         with open_link(wanted, "bench") as link, status:
             launch = Launch(
                 plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS,

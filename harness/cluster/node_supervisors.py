@@ -19,13 +19,13 @@ from typing import Any, Final, get_type_hints
 from pydantic import TypeAdapter
 
 from harness.cluster import remote
-from harness.cluster.control import POLL_SECONDS, Channel, ChannelError, Place
+from harness.cluster.control_channel import POLL_SECONDS, Channel, ChannelError, Place
 from harness.cluster.nic_shaper import shaped_interface
 from harness.cluster.port import Port, host_identity, port_towards
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError, Refusal
-from harness.suites.quantities import CANONICAL
+from harness.suites.parse_quantity import CANONICAL
 
 _CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks

@@ -13,7 +13,7 @@ import psutil
 from harness.errors import Refusal
 
 if TYPE_CHECKING:
-    from harness.cluster.control import Channel
+    from harness.cluster.control_channel import Channel
 
 _ANSWER_SECONDS: Final = 60.0  # of the first node, for a connection
 

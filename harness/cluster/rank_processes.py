@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from harness.cluster import netns_shaper
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.cluster.nccl_environment import nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.cluster.port import address_towards
 from harness.errors import Refusal
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from harness import fitted_table
+from harness import terminal_table
 from harness.errors import Refusal
-from harness.fitted_table import Column
 from harness.suites.suite_file import load
+from harness.terminal_table import Column
 
 Several = list[str] | None
 _RANKED: Final = (
@@ -39,7 +39,7 @@ def snapshot(
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
-    progress = fitted_table.console(stderr=True)
+    progress = terminal_table.console(stderr=True)
     kept = sorted({*(steps or (0, 20, 50))})
     take(trial, kept, path, lambda line: progress.print(line, markup=False))
     print(path)
@@ -79,9 +79,9 @@ def formats(
     if as_csv:
         print(table.to_csv(index=False), end="")
         return
-    out = fitted_table.console()
+    out = terminal_table.console()
     rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # whose keys are names
-    fitted_table.show(rows, _RANKED, out, whole="--csv has all")
+    terminal_table.show(rows, _RANKED, out, whole="--csv has all")
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
     for line in [f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", *lines]:
-        fitted_table.say(line, out)
+        terminal_table.say(line, out)

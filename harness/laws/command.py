@@ -14,7 +14,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from harness import fitted_table
+from harness import terminal_table
 from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.laws import ELEMENTS
@@ -57,7 +57,7 @@ def codecs(
     from harness.laws.adversarial_rows import outcome
 
     subjects, left_out = _subjects(codec or [], backend or [])
-    out = fitted_table.console()
+    out = terminal_table.console()
     found = {
         subject: {
             claim: outcome(subject, claim, examples=examples, seed=seed, elements=elements)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from harness.suites.question import Said
+from harness.suites.answering_quantity import Said
 from impl.deepspeed.recipe import Finding
 from impl.plan.shard_layout import padding_share
 

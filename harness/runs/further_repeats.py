@@ -14,8 +14,8 @@ from pathlib import Path
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.records.record import Record, path_of, read, slowest_seconds
-from harness.suites.expanded_suite import Suite
 from harness.suites.repeat_order import BASELINE, BEYOND, compared, contender_of, interleaved
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
 _Took = dict[tuple[int, int], float]  # seconds, by seed and repeat

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from harness.cluster import remote
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.cluster.node_supervisors import Nodes, leading
 from harness.cluster.port import address_towards
 from harness.errors import Refusal

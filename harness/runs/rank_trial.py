@@ -1,9 +1,9 @@
 """Runs one trial on each rank.
 
 Set-up, warm-up, timed steps between two barriers, validation on the fixed split, a probe of the link, and
-comparisons (:mod:`harness.runs.correctness_checks`).  A step trains or, in workload ``generate``, decodes.
+comparisons (:mod:`harness.runs.reference_checks`).  A step trains or, in workload ``generate``, decodes.
 In workload ``rlhf`` it does both, and scores between them with frozen models of an engine of their own.
-Each rank returns raw values, which ``harness.runs.assemble`` merges.
+Each rank returns raw values, which ``harness.runs.merge_ranks`` merges.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
-from harness.measure.training_replay import TrainingChecks, wrong_kernel
+from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
-from harness.records.consistency import Checked
 from harness.records.memory_parts import together, without_training
 from harness.records.record import (
     Alone,
@@ -45,10 +44,11 @@ from harness.records.record import (
     RankRecord,
     Validation,
 )
-from harness.runs.correctness_checks import Compared, Comparison
+from harness.records.record_checks import Checked
+from harness.runs.reference_checks import Compared, Comparison
 from harness.strategies.optimizers import built
 from harness.strategies.strategy import Sharded, Strategy, prepare, sharded
-from harness.strategies.training import TrainingLoop, collect
+from harness.strategies.training_loop import TrainingLoop, collect
 from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models

@@ -28,8 +28,8 @@ from harness.runs.locks import alone
 from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
-from harness.suites.expanded_suite import SKIP, Answer, Kind, Suite
 from harness.suites.labels import counted
+from harness.suites.suite import SKIP, Answer, Kind, Suite
 from harness.suites.trial import Trial
 from harness.workloads.input_digests import digests
 from impl.plan.step_time import Machine

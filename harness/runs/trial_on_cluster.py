@@ -31,9 +31,9 @@ from harness.cluster.rank_processes import (
 from harness.errors import LinkError
 from harness.measure import machine
 from harness.records.record import Failure, Record
-from harness.runs.assemble import assemble
-from harness.runs.correctness_checks import TrialError
+from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, run
+from harness.runs.reference_checks import TrialError
 from harness.suites import folder
 from harness.suites.trial import Cluster, Trial
 from impl.plan.topology import Topology

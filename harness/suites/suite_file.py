@@ -26,12 +26,13 @@ from pydantic_core import ErrorDetails
 from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.contradictions import check
-from harness.suites.expanded_suite import Asked, Suite
 from harness.suites.peers import PEERS
+from harness.suites.policy_scope import foreign
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
+from harness.suites.suite import Asked, Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.adapters.traffic import carries
-from impl.codecs.codec import Codec, CodecError, Raw, parse
+from impl.codecs.codec import CodecError
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
 MOST_BYTES: Final = 1 << 20  # of its file
@@ -316,11 +317,11 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
     left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
     fitting = [dict(cell) for cell in cells]
     for cell, trial in zip(fitting, trials, strict=True):
-        foreign = _foreign(trial) if several else []
+        others = foreign(trial) if several else []
         for path, (value, table) in list(cell.items()):
             if trial.strategy in PEERS:  # whose trials lose their policies, and are told of axes alone
                 why = "there is no policy in" if path.startswith("policy.") and table == "[matrix]" else ""
-            elif path not in foreign or table in named:
+            elif path not in others or table in named:
                 continue
             elif trial.host is None or carries(trial.host, path.removeprefix("policy.")):
                 why = "it would make another strategy of"
@@ -334,52 +335,6 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
         values, names = (", ".join(dict.fromkeys(column)) for column in zip(*told, strict=True))
         lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
     return fitting, lines
-
-
-def _foreign(trial: Trial) -> list[str]:
-    """Paths of policy changes that would turn the trial's preset into another technique."""
-    try:
-        base = trial.base_policy()
-    except ValueError:  # of a configuration that is missing, which is refused later
-        base = None
-    if base is None:
-        return []
-    changes, found = trial.policy, list[str]()
-    if trial.host is not None:
-        found = [name for name in trial.changes if not carries(trial.host, name)]
-    raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
-    exact = trial.strategy.endswith("exact")
-    lacks = {
-        "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
-        "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
-        "secondary": not base.secondary,
-        "secondary_format": not base.secondary,
-        "differences": base.differences is None,
-        "refresh": base.differences is None,
-        "stage": True,
-        "group": not base.group,
-        "reduce_every": base.stage < 2 and changes.reduce_every == "micro_batch",
-        "sums": raw_gradients,
-        "blocks": raw_weights and raw_gradients,
-        "planes": raw_weights,
-        "feedback": raw_gradients,
-        "budget": raw_weights and raw_gradients,
-        "gather": base.gather == "flat",
-        "reduce": base.reduce == "ring",
-        "chunks": base.reduce == "ring",
-    }  # what a field is about
-    for name, lacking in lacks.items():
-        if lacking and getattr(changes, name) not in (None, "none", getattr(base, name)):
-            found.append(name)
-    return [f"policy.{name}" for name in found]
-
-
-def _codecs(asked: str | tuple[str, str] | None) -> list[Codec]:
-    return [parse(text) for text in ((asked,) if isinstance(asked, str) else asked or ())]
-
-
-def _raw(codecs: Sequence[Codec]) -> bool:
-    return all(isinstance(codec, Raw) for codec in codecs)
 
 
 def _check_together(cell: _Cell, trial: Trial, whose: str) -> None:

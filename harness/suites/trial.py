@@ -15,8 +15,8 @@ from harness.errors import suggestion
 from harness.suites import folder
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import ViTShape
+from harness.suites.parse_quantity import CANONICAL, parse_latency, parse_rate, parse_size, written
 from harness.suites.peers import PEERS, Compute, configuration
-from harness.suites.quantities import CANONICAL, parse_latency, parse_rate, parse_size, written
 from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.keys import load as load_configuration

@@ -15,7 +15,7 @@ from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.records.record import Step
 from harness.runs.rank_trial import device_of
 from harness.strategies.strategy import sharded, wire_of
-from harness.strategies.training import TrainingLoop
+from harness.strategies.training_loop import TrainingLoop
 from harness.suites.model_sizes import step_flops
 from harness.suites.trial import Trial
 from harness.workloads import models

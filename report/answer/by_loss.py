@@ -9,7 +9,7 @@ from typing import Any, Final
 import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
-from harness.suites.question import LEAST_STEPS
+from harness.suites.answering_quantity import LEAST_STEPS
 from report.answer import by_seconds, effects, parts
 from report.answer.effects import NO, OPEN, YES
 from report.answer.parts import Found, apart, g3, spelled

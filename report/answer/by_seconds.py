@@ -12,7 +12,7 @@ from harness.suites.peers import family_of
 from report.answer import effects, parts
 from report.answer.effects import NO, OPEN, Effect
 from report.answer.parts import Found, apart, g3, listed_most, ratio, seconds, spelled, strategy, too_few
-from report.data import decoding, sizes, speedups
+from report.data import bytes_and_memory, decoding, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -248,7 +248,7 @@ def rate_of(effect: Effect) -> str:
 
 def nodes(derived: Derived) -> Found:
     """By the throughput of more nodes."""
-    rows = sizes.by_nodes(derived)
+    rows = bytes_and_memory.by_nodes(derived)
     if rows.empty:
         return step(derived)
     changes = []

@@ -8,7 +8,7 @@ from harness.records.confidence_intervals import FEWEST
 from report.answer import by_seconds, effects, parts
 from report.answer.effects import NO, OPEN, YES
 from report.answer.parts import Found, apart, g2, g3, listed_most, spelled
-from report.data import sizes, speedups
+from report.data import bytes_and_memory, speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import counted, listed, sentence
@@ -96,7 +96,7 @@ def memory(derived: Derived) -> Found:
 
 def size(derived: Derived) -> Found:
     """By the largest model under a limit of memory."""
-    rows = sizes.under_limits(derived)
+    rows = bytes_and_memory.under_limits(derived)
     if rows.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} trained, and none met its limit of memory.", [OPEN])
@@ -104,7 +104,7 @@ def size(derived: Derived) -> Found:
     for (limit,), within in groups(rows, ["limit_bytes"]):
         told: list[str] = []
         for (name,), mine in groups(within, ["contender"]):
-            largest, smallest = sizes.largest(mine)
+            largest, smallest = bytes_and_memory.largest(mine)
             beyond = f" ({g3(smallest)} M do not fit)" if smallest > 0 else ""
             verb, unit = ("", "") if told else (" trains at most", " parameters")
             told.append(f"{spelled(name)}{verb} {g3(largest)} M{unit}{beyond}")

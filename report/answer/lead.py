@@ -1,7 +1,7 @@
 """The lead of a page: at most five sentences that answer the suite's question, and the figure that shows it.
 
-The first sentence answers by the quantity that the axes ask for (:mod:`harness.suites.question`); the next
-ones add what else was measured of the same contenders; the last says what limits the comparison.
+The first sentence answers by the quantity that the axes ask for (:mod:`harness.suites.answering_quantity`);
+the next ones add what else was measured of the same contenders; the last says what limits the comparison.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
-from harness.suites.question import Quantity, quantity
+from harness.suites.answering_quantity import Quantity, quantity
 from report.answer import by_loss, by_seconds, by_size, effects, parts
 from report.answer.effects import NO, OPEN, YES, Effect
 from report.answer.parts import Found, apart, is_named, ratio, spelled

@@ -11,8 +11,8 @@ from typing import Final
 from rich.console import Console
 from rich.markup import escape
 
-from harness.fitted_table import console
 from harness.records.bench_record import Bench, read_all
+from harness.terminal_table import console
 from report import page
 from report.bench.tables import PAGE_ALONE, tables_of
 from report.build import publish

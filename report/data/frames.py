@@ -15,12 +15,12 @@ from typing import Any, Final
 import pandas as pd
 from pydantic import BaseModel, ValidationError
 
-from harness.records import chained_journal, consistency
+from harness.records import chained_journal, record_checks
 from harness.records import record as schema
 from harness.records.record import LedgerRow, Record, RecordError, joules, read_all
 from harness.records.trace_record import Trace, read_traces
 from harness.suites import labels
-from harness.suites.question import Said
+from harness.suites.answering_quantity import Said
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
@@ -265,9 +265,9 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,
-        "predicted_equal": consistency.unpredicted(record) is None if record.predicted else None,
-        "miscounted": consistency.miscounted(record) or "",
-        "off_rate": consistency.off_rate(record) or "",
+        "predicted_equal": record_checks.unpredicted(record) is None if record.predicted else None,
+        "miscounted": record_checks.miscounted(record) or "",
+        "off_rate": record_checks.off_rate(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
@@ -341,7 +341,7 @@ def _bytes_frame(records: Iterable[Record]) -> pd.DataFrame:
                 **entry.model_dump(),
                 "phase": _phase(record, entry),
                 "padding": entry.bytes * pads.get(entry.unit, 0.0),
-                "headers": consistency.segmented(entry),
+                "headers": record_checks.segmented(entry),
             }
             for source, rank, ledger in ledgers
             for entry in ledger

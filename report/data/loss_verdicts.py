@@ -13,7 +13,7 @@ import pandas as pd
 
 from harness.records import confidence_intervals
 from harness.records.confidence_intervals import FEWEST, Interval, mean_interval, paired_ratio_interval
-from harness.suites.question import LEAST_STEPS
+from harness.suites.answering_quantity import LEAST_STEPS
 from report.data.contender import is_baseline
 from report.data.frames import groups
 from report.data.metrics import Derived

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.model_sizes import PRESETS, step_flops
-from harness.suites.question import LEAST_STEPS
 from harness.suites.trial import Trial
 from report.data import best_step, contender, speedups
 from report.data.contender import Comparison, is_baseline, is_preset

@@ -7,7 +7,7 @@ from typing import Final
 
 import pandas as pd
 
-from report.data import caveats, decoding, metrics, published, sizes, speedups
+from report.data import bytes_and_memory, caveats, decoding, metrics, published, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
@@ -191,7 +191,7 @@ SCALING: Final = Figure(
     name="scaling",
     title="More nodes",
     question="How does the throughput of all ranks change with the number of nodes?",
-    table=lambda derived: sizes.by_nodes(derived).rename(columns={"title": "panel"}),
+    table=lambda derived: bytes_and_memory.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
     note="Weak: as many tokens a rank; strong: as many in all, dealt to more ranks. On one machine all "
     "nodes share its processors: a further node brings a link of its own and further ranks, not further "

@@ -8,12 +8,12 @@ from typing import Final
 
 from report.data import caveats
 from report.data.metrics import Derived
+from report.tables.break_even import break_even, generation, parity
+from report.tables.bytes_and_memory import checks, memory, volume
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
 from report.tables.peers import peers
 from report.tables.phases import phases
 from report.tables.provenance import energy, environment, failures, links, setting
-from report.tables.rates import break_even, generation, parity
-from report.tables.sizes import checks, memory, volume
 from report.tables.summary import summary, time
 from report.tables.table import Table
 

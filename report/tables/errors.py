@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from harness.records.confidence_intervals import ENOUGH_POWER
-from harness.suites.question import LEAST_STEPS
+from harness.suites.answering_quantity import LEAST_STEPS
 from report.data import loss_verdicts, metrics
 from report.data.frames import groups
 from report.data.metrics import Derived

@@ -30,7 +30,7 @@ from harness.records.record import (
     Step,
     write,
 )
-from harness.suites.expanded_suite import Suite
+from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
 

@@ -24,7 +24,7 @@ from harness.cluster.port import Port
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.suites.quantities import CANONICAL
+from harness.suites.parse_quantity import CANONICAL
 from harness.suites.trial import Cluster
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.cluster import node_supervisors
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.cluster.node_supervisors import Node, Nodes
 from harness.cluster.port import Port
 from harness.cluster.rank import Rank

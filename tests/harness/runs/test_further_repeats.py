@@ -11,8 +11,8 @@ from scipy import stats
 
 from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
 from harness.runs.further_repeats import Batch, batches, enough, seconds_of
-from harness.suites.expanded_suite import Suite
 from harness.suites.repeat_order import BEYOND, Repeats
+from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from report.data import decoding, metrics
 from report.data.frames import frames_of

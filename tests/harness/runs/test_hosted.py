@@ -10,7 +10,7 @@ import pytest
 
 from harness.runs.feasibility import Host, forecast
 from harness.suites.contradictions import check
-from harness.suites.expanded_suite import Suite
+from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError, load
 from harness.suites.trial import Trial
 from impl.adapters.traffic import HOSTED

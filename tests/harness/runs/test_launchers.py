@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.control import Place
+from harness.cluster.control_channel import Place
 from harness.errors import Refusal
 from harness.records.record import LinkRecord, Record, read_all, readable
 from harness.runs.launchers import place_under_torchrun

@@ -23,10 +23,10 @@ from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import LedgerRow, Record
-from harness.runs.assemble import assemble
-from harness.runs.correctness_checks import TrialError
 from harness.runs.feasibility import any_host, forecast
+from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
+from harness.runs.reference_checks import TrialError
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse

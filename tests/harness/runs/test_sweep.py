@@ -28,7 +28,7 @@ from harness.runs import feasibility as plan
 from harness.runs.further_repeats import Batch
 from harness.runs.locks import alone
 from harness.runs.sweep import SweepOutcome, finished, run_sweep
-from harness.suites.expanded_suite import Suite
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from tests.harness.cluster.test_rank_processes import until
@@ -410,7 +410,7 @@ from pathlib import Path
 from rich.console import Console
 from harness.runs.further_repeats import Batch
 from harness.runs.sweep import run_sweep
-from harness.suites.expanded_suite import Suite
+from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 trial = Trial.from_canonical(json.loads({one.model_dump_json()!r}))
 suite = Suite(name="test", question="?")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.suites.expanded_suite import Suite
 from harness.suites.repeat_order import LEAST, MOST, Repeats
+from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError
 from tests.harness.suites.test_suite_file import HEAD, suite
 

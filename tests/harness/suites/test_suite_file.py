@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from harness.suites.expanded_suite import Answer, Suite
+from harness.suites.suite import Answer, Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, _fields, load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from harness.suites.parse_quantity import parse_rate
 from harness.suites.peers import PEERS
-from harness.suites.quantities import parse_rate
 from harness.suites.trial import (
     Cluster,
     LearningRates,

@@ -15,7 +15,7 @@ from harness.measure.step_clock import StepClock
 from harness.records.record import LedgerRow, Record
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.predict import units_of
-from harness.strategies.training import collect
+from harness.strategies.training_loop import collect
 from harness.suites.trial import Trial
 from harness.workloads.masked_text import NO_TARGET
 from harness.workloads.rank_batches import RankBatches

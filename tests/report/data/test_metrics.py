@@ -14,7 +14,7 @@ from report.data import decoding, speedups
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.quantities import QUANTITIES, formula
-from report.tables import sizes
+from report.tables import bytes_and_memory
 from tests.report.records import (
     changed,
     changed_steps,
@@ -148,7 +148,7 @@ def test_models_that_differ_in_arguments_alone_are_not_mixed() -> None:
     derived = derive(frames_of(records))
     assert speedups.break_even(derived.pairs).empty
     assert derived.trials["m_bytes"].nunique() == 2
-    for table in (sizes.volume(derived), sizes.memory(derived)):
+    for table in (bytes_and_memory.volume(derived), bytes_and_memory.memory(derived)):
         assert table.data["where"].nunique() == 2
 
 

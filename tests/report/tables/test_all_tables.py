@@ -26,7 +26,7 @@ from report.data.caveats import warnings
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.text import number
-from report.tables import all_tables, errors, latex, rates
+from report.tables import all_tables, break_even, errors, latex
 from report.tables.table import Column, Table
 from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
 
@@ -303,7 +303,7 @@ def test_tables_over_rates_bear_the_marks_of_the_summary(
 )  # fmt: skip
 def test_parity_is_held_missed_or_cannot_be_told(low: float, high: float, verdict: str) -> None:
     """By where 1 lies: it is held if ZeRO++ was shown to be as fast, so 1 at the upper end is none."""
-    assert rates.verdict(Interval((low * high) ** 0.5, low, high, 6)) == verdict
+    assert break_even.verdict(Interval((low * high) ** 0.5, low, high, 6)) == verdict
 
 
 def test_bytes_of_much_padding_are_marked() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from report.data.frames import frames_of
 from report.data.metrics import derive, split
+from report.tables.bytes_and_memory import volume
 from report.tables.phases import PHASES, by_phase, phases
-from report.tables.sizes import volume
 from tests.report.records import changed_steps, committed, records_of
 
 

@@ -8,7 +8,7 @@ from typing import Final
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval
-from report.data import published, sizes
+from report.data import bytes_and_memory, published
 from report.data.metrics import Derived
 from report.data.text import plain
 from report.draw import theme
@@ -27,7 +27,7 @@ def _place(row: pd.Series) -> str:
 def _volume(derived: Derived) -> pd.DataFrame:
     table = derived.trials[derived.trials["m_bytes"].notna()].sort_values(_PLACE, kind="stable")
     named = table[["id", "strategy", "contender", "place", "first", *_PLACE, "m_bytes", "where", "cell"]]
-    parts = [sizes.volume(derived.frames, table).assign(kind="bar")]
+    parts = [bytes_and_memory.volume(derived.frames, table).assign(kind="bar")]
     totals = {"predicted": "predicted_bytes", "interfaces": "interface_bytes"}
     parts += [table[["id"]].assign(kind=kind, part="total", bytes=table[of]) for kind, of in totals.items()]
     found = named.merge(pd.concat(parts)[["id", "kind", "part", "bytes"]].dropna(), on="id")
@@ -59,7 +59,7 @@ VOLUME: Final = Figure(
         "m",
         "bytes between nodes per step, in M",
         "Bars: the ledger by purpose",
-        sizes.VOLUME_PARTS,
+        bytes_and_memory.VOLUME_PARTS,
         also={
             "predicted": ("|", theme.INK, "what impl.plan.traffic predicts"),
             "interfaces": ("o", theme.INK, "what the network interfaces counted, headers included"),
@@ -74,7 +74,7 @@ VOLUME: Final = Figure(
 
 
 def _memory(derived: Derived) -> pd.DataFrame:
-    found: pd.DataFrame = sizes.memory(derived.frames, derived.trials)
+    found: pd.DataFrame = bytes_and_memory.memory(derived.frames, derived.trials)
     engine, formula = (found[found["source"] == source] for source in ("engine", "formula"))
     if engine["secondary"].nunique() < 2:
         return found[:0]
@@ -116,7 +116,7 @@ MEMORY: Final = Figure(
 
 def _largest(derived: Derived) -> pd.DataFrame:
     """A row for each trial under a limit: millions of parameters of those that trained, and of others."""
-    found = sizes.under_limits(derived)
+    found = bytes_and_memory.under_limits(derived)
     millions, trained = found["parameters"] / 1e6, found["trained"].astype(bool)
     least = millions.mask(trained).groupby(found["contender"]).transform("min")
     limits = [f"{size / 2**20:g} MiB a rank" for size in found["limit_bytes"]]
@@ -130,7 +130,7 @@ _TRAINED: Final = Measure(
     "masters, gradients, optimizer state, copies and gathered weights within the limit, by formula before "
     "the run and as the engine counted them after it; activations and buffers of the wire are not in it. The "
     "next larger size was recorded as a failure with its numbers, and not run",
-    lambda mine: Interval(sizes.largest(mine)[0], math.nan, math.nan, len(mine)),
+    lambda mine: Interval(bytes_and_memory.largest(mine)[0], math.nan, math.nan, len(mine)),
     stroke="next_size_not_run",
 )
 LARGEST_MODEL: Final = Figure(

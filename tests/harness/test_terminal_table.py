@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness import fitted_table, terminal
-from harness.fitted_table import BYTES, Column
+from harness import terminal, terminal_table
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite_file import load
+from harness.terminal_table import BYTES, Column
 from tests.support.params import nightly
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -21,7 +21,7 @@ SUITES = Path(__file__).parents[2] / "suites"
 
 def shown(rows: list[dict[str, Any]], columns: list[Column], width: int) -> str:
     file = io.StringIO()
-    fitted_table.show(rows, columns, Console(file=file, width=width), whole="--csv has all")
+    terminal_table.show(rows, columns, Console(file=file, width=width), whole="--csv has all")
     return file.getvalue()
 
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from report.data import published, sizes
+from report.data import bytes_and_memory, published
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
 from report.draw.names_of_rows import by_contender
-from report.figures.sizes import VARIED
+from report.figures.bytes_and_memory import VARIED
 from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
@@ -28,7 +28,7 @@ _BY: Final = {
 
 def volume(derived: Derived) -> Table:
     """Table of bytes between nodes in units of M, by prediction, ledger and interface."""
-    parts = sizes.volume(derived.frames, derived.trials)
+    parts = bytes_and_memory.volume(derived.frames, derived.trials)
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     rows: list[dict[str, Any]] = []
@@ -38,7 +38,7 @@ def volume(derived: Derived) -> Table:
         rows.append({
             **row,
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
-            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in sizes.VOLUME_PARTS},
+            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
             **{name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()},
             "published": published.total(first["strategy"], row["contender"]),
             "m_bytes": mine["m_bytes"].median(),
@@ -49,7 +49,7 @@ def volume(derived: Derived) -> Table:
         "Volume between nodes",
         rows,
         CONTENDER,
-        *(Column(*one, number(3)) for one in zip(sizes.VOLUME_PARTS, heads, strict=True)),
+        *(Column(*one, number(3)) for one in zip(bytes_and_memory.VOLUME_PARTS, heads, strict=True)),
         Column("predicted", "Predicted", number(4)),
         Column("ledger", "Ledger", number(4)),
         Column("interface", "Interface", number(4), formula("interface")),
@@ -92,7 +92,7 @@ def checks(derived: Derived) -> Table:
 def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
     places = ["nodes", "ranks_per_node", "shape"]
-    found = sizes.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
+    found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = [
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
         for (nodes, ranks, model), here in groups(found, places)
@@ -141,6 +141,6 @@ def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
             row[f"{name}{'_step' if name.startswith('copied') else ''}_mib"] = of_source[name].sum()
     engine, formula = (of_source.get(source, medians.iloc[:0]) for source in ("engine", "formula"))
     beyond = float(engine[~engine.index.isin(formula.index)].sum())
-    either = [sizes.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
+    either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
     copy = dict(zip(_COPY, (np.array(either).max(axis=0) / 2**20).tolist(), strict=True))
     return row | {"beyond_mib": beyond, "covered_mib": float(engine.sum()) - beyond, **copy}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.bench.ablation import ABLATED
+from harness.bench.kernel_ablation import ABLATED
 from impl.codecs import reference
 from impl.codecs.codec import parse
 from impl.cuda.launch import Launch

@@ -1,6 +1,6 @@
 """Checks of training after its first step, outside of what is timed; of kernels, before it.
 
-:func:`harness.records.consistency.untrained` judges what all ranks found: a few masters are replayed in
+:func:`harness.records.record_checks.untrained` judges what all ranks found: a few masters are replayed in
 float64 as AdamW; gradients are those of a rehearsal; batches are those that the seed gives this rank, by
 hashes beside the next rank's draws, and validation is drawn again; norms are equal on all ranks; timed steps
 fill the time that passed, and a rank that waits for messages sleeps.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.measure.communication_error import measured_steps
-from harness.records.consistency import Checked
+from harness.records.record_checks import Checked
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.workloads.rank_batches import Batch, RankBatches
@@ -38,7 +38,7 @@ _PROBE: Final = 2048  # elements of a kernel's check
 
 
 class TrainingChecks:
-    """The checks of one rank, which :class:`harness.strategies.training.TrainingLoop` calls."""
+    """The checks of one rank, which :class:`harness.strategies.training_loop.TrainingLoop` calls."""
 
     def __init__(self, trial: Trial, data: RankBatches, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self.found = Checked()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.measure.step_clock import StepClock
-from harness.measure.training_replay import TrainingChecks
+from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import evaluating
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
-from harness.records import consistency
+from harness.records import record_checks
 from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
-from harness.runs.correctness_checks import TOLERANCE, ComparedLoss, TrialError, same_loss
 from harness.runs.rank_trial import Outcome
+from harness.runs.reference_checks import TOLERANCE, ComparedLoss, TrialError, same_loss
 from harness.suites.trial import Trial
 from impl.plan.policy import Policy
 
@@ -92,11 +92,11 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
             yield why
     yield from _wrong_later(outcomes, found)
     inconsistent = (
-        consistency.unpredicted(found),
-        consistency.miscounted(found),
-        consistency.other_codec(found),
-        consistency.off_rate(found, above=True),
-        consistency.untrained(checked, found.ranks),
+        record_checks.unpredicted(found),
+        record_checks.miscounted(found),
+        record_checks.other_codec(found),
+        record_checks.off_rate(found, above=True),
+        record_checks.untrained(checked, found.ranks),
     )
     yield from filter(None, inconsistent)
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from harness.suites.question import Quantity, Said, quantity
+from harness.suites.answering_quantity import Quantity, Said, quantity
 from harness.suites.suite_file import SuiteError, load
 
 SUITES = Path(__file__).resolve().parents[3] / "suites"

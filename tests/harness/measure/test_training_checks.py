@@ -20,10 +20,10 @@ from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure.communication_error import GROWTH, OF_BF16, refusal
 from harness.measure.step_clock import StepClock
-from harness.measure.training_replay import wrong_kernel
+from harness.measure.training_checks import wrong_kernel
 from harness.records.record import CommunicationError
-from harness.runs.correctness_checks import TrialError
 from harness.runs.rank_trial import Assignment, Outcome, run
+from harness.runs.reference_checks import TrialError
 from harness.strategies.strategy import Sharded
 from harness.suites.trial import Trial
 from harness.workloads.dataset import Dataset, Pair

@@ -30,7 +30,7 @@ from harness.measure.gradient_bounds import (
     layouts_of,
     of_model,
 )
-from harness.measure.training_replay import TrainingChecks
+from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import (
     as_computed,
     as_gathered,
@@ -41,7 +41,7 @@ from harness.measure.unsharded_loss import (
 )
 from harness.records.record import QuantisationError
 from harness.strategies.strategy import Strategy
-from harness.strategies.training import run_passes
+from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field
 
 from harness.errors import Refusal
-from harness.suites.question import Said
+from harness.suites.answering_quantity import Said
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
 
