@@ -84,7 +84,7 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         if not text.lstrip().startswith("{"):
             where = text
             text = Path(config).read_text(encoding="utf-8")
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_unique)
     except OSError as error:
         raise DeepSpeedError(f"{where}: cannot read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -92,6 +92,14 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise DeepSpeedError(f"{where}: expected a table of keys, got {shown(found)}")
     return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table, of whose equal keys Python would let the last one win, and DeepSpeed refuses them."""
+    if len(table := dict(pairs)) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise ValueError(f"key {max(names, key=names.count)!r} stands twice")
+    return table
 
 
 def shown(value: Any) -> str:

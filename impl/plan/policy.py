@@ -379,13 +379,14 @@ class Policy:
             yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
         one_hop = self.reduce != "two_hop"
         if self.group != 0 and (self.stage == 0 or self.gather == "flat" or one_hop):
-            given = f"group={self.group} at stage {self.stage}"
-            yield f"{given}: expected 1 to 3, gather=hierarchical, reduce=two_hop"
+            given = f"here stage {self.stage}, gather={self.gather}, reduce={self.reduce}"
+            yield f"group={self.group} goes by hops at stages 1 to 3, hierarchical and two_hop; {given}"
         if one_hop and (self.gradients[0] != self.gradients[1] or self.chunks > 1):
-            given = f"gradients={', '.join(map(str, self.gradients))}, chunks={self.chunks}"
-            yield f"reduce={self.reduce} has one hop; {given} need two_hop"
+            given = f"gradients={' and '.join(map(str, self.gradients))}, chunks={self.chunks}"
+            yield f"reduce={self.reduce} has one hop, for one codec and one chunk; here {given}: use two_hop"
         if self.reduce == "ring" and (self.sums != "fp32" or self.feedback is not None):
-            yield f"a ring sums others' values in fp32: use other hops for sums={self.sums}, or feedback"
+            given = f"here sums={self.sums}, feedback={self.feedback or 'none'}"
+            yield f"a ring adds up others' values in fp32, and carries no errors over; {given}: use two_hop"
         yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             free = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
@@ -397,8 +398,10 @@ class Policy:
         ):
             yield f"planes = 2 and weights = {codec}: expected blocks, rounded to nearest and unrotated"
         if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
-            given = f"planes=2 at stage {self.stage}, secondary={self.secondary}"
-            yield f"{given}: expected stage 3, no hpZ, no offload"
+            given = (
+                f"here stage {self.stage}, secondary={self.secondary}, offload={self.offload != Offload()}"
+            )
+            yield f"planes=2: what stays gathered, hpZ's copy and what is offloaded have one plane; {given}"
 
     def _of_copy(self) -> Iterator[str]:
         """Why hpZ's copy cannot be as is said."""
@@ -407,8 +410,9 @@ class Policy:
             given = f"secondary_format = {formats}, inside = {self.inside}, {differences}"
             yield f"secondary = 0 keeps no copy for {given}"
         if self.secondary != 0 and (self.stage < 3 or self.group != 0 or self.gather == "flat"):
-            given = f"stage {self.stage}, group={self.group}, {self.gather} gather"
-            yield f"hpZ (secondary={self.secondary}) at {given}: expected 3, 0, hierarchical"
+            given = f"here stage {self.stage}, group={self.group}, gather={self.gather}"
+            spares = f"hpZ (secondary={self.secondary}) spares stage 3's second gather"
+            yield f"{spares}, from what a hierarchical one brought, in no group; {given}"
         if self.inside is not None and (
             formats != "frames" or self.inside.stochastic or self.offload.weights
         ):

@@ -22,7 +22,7 @@ from harness.records.record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.data.frames import ReportError
-from tests.harness.records.test_consistency import halved
+from tests.harness.records.test_record_checks import halved
 from tests.report.records import CRASHED, changed, record_of, records_of, taken_by_others
 from tests.support.params import nightly
 

@@ -450,6 +450,10 @@ def test_contradictions_are_refused_by_name(table: dict[str, Any] | str, words: 
     [
         ('{"zero_optimization": {"stage": 3,}}', "not JSON"),
         ("[1, 2]", "expected a table|cannot read|not JSON"),
+        (
+            '{"train_batch_size": 4, "train_batch_size": 8}',
+            "json: not JSON: key 'train_batch_size' stands twice",
+        ),
         ('{"gradient_clipping": ' + "[" * 100_000, "not JSON"),
     ],
 )
