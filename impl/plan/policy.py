@@ -379,14 +379,14 @@ class Policy:
             yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
         one_hop = self.reduce != "two_hop"
         if self.group != 0 and (self.stage == 0 or self.gather == "flat" or one_hop):
-            given = f"here stage {self.stage}, gather={self.gather}, reduce={self.reduce}"
-            yield f"group={self.group} goes by hops at stages 1 to 3, hierarchical and two_hop; {given}"
+            given = f"here stage {self.stage}, {self.gather}, {self.reduce}"
+            yield f"group={self.group} needs stages 1 to 3, hierarchical, two_hop; {given}"
         if one_hop and (self.gradients[0] != self.gradients[1] or self.chunks > 1):
-            given = f"gradients={' and '.join(map(str, self.gradients))}, chunks={self.chunks}"
-            yield f"reduce={self.reduce} has one hop, for one codec and one chunk; here {given}: use two_hop"
+            given = f"gradients={', '.join(map(str, self.gradients))}, chunks={self.chunks}"
+            yield f"reduce={self.reduce} has one hop; here {given}: use two_hop"
         if self.reduce == "ring" and (self.sums != "fp32" or self.feedback is not None):
             given = f"here sums={self.sums}, feedback={self.feedback or 'none'}"
-            yield f"a ring adds up others' values in fp32, and carries no errors over; {given}: use two_hop"
+            yield f"a ring sums others' values, in fp32; {given}: use two_hop"
         yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             free = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
@@ -401,7 +401,7 @@ class Policy:
             given = (
                 f"here stage {self.stage}, secondary={self.secondary}, offload={self.offload != Offload()}"
             )
-            yield f"planes=2: what stays gathered, hpZ's copy and what is offloaded have one plane; {given}"
+            yield f"planes=2: weights that stay, in hpZ or offload, have one; {given}"
 
     def _of_copy(self) -> Iterator[str]:
         """Why hpZ's copy cannot be as is said."""
@@ -412,7 +412,7 @@ class Policy:
         if self.secondary != 0 and (self.stage < 3 or self.group != 0 or self.gather == "flat"):
             given = f"here stage {self.stage}, group={self.group}, gather={self.gather}"
             spares = f"hpZ (secondary={self.secondary}) spares stage 3's second gather"
-            yield f"{spares}, from what a hierarchical one brought, in no group; {given}"
+            yield f"{spares}, after a hierarchical one, in no group; {given}"
         if self.inside is not None and (
             formats != "frames" or self.inside.stochastic or self.offload.weights
         ):
