@@ -7,7 +7,7 @@ nothing else, so peers are refused.  ``none``: unshaped loopback.  ``real``: a n
 ``shaped``: one whose hosts' own interfaces have that queue (``harness.cluster.nic_shaper``).
 The rate that a link achieves is calibrated, never assumed.
 
-No torch at import.
+No torch, and no pydantic, at import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from harness.cluster import netns_shaper
 from harness.cluster.keeper import ANSWER_SECONDS, Keeper
@@ -27,8 +27,10 @@ from harness.cluster.netns_shaper import shape
 from harness.cluster.port import Port
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
-from harness.records.record import LinkRecord
-from harness.suites.trial import Cluster
+
+if TYPE_CHECKING:
+    from harness.records.record import LinkRecord
+    from harness.suites.trial import Cluster
 
 REPETITIONS: Final = 5  # of a calibration
 PROBES: Final = 2  # of a probe after a trial
@@ -80,6 +82,8 @@ class Link:
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
         """What a trial's record says of it; the rate that was asked for is the slowest node's."""
+        from harness.records.record import LinkRecord
+
         one, rate = self.cluster.nodes == 1, self.cluster.rate
         return LinkRecord(
             kind=self.kind,

@@ -40,4 +40,4 @@ def test_torchrun_prints_a_refusal_once() -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
-    assert done.stderr.count("zeropp: --fp16 and --bf16: expected at most one of them") == 1
+    assert done.stderr.count("zeropp: flags: fp16.enabled = true: not with bf16.enabled = true") == 1

@@ -83,13 +83,13 @@ def local_norms(rank: Rank) -> Patch:
 
 def quartered(_: Rank) -> Patch:
     """Each unit's mean is divided by 4 from its fifth reduction on."""
-    taken, count = GradientReduction._take_mean, Counter[int]()
+    taken, count = GradientReduction._take, Counter[int]()
 
     def take(self: GradientReduction, mean: Tensor) -> None:
         count[id(self)] += 1
         taken(self, mean / 4 if count[id(self)] > 4 else mean)
 
-    return mock.patch.object(GradientReduction, "_take_mean", take)
+    return mock.patch.object(GradientReduction, "_take", take)
 
 
 def stale_secondary(_: Rank) -> Patch:
