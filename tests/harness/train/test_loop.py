@@ -280,7 +280,7 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A row of the device and one of the host, of about half of Adam's states each, and their sums."""
+    """A row of the device and one of the host, whose sum is what Adam's states are without offload."""
     keys: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     said = []
     for more in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
@@ -291,10 +291,13 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
     plain, half = said
     ((adam, *_),) = rows(plain, r"3 <")
     assert " host " not in plain
+    held = []
     for place in ("device", "host"):
         ((states, *others, last),) = rows(half, rf"3 < +{place}")
-        assert states == pytest.approx(adam / 2, rel=0.2)
+        held.append(states)
         assert states + sum(others) == pytest.approx(last, abs=4e-3)
+    assert min(held) > 0.4 * adam
+    assert sum(held) == pytest.approx(adam, abs=2e-3)
     assert "host: offloaded states, beside what lies on the device; on a CPU both are one memory" in half
     states_of = re.compile(r"Adam's states are [\d.]+ GB, and [\d.]+ GB")
     assert states_of.findall(half) == states_of.findall(plain)
