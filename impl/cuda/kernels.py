@@ -275,7 +275,7 @@ class Kernels(Operations):
         held = _holds(codec, call.numel, HELD) and "held" not in self._without
         if held and not carries and self._plain(codec):
             kernel = f"encode_held<{TYPES[x.dtype]}, {codec.bits}, {_ROUNDINGS[codec.stochastic]}>"
-            wide = x.dtype == torch.float32 or codec.stochastic  # more octets would not fit the registers
+            wide = x.dtype == torch.float32  # more octets would not fit the registers
             yield call.held(file, kernel, codec, 2 if wide else 4)
         elif held:
             octets = 1 if block <= HELD_ALONE else 2

@@ -55,6 +55,76 @@ CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
     return BITS == 4 ? low : low | u64((words[1] + taken) ^ signs) << 32;
 }
 
+// ---- stochastic rounding of eight codes of 4 or 8 bits ------------------------------------------
+
+// Where a code lies in the pattern of a float of `kBase`'s binade, its fraction in the bits below: 8 bits of code
+// leave it 15 of 23.
+template <int BITS, bool ASYMMETRIC>
+struct Floored {
+    static_assert(BITS == 4 || BITS == 8, "compiled for these");
+    static constexpr int kFraction = BITS == 4 ? 16 : 15;
+    static constexpr float kBase = BITS == 4 ? 192.0f : ASYMMETRIC ? 256.0f : 384.0f;
+
+    // The codes of eight patterns: upper halves in pairs, summed in their places as in `pack_rounded`.
+    template <class Pattern>
+    static CODEC_FN u64 pack(int count, Pattern pattern) {
+        constexpr int kPairs = 16 / BITS, kUp = 16 - kFraction;
+        constexpr u32 kOnes = BITS == 4 ? 0x11111111u : 0x01010101u, kBias = ASYMMETRIC ? 0u : kOnes << (BITS - 1);
+        const u32 zero = bits_of(kBase), taken = kBias - kOnes * (zero << kUp >> 16);
+        u32 words[2] = {0, 0};
+#pragma unroll
+        for (int j = kOctet / 2 - 1; j >= 0; --j) {
+            const int i = j % kPairs + j / kPairs * 2 * kPairs;
+            const u32 low = i < count ? pattern(i) : zero, high = i + kPairs < count ? pattern(i + kPairs) : zero;
+            words[i / 4] = (words[i / 4] << BITS) + (low << kUp >> 16 | (high << kUp & 0xffff0000u));
+        }
+        const u32 first = (words[0] + taken) ^ kBias;
+        return BITS == 4 ? first : first | u64((words[1] + taken) ^ kBias) << 32;
+    }
+};
+
+// Codes of eight values of one block, by the random bits of their octet; absent ones are 0.
+//
+// round(quotient + shift_of(bits)) is floor(quotient + (bits + 1/2) / 65536), and a floor is what a pattern has above
+// its fraction: one fused multiply-add an element, where rounding takes four sums.  Sums nearer than `kMargin` to
+// a whole number are in doubt, and all eight divided.  In units of 2^-kFraction a sum is off by a half for its
+// rounding, a half at most for the 1/2 left out and, in 8 bits, a half for the base's rounding; and by the
+// product's 2^-21 * (last + 1), as in `code_of`: a quarter of a unit in 4 bits, two in 8.
+template <bool ASYMMETRIC, bool CLIPPED, int BITS>
+CODEC_FN u64 drawn_word(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], const Words& random,
+                        int count) {
+    using In = Floored<BITS, ASYMMETRIC>;
+    constexpr u32 kMargin = (BITS == 4 ? 2u : 4u) << (32 - In::kFraction);
+    const Scheme<BITS> scheme{stated.stated, ASYMMETRIC, CLIPPED};
+    const float first = In::kBase + scheme.first(), last = In::kBase + scheme.last() + 0.5f;
+    u32 nearest = ~0u;
+    const u64 word = In::pack(count, [&](int i) {
+        const u32 bits = i % 2 == 0 ? random.word[i / 2] & 0xffffu : random.word[i / 2] >> 16;
+        const float start = float_of(0x43400000u | bits) + (In::kBase - 192.0f);  // kBase + bits / 65536
+        float sum = fused(numerator_of(scheme, divider, values[i]), divider.reciprocal, start);
+        if (ASYMMETRIC || CLIPPED) {  // to what is in doubt, and to what is surely the last code
+            sum = sum < first ? first : sum;
+            sum = sum > last ? last : sum;
+        }
+        const u32 fraction = (bits_of(sum) << (32 - In::kFraction)) + kMargin;
+        nearest = fraction < nearest ? fraction : nearest;
+        return bits_of(sum);
+    });
+    if (!rare(nearest < 2 * kMargin)) return word;
+    return In::pack(count, [&](int i) {
+        const u32 code = divided(scheme, divider, values[i], shift_of(random, i)) - bits_of(kRound);
+        return bits_of(In::kBase) + (code << In::kFraction);
+    });
+}
+
+template <int BITS>
+CODEC_FN u64 drawn_word(Scheme<BITS> scheme, Divider divider, const float (&values)[kOctet], const Words& random,
+                        int count) {
+    return rare(scheme.asymmetric) ? drawn_word<true, false>(scheme, divider, values, random, count)
+           : rare(scheme.clipped)  ? drawn_word<false, true>(scheme, divider, values, random, count)
+                                   : drawn_word<false, false>(scheme, divider, values, random, count);
+}
+
 // The integers of eight codes.  A code that lies in the mantissa of a power of two of the right size is that
 // power plus the code: one LOP3 each, or one PRMT where it is a byte, and one difference.  Two's complement is
 // biased to be positive by its sign bit, which comes from the launch: of two constants ptxas makes two LOP3s.

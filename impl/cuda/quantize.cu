@@ -207,6 +207,6 @@ struct Elements {
 template <class T, int BITS, bool STOCHASTIC>
 __global__ void __launch_bounds__(512, kHalf) encode_held(const Arguments a) {
     const Elements<T> elements{a.values, row_start(a, a.values)};
-    constexpr int kOctets = STOCHASTIC || sizeof(typename T::Word) == 4 ? 2 : 4;
+    constexpr int kOctets = sizeof(typename T::Word) == 4 ? 2 : 4;
     encode_team<T, BITS, kOctets, STOCHASTIC>(a, a.coding, a.frames, elements);
 }

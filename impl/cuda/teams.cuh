@@ -359,17 +359,20 @@ struct Encoder {
         for (int j = 0; j < OCTETS; ++j) {
             const int count = WHOLE ? kOctet : team.count(a, c, j);
             if (WHOLE || count > 0) {
-                u32 rounded[kOctet];
                 float values[kOctet];
                 widen_octet(held[j], values);
-                Words random{};
-                if constexpr (STOCHASTIC) random = random_words(a, noise_row, team.octet(j));
-                const auto shift = [&](int i) { return shift_of(random, i); };
-                round_octet<STOCHASTIC>(scheme, divider, values, shift, rounded);
+                u64 word;
+                if constexpr (STOCHASTIC) {
+                    word = drawn_word(scheme, divider, values, random_words(a, noise_row, team.octet(j)), count);
+                } else {
+                    u32 rounded[kOctet];
+                    round_octet<false>(scheme, divider, values, [](int) { return 0.0f; }, rounded);
 #pragma unroll
-                for (int i = 1; i < kOctet; ++i)
-                    if (i >= count) rounded[i] = bits_of(kRound);  // spare bits are 0
-                const u64 word = stored.broken() ? 0 : pack_rounded(scheme, rounded);
+                    for (int i = 1; i < kOctet; ++i)
+                        if (i >= count) rounded[i] = bits_of(kRound);  // spare bits are 0
+                    word = pack_rounded(scheme, rounded);
+                }
+                if (stored.broken()) word = 0;
                 store_codes(frame, vectors, BITS, team.octet(j), count, word);
             }
         }

@@ -375,8 +375,7 @@ def threads_of(kernel: str) -> tuple[int, ...]:
     if name == "encode_general" and values.endswith(", 2>"):
         return (512,)
     teams = name in {"encode_general", "decode_sum_encode", "decode_sum_encode_general"}
-    wide = kernel.startswith("encode_held<Fp32") or (name == "encode_held" and values.endswith("true>"))
-    return (256, 512) if teams or wide else (256,)
+    return (256, 512) if teams or kernel.startswith("encode_held<Fp32") else (256,)
 
 
 @functools.cache
