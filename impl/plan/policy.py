@@ -36,9 +36,6 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
-Gather = Literal["flat", "hierarchical"]
-Reduce = Literal["ring", "one_hop", "two_hop"]
-SecondaryFormat = Literal["frames", "fp32", "bf16", "fp16"]
 Budgeted = Literal["weights", "gradients"]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
@@ -50,17 +47,14 @@ class PolicyError(ValueError):
     """A policy, alone or with a topology, cannot be carried out; the message names why."""
 
 
-@functools.cache
-def _words(kind: type) -> dict[str, tuple[object, ...]]:
-    """Values of the fields that have few."""
-    return {n: get_args(hint) for n, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+_types = functools.cache(get_type_hints)  # of a class's fields
 
 
 def _check_words(of: object) -> None:
-    """Refuse a field whose value is none of those allowed."""
-    for name, allowed in _words(type(of)).items():  # type: ignore[arg-type]  # a class is hashable
-        if (value := getattr(of, name)) not in allowed:
-            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, allowed))}")
+    """Refuse a field whose value is none of the few that its type allows."""
+    for name, kind in _types(type(of)).items():  # type: ignore[arg-type]  # a class is hashable
+        if get_origin(kind) is Literal and (value := getattr(of, name)) not in get_args(kind):
+            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
@@ -265,7 +259,7 @@ _BUDGET: Final = (
     "codec's bytes, then every <steps> of <codecs>, as in 'gradients 4.5 every 50 of int3:128 int6:128'"
 )
 _BITS: Final = r"(?: [0-9]+(?:\.[0-9]+)?)?"
-_BUDGET_TEXT: Final = re.compile(
+_BUDGET_TEXT: Final = (
     rf"(?:weights(?P<weights>{_BITS}) )?(?:gradients(?P<gradients>{_BITS}) )?"
     r"every (?P<every>[0-9]{1,9}) of (?P<codecs>.+)"
 )
@@ -276,11 +270,9 @@ def parse_budget(text: str) -> BitBudget | None:
 
     Raises PolicyError: naming the text and what is allowed.  CodecError: for a codec's that means nothing.
     """
-    given = " ".join(text.split())
-    if given == "none":
+    if (given := " ".join(text.split())) == "none":
         return None
-    found = _BUDGET_TEXT.fullmatch(given)
-    if found is None:
+    if (found := re.fullmatch(_BUDGET_TEXT, given)) is None:
         raise PolicyError(f"budget {text!r}: {_BUDGET}")
     bits = {name: float(found[name] or 0) for name in get_args(Budgeted) if found[name] is not None}
     return BitBudget(codecs=tuple(map(parse, found["codecs"].split())), every=int(found["every"]), **bits)
@@ -290,73 +282,56 @@ def parse_budget(text: str) -> BitBudget | None:
 class Policy:
     """One point of the ablation space of ZeRO.
 
-    Attributes:
-        stage: what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean
-            gradients, 3 also the weights; 0 nothing.  Below 3 weights stay gathered until they change.
-        group: ranks that share one copy of all that is sharded, while groups hold copies of one another
-            (MiCS, 2205.00119; HSDP): 0 for all ranks, ``"node"`` for the ranks of a node.
-        gather: ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is one library
-            all-gather over the world.
-        reduce: ``two_hop`` (inside nodes, then between them), ``one_hop`` (one all-to-all over the world) or
-            ``ring`` (blind to nodes, partial sums encoded again at each of ``world - 1`` steps: the paper's
-            counter-example for quantised gradients).
-        chunks: pieces of a unit of which one travels between nodes while the next travels inside them.
-        secondary: ranks that share one secondary copy of the weights (hpZ): 0 for none, or ``"node"``.
-        secondary_format: how that copy is kept and sent on inside its group: ``frames`` as they came, or
-            decoded and cast to a type, in 16 bits as DeepSpeed and the paper's figure 4 do.
-        inside: codec in which the copy is kept and sent, in forward too; None sends frames on as they came.
-        differences: codec in which the hops before an hpZ group send how far the masters are from the copy
-            (SDP4Bit, 2410.15526); every rank, the owner too, adds what it decodes to its copy.
-        refresh: optimizer steps after which, with ``differences``, weights themselves are sent; 0 for never.
-        sums: type in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (its
-            ``quant_reduce.cu``): terms and partial sums are rounded to fp16, in which what exceeds 65504 is
-            infinite, so that its block arrives as NaN; the division by the ranks stays in fp32.
-        blocks: ``codec`` has the codecs' own; ``shape`` DeepSpeed's.  Of gradients a unit's largest matrix
-            has ``max(rows, columns, ranks)`` blocks (its ``all_to_all_quant_reduce``), all else as large
-            ones; a unit without a matrix is not quantised.  Of weights a shard has the fewest of at most 8000
-            elements, a multiple of 8 (its ``CUDAQuantizer``), which may straddle parameters.
-        planes: 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8
-            in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent once.  A block of
-            columns is of as many whole rows of a shard as the codec's has elements; what makes none lies in
-            both.  Nothing stays gathered; a block that runs again in backward is refused.
-        reduce_every: gradients are reduced after each ``micro_batch`` and added up in shards, or added up
-            locally and reduced once a ``step``; ``stage`` is ``step`` below stage 2, else ``micro_batch``.
-        frozen: codec in which weights that are not trained are held and sent; None holds fp32 masters
-            and sends them as ``weights`` says.
-        budget: by which the codecs of weights and of gradients between nodes are chosen anew while training.
-        order_every: backward passes between checks that all ranks open the same collectives in one
-            order; 0 for never.
-        align: elements, beside the codecs' own blocks, on which parameters start; a suite sets
-            it so that all its policies share one geometry.
-
     Raises PolicyError: for combinations that no topology could run.
     """
 
+    # what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean gradients, 3 also
+    # the weights; 0 nothing.  Below 3 weights stay gathered until they change
     stage: Stage = 3
+    # ranks that share one copy of all that is sharded, while groups hold copies of one another (MiCS,
+    # 2205.00119; HSDP); 0 for all
     group: int | Literal["node"] = 0
     weights: Codec = BF16  # of every weight gather (qwZ: an integer codec)
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # of hop 1, inside a node, and hop 2, between nodes (qgZ)
-    gather: Gather = "hierarchical"
-    reduce: Reduce = "two_hop"
-    chunks: int = 1
-    secondary: int | Literal["node"] = 0
-    secondary_format: SecondaryFormat = "frames"
-    inside: Codec | None = None
+    # ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is the library's, over all
+    gather: Literal["flat", "hierarchical"] = "hierarchical"
+    # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all; ``ring``: blind to
+    # nodes, partial sums encoded again at each of ``world - 1`` steps, the paper's counter-example
+    reduce: Literal["ring", "one_hop", "two_hop"] = "two_hop"
+    chunks: int = 1  # pieces of a unit of which one travels between nodes while the next does inside them
+    secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of the weights (hpZ); 0: none
+    # how it is kept and sent inside its group: ``frames`` as they came, or decoded and cast to a type, in 16
+    # bits as DeepSpeed and the paper's figure 4 do
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
+    inside: Codec | None = None  # in which it is kept and sent, in forward too; None: as frames came
+    # in which the hops before an hpZ group send how far the masters are from the copy (SDP4Bit, 2410.15526);
+    # every rank, the owner too, adds what it decodes to its copy
     differences: Codec | None = None
-    refresh: int = 0
+    refresh: int = 0  # optimizer steps after which, with these, weights themselves are sent; 0 for never
     feedback: Feedback | None = None  # of the gradient codecs
+    # in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (``quant_reduce.cu``), to
+    # which terms and partial sums are rounded: a block with one beyond 65504 arrives as NaN
     sums: Sums = "fp32"
+    # ``shape`` is DeepSpeed's.  Of gradients a unit's largest matrix has ``max(rows, columns, ranks)`` blocks
+    # (``all_to_all_quant_reduce``), all else as large ones; a unit without a matrix is not quantised.  Of
+    # weights a shard has the fewest of at most 8000 elements (``CUDAQuantizer``), maybe over two parameters
     blocks: Literal["codec", "shape"] = "codec"
+    # 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8 in
+    # Megatron-FSDP, Megatron-LM's issue 7584), but a unit without a matrix once.  A block of columns is of as
+    # many whole rows of a shard as the codec's has elements; what makes none lies in both.  Nothing stays
+    # gathered; a block that runs again in backward is refused
     planes: Literal[1, 2] = 1
+    # gradients are reduced after each ``micro_batch`` and added up in shards, or added up locally and reduced
+    # once a ``step``; ``stage`` is ``step`` below stage 2, else ``micro_batch``
     reduce_every: Literal["stage", "micro_batch", "step"] = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
     loss_scale: LossScale | None = None  # of fp16
-    frozen: Codec | None = None
+    frozen: Codec | None = None  # of weights that are not trained, held so; None: fp32, sent as ``weights``
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
-    budget: BitBudget | None = None
-    order_every: int = 32
-    align: int = 1
+    budget: BitBudget | None = None  # by which codecs are chosen anew while training
+    order_every: int = 32  # backward passes between checks that ranks open the same collectives; 0: never
+    align: int = 1  # elements on which parameters start beside codecs' blocks: one geometry for a suite
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -387,7 +362,7 @@ class Policy:
         if self.reduce == "ring" and (self.sums != "fp32" or self.feedback is not None):
             given = f"here sums={self.sums}, feedback={self.feedback or 'none'}"
             yield f"a ring sums others' values, in fp32; {given}: use two_hop"
-        yield from self._of_chunks(codec for codec in self._of_gradients if not isinstance(codec, OwnCodec))
+        yield from self._of_chunks(own=False)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             free = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not free and not isinstance(codec, Raw):
@@ -440,10 +415,10 @@ class Policy:
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale a shard, of any length; use a block of elements"
 
-    def _of_chunks(self, codecs: Iterable[Codec]) -> Iterator[str]:
-        """Why gradients in these codecs cannot be cut."""
-        for codec in codecs if self.chunks > 1 else ():
-            if not isinstance(codec, Raw) and codec.block == "shard":
+    def _of_chunks(self, *, own: bool) -> Iterator[str]:
+        """Why gradients in codecs of ours, or in users' ``own``, cannot be cut."""
+        for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
+            if isinstance(codec, OwnCodec) == own and codec.block == "shard":
                 yield f"chunks = {self.chunks} cut a shard, of which {codec} has one scale; use blocks"
 
     @property
@@ -476,10 +451,6 @@ class Policy:
             for name, codec in own.items()
             if getattr(budget, name) is not None
         }
-
-    @property
-    def _of_gradients(self) -> tuple[Codec, ...]:
-        return (*self.gradients, *self.candidates.get("gradients", ()))
 
     def decided(self, what: Budgeted, codec: Codec) -> Policy:
         """The policy once a budget has chosen ``codec``; parameters and chunks start where they did."""
@@ -542,21 +513,19 @@ class Policy:
         ``shard`` is the elements of a rank's; 0 before it is laid out, when any block of weights fits.
         """
         matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
-        policy = self
-        if self.planes > 1 and shapes and not matrices:
-            policy = replace(policy, planes=1)
+        policy = replace(self, planes=1) if shapes and not matrices else self
         if self.blocks == "codec":
             return policy
-        gradients = self.gradients
+        first, second = self.gradients
         if matrices:
             rows, columns, *_ = largest = max(matrices, key=math.prod)
             block = max(1, math.prod(largest) // max(rows, columns, world))
-            gradients = (_in_blocks(gradients[0], block), _in_blocks(gradients[1], block))
+            first, second = _in_blocks(first, block), _in_blocks(second, block)
         elif shapes:
-            gradients = (self._unquantised(gradients[0]), self._unquantised(gradients[1]))
+            first, second = self._unquantised(first), self._unquantised(second)
             policy = replace(policy, sums="fp32", feedback=None)
         weights = _in_blocks(self.weights, weight_block(shard))
-        return replace(policy, gradients=gradients, weights=weights, blocks="codec")
+        return replace(policy, gradients=(first, second), weights=weights, blocks="codec")
 
     def without_secondary(self) -> Policy:
         """The policy without hpZ."""
@@ -580,7 +549,7 @@ class Policy:
 
     def _of_own_codecs(self) -> Iterator[str]:
         """What only users' own objects say, which a policy that is merely read does not import."""
-        yield from self._of_chunks(codec for codec in self._of_gradients if isinstance(codec, OwnCodec))
+        yield from self._of_chunks(own=True)
         for codec in self.own_codecs:
             kinds = ", ".join(codec.thing.kinds)
             if "fp32" not in codec.thing.kinds:
@@ -612,10 +581,8 @@ class Policy:
 
     def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
         """For each hop of a reduction, first hop first, whether its error is kept."""
-        hops = len(self.reduce_axes(topology))
-        if self.feedback is None:
-            return (False,) * hops
-        return tuple(self.feedback.hops == "all" or hop == hops - 1 for hop in range(hops))
+        last, kept = len(self.reduce_axes(topology)) - 1, self.feedback
+        return tuple(kept is not None and (kept.hops == "all" or hop == last) for hop in range(last + 1))
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
         """Hops of a gradient reduction, of several ranks each, with their codecs, first hop first."""
@@ -643,12 +610,12 @@ def _in_blocks(codec: Codec, block: int) -> Codec:
 
 
 _INT8 = IntCodec(8, 2048)
-_CLIPPED8 = IntCodec(8, 2048, clipped=True)
 _INT4 = (IntCodec(4, 256, clipped=True),) * 2  # the better scale rule in 4 bits, not in 8
 _BF16SR = OwnCodec("bf16sr")
 _MIN_MAX = IntCodec(8, 1024, asymmetric=True, stochastic=True)
-_MXFP8 = FloatCodec("e4m3", MX_BLOCK, scale="e8m0")
-_SHIPPED = Policy(weights=_CLIPPED8, secondary="node", secondary_format="bf16", gradients=_INT4)
+_SHIPPED = Policy(
+    weights=replace(_INT8, clipped=True), secondary="node", secondary_format="bf16", gradients=_INT4
+)
 
 TECHNIQUES: Final[dict[str, Policy]] = {
     "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
@@ -672,36 +639,31 @@ technique of ZeRO++, every pair, and all three.
 """
 
 SUCCESSORS: Final[dict[str, Policy]] = {
+    # ZeRO++ with DeepSpeed's scale rule for weights too, and its hpZ copy in 16 bits
     "zeropp-deepspeed": _SHIPPED,
+    # Also its sums and blocks.  Scales travel with their codes, a mean is a mean (its is larger by the ranks
+    # of a node), vectors are quantised with the matrices beside them, nothing falls back.
     "zeropp-shipped": replace(_SHIPPED, sums="fp16", blocks="shape"),
+    # 2407.04480: ZeRO++ with a moving average of the errors of both hops
     "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
+    # 2410.15526: weight differences in 4 bits; gradients in 8, between nodes in 4, rotated
     "sdp4bit": Policy(
         secondary="node",
         differences=IntCodec(4, 2048, stochastic=True),
         gradients=(IntCodec(8, 128, stochastic=True), IntCodec(4, 128, hadamard=32, stochastic=True)),
     ),
+    # 2302.02390: 8 bits, unbiased, by minimum and maximum of 1024 elements
     "qsdp": Policy(weights=_MIN_MAX, gradients=(_MIN_MAX, _MIN_MAX)),
+    # bf16 by stochastic rounding, summed in fp32, as torchcomms, but by two hops
     "bf16-fp32sum": Policy(gradients=(_BF16SR, _BF16SR)),
+    # 8-bit floats with one scale a shard, where torchao has one a tensor
     "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
+    # MXFP4, as Megatron gathers 4-bit parameters
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
-    "mxfp8-planes": Policy(weights=_MXFP8, planes=2),
+    # MXFP8 by rows and columns in every gather, as Megatron-FSDP, whose vectors stay in 16 bits
+    "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
-"""What others published, and where it deviates:
-
-- ``zeropp-deepspeed``: ZeRO++ with DeepSpeed's scale rule for weights too, and its hpZ copy in 16 bits;
-- ``zeropp-shipped``: also its sums and blocks.  Scales travel with their codes, a mean is a mean (its is
-  larger by the ranks of a node), vectors are quantised with the matrices beside them, nothing falls back;
-- ``loco`` (2407.04480): ZeRO++ with a moving average of the errors of both hops;
-- ``sdp4bit`` (2410.15526): weight differences in 4 bits; gradients in 8, between nodes in 4, rotated;
-- ``qsdp`` (2302.02390): 8 bits, unbiased, by minimum and maximum of 1024 elements;
-- ``bf16-fp32sum``: bf16 by stochastic rounding, summed in fp32, as torchcomms, but by two hops;
-- ``fp8-gather``: 8-bit floats with one scale a shard, where torchao has one a tensor;
-- ``fp4-gather``: weights in MXFP4, as Megatron gathers 4-bit parameters;
-- ``mxfp8-planes``: weights in MXFP8 by rows and columns in every gather, as Megatron-FSDP, whose vectors
-  stay in 16 bits.
-
-Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across) has the placements of ``hpz``.
-"""
+"""What others published; Megatron's HFSDP (ZeRO-3 in a node, ZeRO-1 across) has the placements of ``hpz``."""
 
 PRESETS: Final = TECHNIQUES | SUCCESSORS
 

@@ -153,15 +153,11 @@ class UnitGeometry:
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """(group, start, end) of each optimizer group, with padding after it, shard-relative; maybe empty."""
-        bounds: list[tuple[int, int]] = []  # (group, first element in the unit)
+        starts: dict[int, int] = {}  # by group, its first element in the unit
         for slot in self.slots:
-            if not bounds or bounds[-1][0] != slot.spec.group:
-                bounds.append((slot.spec.group, slot.offset if bounds else 0))
-        ends = [start for _, start in bounds[1:]] + [self.padded]
-        return tuple(
-            (group, *self._clipped(start, end, rank))
-            for (group, start), end in zip(bounds, ends, strict=True)
-        )
+            starts.setdefault(slot.spec.group, slot.offset)
+        bounds = zip(starts, itertools.pairwise([*starts.values(), self.padded]), strict=True)
+        return tuple((group, *self._clipped(start, end, rank)) for group, (start, end) in bounds)
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:

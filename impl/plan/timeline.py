@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -44,10 +44,6 @@ class Collective:
 
     hops: tuple[Hop, ...] = ()
     after: float = 0.0
-
-    def bare(self) -> Collective:
-        """The same where nothing but the adapter takes time."""
-        return Collective(hops=tuple(Hop(adapter=hop.adapter) for hop in self.hops))
 
 
 NOTHING: Final = Collective()
@@ -104,23 +100,17 @@ def pass_time(
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
-    """Least seconds of one forward and backward pass: of computation and the adapter alone.
+    """Least seconds of one forward and backward pass, of loads that take computation and the adapter alone.
 
     The units around all others are taken to compute in whatever time the adapter leaves free, and gradients
-    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same loads.
+    to arrive when backward begins.  Never above what :func:`pass_time` predicts for the same and more.
     """
-    bare = [
-        Load(
-            forward=0.0 if unit in schedule.outer else load.forward,
-            backward=0.0 if unit in schedule.outer else load.backward,
-            gather=load.gather.bare(),
-            regather=load.regather.bare(),
-            reduce=load.reduce.bare(),
-        )
+    inner = [
+        replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
         for unit, load in enumerate(loads)
     ]
     forward = sum(load.forward for load in loads)
-    least = pass_time(schedule, bare, first_gradient=0.0, least_forward=forward)
+    least = pass_time(schedule, inner, first_gradient=0.0, least_forward=forward)
     return np.maximum(least.seconds, least.forward + sum(load.backward for load in loads))
 
 
@@ -134,20 +124,13 @@ class _UnderWay:
 
 
 class Pass:
-    """A pass under way, in seconds since it began.
-
-    Attributes:
-        seconds: until now; in the end, until the last gradient is reduced.
-        forward: of them, until it turned back.
-        exposed: of them, waited for messages.
-        adapter: of them, the node's adapter was busy.
-    """
+    """A pass under way, in seconds since it began."""
 
     def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
-        self.seconds: Seconds = 0.0
-        self.forward: Seconds = 0.0
-        self.exposed: Seconds = 0.0
-        self.adapter = 0.0
+        self.seconds: Seconds = 0.0  # until now; in the end, until the last gradient is reduced
+        self.forward: Seconds = 0.0  # of them, until it turned back
+        self.exposed: Seconds = 0.0  # of them, waited for messages
+        self.adapter = 0.0  # of them, the node's adapter was busy
         self._schedule, self._loads, self._bucket = schedule, loads, bucket
         self._backward = False
         self._adapter_free: Seconds = 0.0  # when each will have sent what was posted

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -135,10 +135,15 @@ class Book:
             size *= axis.size
 
     def reduction(self, policy: Policy, unit: str, piece: int, grain: int) -> None:
-        """Hops of a reduction of which every rank ends with ``piece`` elements; chunks start on ``grain``."""
+        """A reduction of which every rank ends with ``piece`` elements, in chunks from ``grain`` on, and the
+        mean's way to the ranks that hold copies.
+        """
+        tag = Tag("backward", "gradients", unit)
         for axis, _, _, sizes in reduction_hops(policy, self.topology, piece, grain):
             for size in sizes:
-                self.exchange(Tag("backward", "gradients", unit), axis, size, ring=policy.reduce == "ring")
+                self.exchange(tag, axis, size, ring=policy.reduce == "ring")
+        axes, codec = policy.replica_axes(self.topology)
+        self.gather(tag, axes, codec.frame_bytes(piece))
 
 
 def gather_hops(
@@ -180,7 +185,7 @@ def predict(
     events: Iterable[Event],
     *,
     buffer_bytes: int = 0,
-    decisions: Iterable[Decision] = (),
+    decisions: Collection[Decision] = (),
 ) -> Book:
     """Everything that ``rank`` sends in ``events``, and copies between host and device for what is offloaded.
 
@@ -203,9 +208,6 @@ def predict(
     ]
     kept = kept_units(policy, units)
     buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
-    decided: dict[int, list[Decision]] = defaultdict(list)
-    for decision in decisions:
-        decided[decision.step].append(decision)
     for event in events:
         match event:
             case "norm":
@@ -220,8 +222,10 @@ def predict(
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
                     steps += 1
-                    for sender in senders:
-                        sender.follow(decided[steps])
+                    now = [one for one in decisions if one.step == steps]
+                    for one, sender in itertools.product(now, senders):
+                        if one.unit == sender.unit.name:
+                            sender.policy = sender.policy.decided(one.what, one.codec)
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -234,7 +238,7 @@ def predict(
             case "backward" | "accumulate":
                 for sender in senders:
                     sender.gather("backward", keep=False)
-                    if event == "backward":
+                    if event == "backward" and sender.unit.trainable:
                         sender.reduce()
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
@@ -242,8 +246,7 @@ def predict(
     return book
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """What of one unit lies in host memory."""
 
     shard: bool = False  # the master with its mean gradient and optimizer state, or the frozen shard
@@ -257,19 +260,14 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
     """Where every unit's states lie; ``units`` are in model order, shares are of padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
-    return [
-        Placement(shard=index in (stepped if unit.trainable else framed), frames=index in framed)
-        for index, unit in enumerate(units)
-    ]
+    found = zip(units, stepped, framed, strict=True)
+    return [Placement(step if unit.trainable else frames, frames) for unit, step, frames in found]
 
 
-def _chosen(sizes: Sequence[int], share: float) -> frozenset[int]:
-    """The first units, by index, that hold at least ``share`` of the sum of ``sizes``; none of no size."""
-    wanted = share * sum(sizes)
-    before = itertools.accumulate(sizes, initial=0)
-    return frozenset(
-        index for index, (size, held) in enumerate(zip(sizes, before, strict=False)) if size and held < wanted
-    )
+def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
+    """Whether each is of the first that hold at least ``share`` of the sum of ``sizes``; none of no size."""
+    wanted, before = share * sum(sizes), itertools.accumulate(sizes, initial=0)
+    return [size > 0 and held < wanted for size, held in zip(sizes, before, strict=False)]
 
 
 @dataclass(slots=True)
@@ -284,12 +282,6 @@ class _Sender:
     current: bool = False  # hpZ's secondary holds these weights
     uploaded: bool = False  # the device holds the frame of an offloaded master
     steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are to be
-
-    def follow(self, decisions: Iterable[Decision]) -> None:
-        """Send in the codecs that were chosen for this unit."""
-        for decision in decisions:
-            if decision.unit == self.unit.name:
-                self.policy = self.policy.decided(decision.what, decision.codec)
 
     def weights_changed(self, event: Event) -> None:
         """After an optimizer step nothing that was kept is true, but differences begin with it."""
@@ -326,15 +318,11 @@ class _Sender:
         return policy.weights
 
     def reduce(self) -> None:
-        """The gradient is there."""
+        """The gradient of a trained unit is there."""
         policy, unit, book = self.policy, self.unit, self.book
-        if not unit.trainable:
-            return
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
         book.reduction(policy, unit.name, unit.piece, policy.grain)
-        axes, codec = policy.replica_axes(book.topology)
-        book.gather(Tag("backward", "gradients", unit.name), axes, codec.frame_bytes(unit.piece))
 
 
 def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept: Codec | None = None) -> int:
