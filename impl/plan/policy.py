@@ -36,6 +36,8 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
+Gather = Literal["flat", "hierarchical"]
+Reduce = Literal["ring", "one_hop", "two_hop"]
 Budgeted = Literal["weights", "gradients"]
 
 LARGEST_SCALE: Final = 2.0**126  # of losses; within fp32
@@ -294,10 +296,10 @@ class Policy:
     weights: Codec = BF16  # of every weight gather (qwZ: an integer codec)
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # of hop 1, inside a node, and hop 2, between nodes (qgZ)
     # ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is the library's, over all
-    gather: Literal["flat", "hierarchical"] = "hierarchical"
+    gather: Gather = "hierarchical"
     # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all; ``ring``: blind to
     # nodes, partial sums encoded again at each of ``world - 1`` steps, the paper's counter-example
-    reduce: Literal["ring", "one_hop", "two_hop"] = "two_hop"
+    reduce: Reduce = "two_hop"
     chunks: int = 1  # pieces of a unit of which one travels between nodes while the next does inside them
     secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of the weights (hpZ); 0: none
     # how it is kept and sent inside its group: ``frames`` as they came, or decoded and cast to a type, in 16
