@@ -63,9 +63,8 @@ def together(
     except Exception as error:
         failure, outcome = error, "!" + _line(error)
     data = bytearray(outcome.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES))
-    sent = torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device)
-    rows = wire.all_gather_small(sent).cpu().numpy()  # (ranks, MESSAGE_BYTES)
-    outcomes = [row.tobytes().decode(errors="ignore").rstrip() for row in rows]
+    rows = wire.all_gather_small(torch.frombuffer(data, dtype=torch.uint8).to(wire.mesh.device))
+    outcomes = [row.numpy().tobytes().decode(errors="ignore").rstrip() for row in rows.cpu()]
     for rank, words in enumerate(outcomes):
         if words.startswith("!"):
             where = "" if len(set(outcomes)) == 1 else f"rank {rank}: "
@@ -97,8 +96,7 @@ def save(
     texts, lists, tuples and dicts of them.  Raises CheckpointError: on all ranks, if this fails on any; what
     was complete before stays.
     """
-    folder, wire = Path(folder), zero.wire
-    rank = wire.mesh.rank
+    folder, wire, rank = Path(folder), zero.wire, zero.wire.mesh.rank
     zero.buffers.make_equal()
 
     def describe() -> tuple[tuple[Manifest, SavedMasters], str]:
@@ -127,20 +125,18 @@ def save(
         return (manifest, masters), digest(asdict(replace(manifest, state={})))
 
     def complete() -> tuple[None, str]:
-        if rank:
-            return None, ""
-        path = disk.commit(partial, replace(manifest, files=files).text())
-        if keep is not None:
+        name = "" if rank else disk.commit(partial, replace(manifest, files=files).text()).name
+        if keep is not None and rank == 0:
             disk.thin(folder, keep)
-        return None, path.name
+        return None, name
 
     unlike = "would save another extra, or options of optimizers, than rank 0: make them equal"
     (manifest, masters), _ = together(wire, describe, unlike)
     _, (begun, *_) = together(wire, lambda: (None, disk.begin(folder).name if rank == 0 else ""))
     partial = folder / begun
     try:
-        file = partial / file_name(rank)
-        _, files = together(wire, lambda: (None, write_tensors(file, _tensors(zero, masters))))
+        tensors, file = _tensors(zero, masters), partial / file_name(rank)
+        _, files = together(wire, lambda: (None, write_tensors(file, tensors)))
         _, (name, *_) = together(wire, complete)
     except CheckpointError:
         if rank == 0 and partial.exists():
@@ -213,12 +209,10 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     ``folder`` is one, or holds some, of which the newest is taken; ``optimizers`` are as they were saved, or
     none.  On the same topology and policy the run goes on bit for bit; else the result says what was dropped.
 
-    Raises:
-        CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
-            altered or of another model; nothing is changed then, unless the disk fails while values are read.
+    Raises CheckpointError: on all ranks, if any finds it missing, foreign, of another version, cut short,
+    altered or of another model; nothing is changed then, unless the disk fails while values are read.
     """
-    wire = zero.wire
-    rank, world = wire.mesh.rank, wire.mesh.topology.world
+    wire, rank, world = zero.wire, zero.wire.mesh.rank, zero.wire.mesh.topology.world
 
     def find() -> tuple[tuple[Parts, SavedMasters], str]:
         zero.hooks.check_finished("load()")
@@ -289,10 +283,9 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         if manifest.of.get(name, "none") != value  # one from before there was such a name has none
     ]
     if differ:
-        lost = [
-            one for one in ("feedback", "differences", "budget") if manifest.of.get(one, "none") != "none"
-        ]
-        yield from (f"state of {one}: {differ[0]}" for one in lost)
+        for one in ("feedback", "differences", "budget"):
+            if manifest.of.get(one, "none") != "none":
+                yield f"state of {one}: {differ[0]}"
         if holding_codes:
             yield f"codes of frozen weights, which were encoded again: {differ[0]}"
     else:

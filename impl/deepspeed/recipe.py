@@ -97,14 +97,11 @@ class Recipe:
 
 
 def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps: int | None = None) -> Recipe:
-    """Read a configuration for ranks that stand as ``topology`` says.
+    """Read a configuration: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
 
-    Args:
-        config: a table, JSON text (it begins with ``{``), or the path of a file in JSON.
-        topology: the sizes of hpZ's groups and batches depend on it.
-        steps: of the run, in which a schedule decays that does not say ``total_num_steps``.
-
-    Raises DeepSpeedError: for what is not JSON, is unknown, contradictory or not possible here; one line.
+    On ``topology`` the sizes of hpZ's groups and batches depend; in ``steps``, of the run, a schedule decays
+    that does not say ``total_num_steps``.  Raises DeepSpeedError: for what is not JSON, is unknown,
+    contradictory or not possible here; one line.
     """
     return _Reading(load(config), topology, steps).recipe()
 
@@ -227,15 +224,15 @@ class _Reading:
         )
 
     def _precision(self) -> tuple[Dtype, LossScale | None]:
-        fp16, bf16 = self.get("fp16.enabled"), self.get("bf16.enabled")
-        if fp16 and bf16:
+        on = {section: self.get(f"{section}.enabled") for section in ("fp16", "bf16")}
+        if all(on.values()):
             self.refuse("fp16.enabled", f"not with {self.says('bf16.enabled')}")
-        for section, on in (("fp16", fp16), ("bf16", bf16)):
-            for path in self.given:
-                if not on and path.startswith(f"{section}.") and path != f"{section}.enabled":
-                    self.note(path, "without effect", f"{section} is not enabled")
-        if not fp16:
-            return ("bf16" if bf16 else "fp32"), None
+        for path in self.given:
+            section, _, key = path.partition(".")
+            if key != "enabled" and not on.get(section, True):
+                self.note(path, "without effect", f"{section} is not enabled")
+        if not on["fp16"]:
+            return ("bf16" if on["bf16"] else "fp32"), None
         became: Kind = "without effect" if self.get("fp16.hysteresis") == 1 else "changed"
         self.note("fp16.hysteresis", became, KEYS["fp16.hysteresis"].text)
         fixed, power = float(self.get("fp16.loss_scale")), self.get("fp16.initial_scale_power")
@@ -268,8 +265,7 @@ class _Reading:
         if asked > world:
             span = f", which span {nodes} nodes: then hpZ saves no traffic between nodes" if nodes > 1 else ""
             self.note(path, "changed", f"the hpZ group became all {world} ranks{span}")
-        size = min(asked, world)
-        return size if size > 1 else 0
+        return min(asked, world) if min(asked, world) > 1 else 0
 
     def _group(self) -> int:
         """Ranks of a group of MiCS; 0 for all."""
@@ -318,24 +314,24 @@ class _Reading:
             share = 0.0
         elif share < 1 and stage < 3:
             self.refuse(ratio, f"a part is offloaded at stage 3 only, but {self.says(f'{ZERO}.stage')}")
-        if self.get(parameters) == "cpu" and share < 1 and not self._secondary():
+        weights = self.get(parameters) == "cpu"
+        if weights and share < 1 and not self._secondary():
             text = (
                 "in host memory: weights that are not trained, and those whose optimizer is offloaded; "
                 "others have no frame there, since they are encoded from masters on the device"
             )
             self.note(parameters, "changed", text)
-        return Offload(optimizer=share, weights=1.0 if self.get(parameters) == "cpu" else 0.0)
+        return Offload(optimizer=share, weights=float(weights))
 
     def _batches(self) -> tuple[int | None, int]:
         """(micro-batch, accumulation); any two of DeepSpeed's three sizes give the third."""
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        whole, micro, steps = (self.values.get(name) for name in names)
-        for name in names:
-            if self.values.get(name) == 0:
-                self.refuse(name, "expected 1 or more")
-        world = self.topology.world
+        whole, micro, steps = sizes = [self.values.get(name) for name in names]
+        if 0 in sizes:
+            self.refuse(names[sizes.index(0)], "expected 1 or more")
         if whole is None:
             return micro, steps or 1
+        world = self.topology.world
         known = world * (micro or 1) * (steps or 1)
         if micro and steps and known != whole:
             both = f"{self.says(names[1])}, {self.says(names[2])}"
@@ -347,12 +343,11 @@ class _Reading:
 
     def _kind(self, section: str) -> str | None:
         """The type that a section of the configuration asks for; None without the section."""
-        if not any(path.startswith(f"{section}.") for path in self.values):
-            return None
-        if (kind := self.get(f"{section}.type")) is None:
-            allowed = ", ".join(KEYS[f"{section}.type"].allowed)
-            raise DeepSpeedError(f"{section} without {section}.type: expected one of {allowed}")
-        return str(kind)
+        path = f"{section}.type"
+        if path not in self.values and any(one.startswith(f"{section}.") for one in self.values):
+            allowed = ", ".join(KEYS[path].allowed)
+            raise DeepSpeedError(f"{section} without {path}: expected one of {allowed}")
+        return cast("str | None", self.get(path))
 
     def _schedule(self) -> tuple[Schedule | None, float | None]:
         """The schedule of the learning rate, and the rate at the end of its warm-up where it says that."""
@@ -368,11 +363,9 @@ class _Reading:
         others = ("warmup_min_lr", "warmup_max_lr") if cosine else ("warmup_min_ratio", "cos_min_ratio")
         for name in others:
             self.note(say(name), "without effect", f"{kind} has no such parameter")
-        peak = self.get(say("warmup_max_lr"))
-        if peak is None and kind == "WarmupDecayLR":
-            peak = _DECAY_LR
+        usual = _DECAY_LR if kind == "WarmupDecayLR" else None
+        peak, least = self.values.get(say("warmup_max_lr"), usual), self.get(say("warmup_min_lr"))
         ends = self.get("optimizer.params.lr") if peak is None else peak
-        least = self.get(say("warmup_min_lr"))
         if not cosine and least > ends:
             why = f"expected 0 to the learning rate that the warm-up ends at, {ends:g}"
             self.refuse(say("warmup_min_lr"), why)
@@ -409,8 +402,8 @@ class _Reading:
         if len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
             self.refuse(say("betas"), "expected two numbers in [0, 1)")
         if peak is not None and peak != rate:
-            rate, text = peak, f"the schedule's scheduler.params.warmup_max_lr: {peak:g}"
-            self.note(say("lr"), "changed", text)
+            rate = peak
+            self.note(say("lr"), "changed", f"the schedule's scheduler.params.warmup_max_lr: {peak:g}")
         return AdamOptions(
             type=cast("Literal['Adam', 'AdamW']", name),
             lr=float(rate),
@@ -422,23 +415,23 @@ class _Reading:
     def _findings(self) -> Iterator[Finding]:
         """One for every given key, in the configuration's order."""
         for path, value in self.given.items():
+            kind: Kind = "without effect"
             if value is None:
-                yield Finding(path, value, "without effect", "null counts as not given")
+                text = "null counts as not given"
             elif path == LOCO:
-                yield Finding(path, value, "honoured", f"LoCo, with its defaults: {self._feedback()}")
+                kind, text = "honoured", f"LoCo, with its defaults: {self._feedback()}"
             elif path not in KEYS:
-                yield Finding(path, value, "without effect", "an empty table")
+                text = "an empty table"
             elif value == AUTO:
                 default = "left open" if KEYS[path].default is None else shown(KEYS[path].default)
-                plain: tuple[Kind, str] = "changed", f"counts as not given: {default}"
-                yield Finding(path, value, *self.notes.get(path, plain))
+                kind, text = self.notes.get(path, ("changed", f"counts as not given: {default}"))
             else:
                 target = KEYS[(key := KEYS[path]).means or path]
-                plain = ("honoured" if target.fate == "honoured" else "without effect"), target.text
-                kind, text = self.notes.get(target.path, plain)
+                plain: Kind = "honoured" if target.fate == "honoured" else "without effect"
+                kind, text = self.notes.get(target.path, (plain, target.text))
                 if key.means:
                     kind, text = "renamed", f"{key.text}: {target.path}: {text}"
-                yield Finding(path, value, kind, text)
+            yield Finding(path, value, kind, text)
 
 
 def _typed(key: Key, value: Any) -> Any:

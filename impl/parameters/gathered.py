@@ -17,7 +17,7 @@ from impl.comm.wire import Wire
 from impl.engine.engine import Owner, find
 from impl.errors import ZeroError
 from impl.parameters.init import active
-from impl.parameters.presharded import Cut, cut_of, whole_cut_of
+from impl.parameters.presharded import Cut, cut_of
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
 from impl.unit.master_shard import part_of
@@ -36,17 +36,11 @@ class GatheredParameters:
     outside of ``Init`` are left as they are.
 
     Contexts may be nested; a parameter is in one of them at a time.  After an exception inside, nothing is
-    written back.
+    written back.  Without ``enabled`` nothing at all is done.
 
-    Args:
-        parameters: one, or many.
-        modifier_rank: whose changes count; None for reading.
-        enabled: False does nothing at all.
-
-    Raises:
-        ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
-            ranks, after a change without ``modifier_rank``, or if a module of a sharded model holds another
-            object in place of the parameter: the values are then what they were.
+    Raises ZeroError: on entering inside a pass, or with a parameter of another context; on leaving, on all
+    ranks, after a change without ``modifier_rank``, or if a module of a sharded model holds another object in
+    place of the parameter: the values are then what they were.
     """
 
     def __init__(
@@ -214,7 +208,7 @@ class _BeforeSharding(_Place):
         # Whole, not this rank's part alone: inside Init, or under an outer context, others may read it next.
         values = self._kept
         if part is not None:
-            values = part if self._cut is None else self._cut.values(self._number, part, self.wire)
+            values = part if self._cut is None else self._cut.values(self._number, self.wire, part)
         with torch.no_grad():
             self.shown.data.copy_(values.view(self.shown.shape))
         if self._cut is not None:
@@ -239,13 +233,13 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
     for parameter in parameters:
         if (found := find(parameter)) is not None:
             places.append(_Sharded(found))
-        elif (cut := cut_of(parameter)) is None and (keeper := keeper_of(parameter)) is not None:
+        elif (cut := cut_of(parameter)) is not None:
+            places.append(_BeforeSharding(parameter, cut.wire(), cut))
+        elif (keeper := keeper_of(parameter)) is not None:
             raise ZeroError(
                 f"GatheredParameters of {keeper.name!r}, which was taken from its module before the model "
                 "was sharded: take it from the module again"
             )
-        elif (cut := cut or whole_cut_of(parameter)) is not None:
-            places.append(_BeforeSharding(parameter, cut.wire(), cut))
         elif init is not None:
             places.append(_BeforeSharding(parameter, init.wire(), None))
     return places

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.parameters.presharded import Cut, cut_of, whole_cut_of
+from impl.parameters.presharded import Cut, cut_of
 from impl.plan.policy import Policy
 
 BlockOf = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[type[nn.Module]], bool]
@@ -45,9 +45,7 @@ class Init:
         whole_below: parameters outside blocks of fewer elements stay whole until the model is sharded.
         seed: of torch's random numbers inside the context; those outside go on as if nothing was drawn.
 
-    Raises:
-        ZeroError: on entering inside another one.
-        PolicyError: if the policy does not fit the topology.
+    Raises ZeroError: on entering inside another one.  PolicyError: if the policy does not fit the topology.
     """
 
     def __init__(
@@ -120,8 +118,7 @@ class Init:
                 for name, one in module.named_parameters(recurse=recurse)
                 # Plain ones with values; others are judged when the model is sharded.
                 if type(one) is nn.Parameter and not one.is_meta and one.is_floating_point()
-                if one.requires_grad == trainable and one.numel() >= small
-                if cut_of(one) is None and whole_cut_of(one) is None
+                if one.requires_grad == trainable and one.numel() >= small and cut_of(one) is None
             }
             if found:
                 kind = type(module).__name__

@@ -31,10 +31,10 @@ _LARGE: Final = 2**61 - 1
 
 
 class Cut:
-    """Some parameters, by name all trainable or none, of which this rank keeps a slice.
+    """Some parameters by name, all trainable or none, of which this rank keeps a slice.
 
-    ``wire`` is called when what gathers them is needed; ``on_use`` with the cut and all cuts of an operation
-    when a parameter is used without its values: it brings them, or refuses.
+    ``wire`` is called when what gathers them is needed; ``on_use``, with the cut and all of an operation,
+    brings values that are used, or refuses.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class Cut:
         for parameter, keeper in zip(parameters, self._keepers, strict=True):
             if parameter is not None:
                 release(parameter, keeper)
-                _whole.pop(parameter, None)
         self.whole = False
 
     def gather(self) -> None:
@@ -106,22 +105,20 @@ class Cut:
             return
         for number, parameter in enumerate(self.parameters):
             if parameter is not None:
-                restore(parameter, self.kept(number, self.wire()).to(parameter.dtype))
+                restore(parameter, self.values(number, self.wire()).to(parameter.dtype))
                 _whole[parameter] = weakref.ref(self)
         self.piece = torch.empty(0)
         self._uses = self._counts()
         self.whole = True
 
-    def kept(self, number: int, wire: Wire) -> Tensor:
-        """(shape) fp32: parameter ``number`` as ranks keep it while it is cut; all of a copy must call it."""
+    def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
+        """(shape) fp32: parameter ``number``, of which this rank has ``part`` (elements here,), or what it
+        keeps while it is cut; all ranks of a copy must call it.
+        """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
-        return self.values(number, self.piece[start:end], wire)
-
-    def values(self, number: int, part: Tensor, wire: Wire) -> Tensor:
-        """(shape) fp32: parameter ``number``, of which this rank has ``part`` (elements here,)."""
-        tag, part = Tag("step", "state", self.name), part.to(wire.mesh.device)
-        values = assembled(self.geometry, number, part, self._axes, wire=wire, tag=tag)
-        return values.to(self._device)
+        part, tag = self.piece[start:end] if part is None else part, Tag("step", "state", self.name)
+        here = part.to(wire.mesh.device)
+        return assembled(self.geometry, number, here, self._axes, wire=wire, tag=tag).to(self._device)
 
     @property
     def viewed(self) -> bool:
@@ -144,8 +141,7 @@ class _InCut:
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         if not self.cut.whole:  # else brought with another one of this operation
-            cuts = [cut for one in together if (cut := cut_of(one)) is not None]
-            self.cut.on_use(self.cut, cuts, self.name)
+            self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)
         return parameter
 
 
@@ -154,21 +150,23 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """The cut that keeps the values of ``parameter``, if one does."""
-    keeper = keeper_of(parameter)
-    return keeper.cut if isinstance(keeper, _InCut) else None
+    """The cut that ``parameter`` belongs to, if to one; it may be whole now."""
+    if (keeper := keeper_of(parameter)) is not None:
+        return keeper.cut if isinstance(keeper, _InCut) else None
+    reference = _whole.get(parameter)
+    return None if reference is None else reference()
 
 
 def drawn(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """Of those that are cut, a number of the values that this rank has cut them from."""
-    cuts = {name: cut_of(parameter) for name, parameter in parameters.items()}
+    cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
 
 
-def whole_cut_of(parameter: Tensor) -> Cut | None:
-    """The cut that ``parameter`` belongs to, if it is one that is whole now."""
-    reference = _whole.get(parameter)
-    return None if reference is None else reference()
+def _keeping(parameter: Tensor) -> Cut | None:
+    """The cut that keeps its values."""
+    cut = cut_of(parameter)
+    return None if cut is None or cut.whole else cut
 
 
 def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
@@ -176,7 +174,7 @@ def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire:
 
     All ranks must call it.  A slice that is laid out like that already costs no message.
     """
-    cuts = [cut_of(parameter) for parameter in parameters]
+    cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):
         return None
     rank, first = wire.mesh.rank, cuts[0]
@@ -187,7 +185,7 @@ def taken_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire:
             part.copy_(part.to(parameter.dtype))  # a model may be cast after it was cut
         return first.piece
     values = (  # one parameter at a time is whole
-        parameter if cut is None else cut.kept(cut.number(parameter), wire).to(parameter.dtype)
+        parameter if cut is None else cut.values(cut.number(parameter), wire).to(parameter.dtype)
         for parameter, cut in zip(parameters, cuts, strict=True)
     )
     return sliced(geometry, rank, values, wire.mesh.device)

@@ -22,7 +22,7 @@ from impl.codecs.codec import Codec
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.timeline import NOTHING, Collective, Hop, Load, pass_time
+from impl.plan.timeline import Collective, Hop, Load, pass_time
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
@@ -138,9 +138,7 @@ class StepTime:
     wire: float  # of the messages between nodes, hidden or not
     seconds: float  # of the step
     calibrated: bool  # whether the machine was measured with such models, batches and codecs
-    forward: float = math.nan  # of all passes, where the schedule is known
-    backward: float = math.nan
-    exposed: float = math.nan  # in which the rank waits for messages
+    exposed: float = math.nan  # in which the rank waits for messages, where the schedule is known
     spread: float = 0.0  # relative standard deviation of such steps
 
     @property
@@ -203,26 +201,23 @@ def step_of(machine: Machine, step: Step) -> StepTime:
         loads = []
         for unit in units:
             own, share = policy.of(unit), unit.padded / elements
-            regather = seconds.gather(own, unit, again=True) if own.stage == 3 else NOTHING
+            regather = seconds.gather(own, unit, again=True) if own.stage == 3 else Collective()
             load = Load(
                 forward=forward * share,
                 backward=backward * share,
                 gather=seconds.gather(own, unit, again=False) if index == 0 else regather,
                 regather=regather,
-                reduce=seconds.reduction(own, unit) if reduces and unit.trainable else NOTHING,
+                reduce=seconds.reduction(own, unit) if reduces and unit.trainable else Collective(),
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
             loads.append(load)
         passes.append(pass_time(schedule, loads, bucket=policy.memory.reduce_bucket))
     optimizer = machine.optimizer * seconds.stretch * sum(unit.shard for unit in units if unit.trainable)
-    halves = [(float(one.forward), float(one.seconds - one.forward)) for one in passes]
     return StepTime(
         compute=(forward + backward) * step.micro_batches + optimizer,
         wire=sum(one.adapter for one in passes),
-        seconds=sum(map(sum, halves)) + optimizer,
+        seconds=sum(float(one.seconds) for one in passes) + optimizer,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        forward=sum(ahead for ahead, _ in halves),
-        backward=sum(back for _, back in halves),
         exposed=sum(float(one.exposed) for one in passes),
         spread=machine.spread,
     )

@@ -46,18 +46,15 @@ class Collective:
     after: float = 0.0
 
 
-NOTHING: Final = Collective()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What one unit asks for in a pass."""
 
     forward: Seconds  # of computation; or (n,) of n passes, that are walked together
     backward: Seconds
-    gather: Collective = NOTHING  # of its weights, before its forward pass
-    regather: Collective = NOTHING  # before its backward pass
-    reduce: Collective = NOTHING  # of its gradient
+    gather: Collective = Collective()  # of its weights, before its forward pass
+    regather: Collective = Collective()  # before its backward pass
+    reduce: Collective = Collective()  # of its gradient
     engine: float = 0.0  # seconds of the processor in each of the two, for whatever else the engine does
 
 
@@ -162,9 +159,8 @@ class Pass:
         """All gradients of ``unit`` are there: its weights go, its gradient is sent."""
         del self._gathers[unit]
         self.post_next_hops()
-        sizes = self._schedule.sizes
         for earlier in list(self._reductions):
-            if sum(sizes[index] for index in (*self._reductions, unit)) <= self._bucket:
+            if sum(self._schedule.sizes[index] for index in (*self._reductions, unit)) <= self._bucket:
                 break
             self._finish(self._reductions.pop(earlier))
         self._reductions[unit] = self._start(self._loads[unit].reduce)

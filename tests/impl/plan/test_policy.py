@@ -40,9 +40,8 @@ def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> N
     flat, topology = PRESETS["zero3-flat"], Topology(nodes, ranks)
     assert flat.gather_axes(topology) == ((topology.world_axis,), 0)
     assert (flat.gather, flat.reduce, flat.weights, flat.gradients) == ("flat", "ring", BF16, (BF16, BF16))
-    assert [axis.size for axis, _ in flat.reduce_axes(topology)] == (
-        [nodes * ranks] if nodes * ranks > 1 else []
-    )
+    world = [topology.world] if topology.world > 1 else []
+    assert [axis.size for axis, _ in flat.reduce_axes(topology)] == world
     assert replace(flat, gather="hierarchical", reduce="two_hop") == PRESETS["zero3"]
 
 
@@ -52,7 +51,7 @@ SHAPE: dict[str, Any] = {"blocks": "shape"}
 WEIGHTS, GRADIENTS = (
     {"budget": parse_budget(f"{each} every 5 of int4:32")} for each in ("weights", "gradients")
 )
-SHARD = parse("int8:shard")
+SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +66,7 @@ SHARD = parse("int8:shard")
         ({"chunks": 9}, "chunks = 9, .*: expected 1 to 8"),
         ({"gather": "flat", "secondary": 2}, "after a hierarchical one, in no group; here .*gather=flat"),
         ({"reduce": "one_hop", "gradients": (BF16, FP32)}, "has one hop"),
-        (
-            {"reduce": "ring", "feedback": Feedback()},
-            "others' values, in fp32; here sums=fp32, feedback=classic: use two_hop",
-        ),
+        ({"reduce": "ring", "feedback": Feedback()}, "here sums=fp32, feedback=classic: use two_hop"),
         ({"reduce": "one_hop", "chunks": 2}, "reduce=one_hop has one hop; .* chunks=2: use two_hop"),
         ({"gradients": (SHARD, BF16), "chunks": 2}, "cut a shard, of which int8:shard has one"),
         ({"stage": 1, "reduce_every": "micro_batch"}, "stage 1 adds gradients up locally"),
@@ -78,32 +74,23 @@ SHARD = parse("int8:shard")
         ({"group": 2, "secondary": 2}, "spares .* here stage 3, group=2"),
         ({"stage": 0, "group": 2}, "group=2 needs stages 1 to 3, .* here stage 0"),
         ({"group": "node", "reduce": "ring"}, "group=node needs .* hierarchical, ring"),
-        ({"sums": "fp16", "reduce": "ring"}, "here sums=fp16, feedback=none"),
+        ({"sums": "fp16", "reduce": "ring"}, "here sums=fp16, feedback=none: use two_hop"),
         (SHAPE | {"weights": MXFP8}, "blocks = 'shape' and mxfp8, whose blocks are of its format"),
         (SHAPE | {"weights": parse("int4:32:hadamard8")}, "or of its rotation"),
         ({"planes": 2}, "planes = 2 and weights = bf16: expected blocks"),
         ({"planes": 2, "weights": SHARD}, "expected blocks"),
         (PLANES | {"stage": 2}, "planes=2: .* here stage 2"),
         (PLANES | {"secondary": 2}, "planes=2: .* here stage 3, secondary=2"),
-        (PLANES | {"offload": Offload(optimizer=1.0)}, "planes=2: .* here .* offload=True"),
+        (PLANES | {"offload": HOST}, "planes=2: .* here .* offload=True"),
         ({"secondary_format": "bf16"}, "secondary = 0 keeps no copy for secondary_format = bf16"),
-        (
-            COPY | {"secondary": 0, "secondary_format": "frames"},
-            "keeps no copy for .* differences = int4:32",
-        ),
-        (
-            COPY | {"secondary_format": "frames", "weights": parse("int8:32")},
-            "in 16 or 32 bits, .* here int8:32",
-        ),
-        (COPY | {"offload": Offload(optimizer=1.0)}, "not offloaded; here bf16"),
+        (COPY | {"secondary": 0, "secondary_format": "frames"}, "no copy for .* differences = int4:32"),
+        (COPY | {"secondary_format": "frames", "weights": INT8}, "in 16 or 32 bits, .* here int8:32"),
+        (COPY | {"offload": HOST}, "not offloaded; here bf16"),
         (COPY | {"refresh": -1}, "refresh = -1"),
         ({"secondary": 2, "refresh": 2}, "refresh = 2 is of differences"),
         ({"secondary": 2, "inside": parse("int8:32:stochastic")}, "expected rounding to nearest"),
         (COPY | {"inside": BF16}, "inside = bf16: expected .* secondary_format=frames"),
-        (
-            {"secondary": 2, "inside": BF16, "offload": Offload(weights=1.0)},
-            "expected .* offload.weights=0",
-        ),
+        ({"secondary": 2, "inside": BF16, "offload": Offload(weights=1.0)}, "expected .* offload.weights=0"),
         (GRADIENTS | {"stage": 0}, "expected stages 1 to 3"),
         (WEIGHTS | {"group": "node"}, "and no group"),
         (GRADIENTS | {"reduce": "one_hop"}, "is of a hop between nodes, and reduce = one_hop"),
@@ -112,10 +99,7 @@ SHARD = parse("int8:shard")
         (WEIGHTS | SHAPE, "and no group or shape"),
         (WEIGHTS | {"weights": SHARD}, "int8:shard has one scale a shard"),
         ({"budget": parse_budget("gradients every 5 of int4:shard")}, "int4:shard has one scale a shard"),
-        (
-            {"budget": parse_budget("weights every 5 of mine:Codec")},
-            "mine:Codec is a codec of your own, whose",
-        ),
+        ({"budget": parse_budget("weights every 5 of mine:Codec")}, "mine:Codec is a codec of your own"),
         ((MemoryLimits, {"max_reuse": -1}), r"memory\.max_reuse = -1: expected 0 or more"),
         ((MemoryLimits, {"max_padding": math.nan}), "max_padding = nan: expected 0 or more"),
         ((Offload, {"optimizer": math.nan}), r"offload\.optimizer = nan: expected 0 to 1"),
@@ -142,20 +126,20 @@ def test_unknown_names_are_refused() -> None:
         preset("zero3", bits=4)
 
 
-def test_a_topology_that_does_not_fit_is_refused_there_and_not_before() -> None:
-    """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
-    for policy, fits, other, words in (
-        (
-            preset("hpz", secondary=3),
-            Topology(2, 3),
-            Topology(2, 2),
-            "3 ranks does not fit 2 nodes x 2 ranks",
-        ),
+@pytest.mark.parametrize(
+    ("policy", "fits", "other", "words"),
+    [
+        (preset("hpz", secondary=3), Topology(2, 3), Topology(2, 2), "3 ranks does not fit 2 nodes"),
         (Policy(**GRADIENTS), Topology(2, 1), Topology(1, 4), "between nodes, and 1x4 has one"),
-    ):
-        policy.check(fits)
-        with pytest.raises(PolicyError, match=words):
-            policy.check(other)
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused_there_and_not_before(
+    policy: Policy, fits: Topology, other: Topology, words: str
+) -> None:
+    """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
+    policy.check(fits)
+    with pytest.raises(PolicyError, match=words):
+        policy.check(other)
 
 
 EXPECTED = "expected none, or weights, gradients or both"
@@ -211,10 +195,9 @@ def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> Non
     found = read(str(given_value))
     assert str(found) == str(given_value)
     if isinstance(found, LossScale):
-        assert found.window == given_value.window
         assert found.initial == pytest.approx(given_value.initial, rel=1e-5)
-    else:
-        assert found == given_value
+        given_value = replace(given_value, initial=found.initial, least=found.least)
+    assert found == given_value
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
