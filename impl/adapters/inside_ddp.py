@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,10 +49,8 @@ class InDDP(Joined):
         super().__init__("ddp", wire, policy)
         self.units = plan_units(model.module, wire.mesh.topology, policy)
         self._model = model
-        trained = [unit for unit in self.units if unit.trainable]
-        self._replicas = policy.replica_axes(wire.mesh.topology)
         parameters = dict(model.module.named_parameters())
-        self._units = [_Unit(unit, torch.zeros(unit.padded)) for unit in trained]
+        self._units = [_Unit(unit, torch.zeros(unit.padded)) for unit in self.units if unit.trainable]
         self._places = {
             parameters[slot.spec.name]: (unit, slot) for unit in self._units for slot in unit.geometry.slots
         }
@@ -86,21 +84,14 @@ class InDDP(Joined):
             if len(unit.back) == len(unit.geometry.slots):
                 for _, under_way in self._under_way:  # the units under way go on by a hop
                     under_way.post_next_hop()
-                self._under_way.append((unit, self._started(unit)))
+                reduction = self._reduction(unit.geometry.name, unit.geometry.piece)
+                reduction.start(unit.flat)
+                self._under_way.append((unit, reduction))
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._futures.append((future, bucket.buffer()))
         if bucket.is_last():
             self._finish()
         return future
-
-    def _started(self, unit: _Unit) -> Reduction:
-        """The reduction of a unit's gradients, under way."""
-        how = self._reduction(unit.geometry.name, unit.geometry.piece)
-        axes, codec = self._replicas
-        replicas = [(axis, axis.stride) for axis in axes]  # one rank has the whole mean
-        how = replace(how, replicas=replicas, replica_codec=codec)
-        how.start(unit.flat)
-        return how
 
     def _finish(self) -> None:
         """The last bucket is there: wait for everything and hand it back."""

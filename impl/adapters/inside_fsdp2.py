@@ -72,10 +72,10 @@ class InFSDP2(Joined):
         """
         found = [parameter.grad for parameter in self._model.parameters()]
         gradients = [grad.to_local() for grad in found if isinstance(grad, DTensor)]
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64)
         for gradient in gradients:
             total += gradient.double().square().sum()
-        norm = self.wire.all_gather_small(total.view(1)).sum().sqrt()  # of (world, 1) fp64
+        norm = self.wire.all_gather_small(total).sum().sqrt()  # of (world, 1) fp64
         factor = (max_norm / (norm + _TINY)).clamp(max=1.0).float()
         for gradient in gradients:
             gradient.mul_(factor)

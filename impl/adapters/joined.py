@@ -12,12 +12,13 @@ from typing import Any
 from torch import nn
 
 from impl import ops
-from impl.adapters.traffic import GroupGeometry, Host, check_host, chunks_of, predict_hosted
+from impl.adapters.traffic import GroupGeometry, Host, check_host, predict_hosted
+from impl.codecs.codec import common_grain
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
 from impl.plan.policy import Policy
-from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
+from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, Tag
 
@@ -43,17 +44,15 @@ class Joined:
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
         """What this rank sends in the passes of ``events``."""
-        mesh = self.wire.mesh
-        return predict_hosted(
-            self._host, self.policy, mesh.topology, self.units, rank=mesh.rank, events=events
-        )
+        where = self.policy, self.wire.mesh.topology, self.units
+        return predict_hosted(self._host, *where, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
         """Algorithms, transports and kernels that ran, for the record."""
-        gathers, device = self._host == "fsdp2", self.wire.mesh.device
+        device = self.wire.mesh.device
         warning = ops.warning_of(device)
         return {
-            "gather": self.policy.gather if gathers else "none",
+            "gather": self.policy.gather if self._host == "fsdp2" else "none",
             "host": self._host,
             "reduce": self.policy.reduce,
             "transports": self.wire.describe(),
@@ -62,13 +61,17 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        kind = Ring if self.policy.reduce == "ring" else Reduction
+        """Of gradients of ``world * piece`` elements; inside DDP each rank ends with the whole mean."""
+        policy, topology = self.policy, self.wire.mesh.topology
+        kind, (axes, codec) = Ring if policy.reduce == "ring" else Reduction, policy.replica_axes(topology)
         return kind(
             wire=self.wire,
-            hops=self.policy.reduce_axes(self.wire.mesh.topology),
+            hops=policy.reduce_axes(topology),
             tag=Tag("backward", "gradients", name),
             piece=piece,
-            chunks=chunks_of(self.policy, piece),
+            chunks=chunked(piece, policy.chunks, common_grain(*policy.gradients)),
+            replicas=[(axis, axis.stride) for axis in axes],
+            replica_codec=codec,
             lent=True,
         )
 

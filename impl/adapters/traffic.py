@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from impl.codecs.codec import FP32, common_grain
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
-from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry, chunked
+from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, Tag, predict
 
@@ -116,11 +116,6 @@ class GroupGeometry:
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 
 
-def chunks_of(policy: Policy, piece: int) -> tuple[tuple[int, int], ...]:
-    """(start, end) of the chunks of a piece of any length whose hops overlap; block by block."""
-    return chunked(piece, policy.chunks, common_grain(*policy.gradients))
-
-
 def predict_hosted(
     host: Host,
     policy: Policy,
@@ -140,7 +135,7 @@ def predict_hosted(
     """
     if host == "ddp":
         own = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        alone = replace(policy, align=1, order_every=0)  # chunks as :func:`chunks_of` has them, and no checks
+        alone = replace(policy, align=1, order_every=0)  # chunks on the codecs' own grain, and no checks
         return predict(alone, topology, own, rank, ["backward"] * _reduced_steps(events)).sent
     book = Book(topology, rank)
     axes, _ = policy.gather_axes(topology)
@@ -167,8 +162,6 @@ def _reduced_steps(events: Iterable[Event]) -> int:
     """Steps before which there was a backward pass."""
     steps, waiting = 0, False
     for event in events:
-        if event in ("backward", "accumulate"):
-            waiting = True
-        elif event == "step":
-            steps, waiting = steps + waiting, False
+        steps += waiting and event == "step"
+        waiting = event in ("backward", "accumulate") or (waiting and event != "step")
     return steps
