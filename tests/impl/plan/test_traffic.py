@@ -1,4 +1,4 @@
-"""Predicted bytes, against the paper's formulas."""
+"""Predicted bytes, against the paper's formulas; and what of a model is offloaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from impl.plan.memory import memory
-from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Policy, preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
+from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Offload, Policy, preset
+from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, passes, predict
+from impl.plan.traffic import ON_DEVICE, Event, passes, placements_of, predict
 
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 
@@ -63,9 +65,8 @@ def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[floa
     topology = Topology(2, 2)
     first: list[Event] = ["forward", "backward", "step"]
     once, twice = (inter_bytes(PRESETS[name], topology, first * count) for count in (1, 2))
-    assert (twice - once) / (
-        inter_bytes(PRESETS["zero3"], topology, passes(PRESETS["zero3"])) / 3
-    ) == pytest.approx(sum(bits) / 16, rel=1e-4)
+    unit_m = inter_bytes(PRESETS["zero3"], topology, passes(PRESETS["zero3"])) / 3
+    assert (twice - once) / unit_m == pytest.approx(sum(bits) / 16, rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -95,18 +96,38 @@ def test_accumulation_and_evaluation_reuse_the_secondary() -> None:
 def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None:
     """The largest block counts whole, and with it the frozen unit of the block after it."""
     sizes = {"root": 64, "a": 320, "a.frozen": 32, "b": 256, "b.frozen": 128, "c": 288, "c.frozen": 32}
-    units = [
-        lay_out(
-            name,
-            [ParameterSpec("w", (size,))],
-            grain=32,
-            world=1,
-            max_padding=0,
-            trainable=not name.endswith(".frozen"),
-        )
-        for name, size in sizes.items()
-    ]
+    units = [_unit(name, size, trainable=not name.endswith(FROZEN)) for name, size in sizes.items()]
     policy = preset("exact", memory=MemoryLimits(max_reuse=0))
     held = memory(policy, Topology(1, 1), units)["gathered"]
     assert held == 4 * (64 + 320 + 32 + 128)
     assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]
+
+
+def _unit(name: str, size: int, *, trainable: bool) -> UnitGeometry:
+    specs = [ParameterSpec("w", (size,))]
+    return lay_out(name, specs, grain=1, world=1, max_padding=0, trainable=trainable)
+
+
+SHARES = st.sampled_from([0.0, 1.0]) | st.floats(0, 1)
+
+
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), min_size=1, max_size=8), SHARES, SHARES)
+def test_offloaded_shares_are_reached_by_the_first_units_and_no_more(
+    sizes: list[tuple[int, bool]], optimizer: float, weights: float
+) -> None:
+    """Of whole units, in model order, at least each share is offloaded, and without the last chosen unit less
+    than it would be: of 0 none, of 1 all; a frozen unit, which has no optimizer state, has its shard where
+    its frames are.
+    """
+    cut = [_unit(f"blocks.{index}", size, trainable=trained) for index, (size, trained) in enumerate(sizes)]
+    placements = placements_of(Offload(optimizer=optimizer, weights=weights), cut)
+    assert all(u.trainable or there.shard == there.frames for u, there in zip(cut, placements, strict=True))
+    trained = [(u.padded, t.shard) for u, t in zip(cut, placements, strict=True) if u.trainable]
+    every = [(u.padded, t.frames) for u, t in zip(cut, placements, strict=True)]
+    for share, of in ((optimizer, trained), (weights, every)):
+        chosen = [size for size, there in of if there]
+        assert [there for _, there in of] == [index < len(chosen) for index in range(len(of))]
+        wanted = share * sum(size for size, _ in of)
+        assert sum(chosen) >= wanted
+        assert not chosen or sum(chosen[:-1]) < wanted
+    assert placements_of(Offload(), cut) == [ON_DEVICE] * len(cut)
