@@ -376,10 +376,8 @@ def test_every_switch_of_shards_is_told_where_every_parameter_persists() -> None
     """Small models stay gathered whole under DeepSpeed's default threshold: nothing is quantised, prefetched
     or kept; "auto" keeps its own finding, what is off is not told.
     """
-    idle = {
-        "zero_quantized_gradients": True, "zero_hpz_partition_size": 2, "stage3_prefetch_bucket_size": 5,
-        "zeropp_loco_param": {"err_beta": 0.5},
-    }  # fmt: skip
+    idle = {"zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+    idle |= {"zeropp_loco_param": {"err_beta": 0.5}, "stage3_prefetch_bucket_size": 5}
     others = {"zero_quantized_weights": "auto", "stage3_max_reuse_distance": 0}
     for threshold in (100_000, 16):
         keys = {**idle, **others, "stage3_param_persistence_threshold": threshold}

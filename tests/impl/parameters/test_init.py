@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,16 +35,16 @@ def held(parameter: Tensor) -> int:
         return parameter.untyped_storage().nbytes()
 
 
+def inside(mesh: Mesh, policy: Policy = EXACT, **options: Any) -> nn.Module:
+    with Init(mesh=mesh, policy=policy, **options):
+        return Net()
+
+
 def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, decay: bool) -> None:
     """Values and layout of a model made inside Init and of one made plainly."""
     options: Any = {"group_of": lambda _, parameter: int(parameter.dim() == 1)} if decay else {}
     plain = shard(model(Net), mesh=mesh, policy=policy, **options)
-
-    def inside() -> nn.Module:
-        with Init(mesh=mesh, policy=policy, blocks=blocks, whole_below=20):
-            return Net()
-
-    net = model(inside)
+    net = model(partial(inside, mesh, policy, blocks=blocks, whole_below=20))
     assert all(held(p) == 4 for p in net.parameters() if cut_of(p) is not None)
     assert cut_of(net.get_parameter("embed.weight")) is not None
     zero = shard(net, mesh=mesh, policy=policy, **options)
@@ -55,17 +56,18 @@ def compare(mesh: Mesh, policy: Policy, blocks: tuple[type[nn.Module], ...], *, 
     net(batch(0, mesh.rank)).backward()
 
 
+POLICIES = [
+    EXACT,
+    replace(EXACT, stage=2),
+    replace(EXACT, memory=MemoryLimits(max_padding=99.0, persist_below=50)),
+    preset("zeropp", memory=MemoryLimits(max_padding=999.0), secondary=1),
+]
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     topology=st.sampled_from([Topology(1, 1), Topology(1, 3), Topology(2, 2), Topology(3, 1)]),
-    policy=st.sampled_from(
-        [
-            EXACT,
-            replace(EXACT, stage=2),
-            replace(EXACT, memory=MemoryLimits(max_padding=99.0, persist_below=50)),
-            preset("zeropp", memory=MemoryLimits(max_padding=999.0), secondary=1),
-        ]
-    ),
+    policy=st.sampled_from(POLICIES),
     blocks=st.sampled_from([(), (Block,), (nn.Linear,)]),
     decay=st.booleans(),
 )
@@ -202,12 +204,7 @@ def test_constructors_may_use_what_was_cut() -> None:
 @each_rank(1, 2)
 def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -> None:
     """Between Init and shard() values are read and changed under GatheredParameters alone."""
-
-    def inside() -> nn.Module:
-        with Init(mesh=mesh, policy=EXACT, blocks=Block):
-            return Net()
-
-    net = model(inside)
+    net = model(partial(inside, mesh, blocks=Block))
     weight = net.get_parameter("blocks.1.up.weight")
     for use in (weight.zero_, weight.sum, lambda: net(batch(0, 0))):
         with pytest.raises(ZeroError, match="is used after Init cut it"):
@@ -215,10 +212,10 @@ def test_after_init_a_use_is_an_error_and_gathered_parameters_work(mesh: Mesh) -
     with torch.no_grad():
         with GatheredParameters(net.get_submodule("blocks.1").parameters(), modifier_rank=1):
             weight.fill_(mesh.rank)
-        with (
-            pytest.raises(ZeroError, match="1 of 1 gathered parameters were changed, on ranks 0, without"),
-            GatheredParameters(weight),
-        ):
+        changed = pytest.raises(
+            ZeroError, match="1 of 1 gathered parameters were changed, on ranks 0, without"
+        )
+        with changed, GatheredParameters(weight):
             weight.add_(mesh.rank == 0)
     state = shard(net, mesh=mesh, policy=EXACT).full_state_dict()
     assert (state["blocks.1.up.weight"] == 1).all()
@@ -240,9 +237,7 @@ def test_a_backward_pass_before_the_model_is_sharded_is_an_error(mesh: Mesh) -> 
 
     def trained(weight: nn.Parameter) -> None:
         with GatheredParameters(weight):
-            with pytest.raises(
-                ZeroError, match=r"reached parameter '.*' before the model is sharded: train after"
-            ):
+            with pytest.raises(ZeroError, match=r"reached parameter '.*' before the model is sharded: train"):
                 weight.square().sum().backward()
             assert weight.grad is None
 
@@ -307,11 +302,8 @@ def test_no_more_than_a_block_is_whole_while_a_model_is_made(mesh: Mesh) -> None
         made.append(parameter)
         most = max(most, sum(map(held, made)))
 
-    with (
-        DRAWING,
-        register_module_parameter_registration_hook(note),
-        Init(mesh=mesh, policy=EXACT, blocks=Block),
-    ):
+    watched = register_module_parameter_registration_hook(note)
+    with DRAWING, watched, Init(mesh=mesh, policy=EXACT, blocks=Block):
         Net(width=64, hidden=128, depth=6)
     whole = sum(4 * parameter.numel() for parameter in made)
     assert most < whole / 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,14 +14,10 @@ from impl.plan.step_time import Machine, Work, flops, least_seconds, step_time
 
 amounts = st.floats(1e-3, 1e15)
 machines = st.builds(
-    Machine,
-    name=st.just("any"),
-    source=st.just("drawn"),
+    partial(Machine, name="any", source="drawn", fewest=1.0, most=1e6),
     fixed=st.floats(0, 1e-3),
     per_token=st.floats(1e-18, 1e-3),
     efficiency=st.floats(0.01, 1),
-    fewest=st.just(1.0),
-    most=st.just(1e6),
     overlap=st.sampled_from(["none", "full"]),
 )
 works = st.builds(Work, parameters=amounts, tokens=amounts, egress_bytes=amounts, rate=amounts)

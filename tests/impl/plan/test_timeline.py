@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,19 +22,12 @@ from tests.support.strategies import policies, topologies
 SECONDS = st.floats(0, 10)
 HOPS = st.builds(Hop, adapter=SECONDS, inside=SECONDS, latency=SECONDS, before=SECONDS)
 COLLECTIVES = st.builds(Collective, hops=st.lists(HOPS, max_size=3).map(tuple), after=SECONDS)
-LOADS = st.lists(
-    st.builds(
-        Load,
-        forward=SECONDS,
-        backward=SECONDS,
-        gather=COLLECTIVES,
-        regather=COLLECTIVES,
-        reduce=COLLECTIVES,
-        engine=SECONDS,
-    ),
-    min_size=2,
-    max_size=7,
+LOAD = st.builds(
+    Load,
+    **dict.fromkeys(("forward", "backward", "engine"), SECONDS),
+    **dict.fromkeys(("gather", "regather", "reduce"), COLLECTIVES),
 )
+LOADS = st.lists(LOAD, min_size=2, max_size=7)
 AHEAD = st.integers(0, 4)
 MACHINE = Machine(
     name="m", source="s", fixed=1e-9, per_token=1e-11, efficiency=1, fewest=1, most=1e9, overlap="schedule"
@@ -98,17 +92,11 @@ def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:
     assert found.exposed == pytest.approx(1)
 
 
-def _units(topology: Topology, policy: Policy, count: int = 4) -> list[UnitGeometry]:
+def _units(topology: Topology, policy: Policy) -> list[UnitGeometry]:
+    how: Any = {"grain": policy.grain, "world": topology.world, "group": policy.group_ranks(topology)}
     return [
-        lay_out(
-            name,
-            [ParameterSpec("w", (1000 * (1 + index),))],
-            grain=policy.grain,
-            world=topology.world,
-            max_padding=1e9,
-            group=policy.group_ranks(topology),
-        )
-        for index, name in enumerate(["root", *(f"block{number}" for number in range(count - 1))])
+        lay_out(name, [ParameterSpec("w", (size,))], max_padding=1e9, **how)
+        for name, size in {"root": 1000, "block0": 2000, "block1": 3000, "block2": 4000}.items()
     ]
 
 
@@ -130,12 +118,9 @@ def steps(draw: st.DrawFn) -> Step:
 
 COSTLY = replace(
     MACHINE,
-    latency=1e-4,
+    **dict.fromkeys(("element", "sent", "optimizer"), 1e-9),
+    **dict.fromkeys(("latency", "unit"), 1e-4),
     inside=1e9,
-    unit=1e-4,
-    element=1e-9,
-    sent=1e-9,
-    optimizer=1e-9,
     processors=2,
     codecs={"int8:128": CodecCost(encode=1e-9, decode=2e-9), "bf16": CodecCost(encode=1e-10, decode=1e-10)},
 )
@@ -144,11 +129,8 @@ COSTLY = replace(
 @given(steps())
 def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> None:
     """At a byte a second the adapter is busy for the bytes of :func:`predict`."""
-    events = passes(step.policy, micro_batches=step.micro_batches)
-    books = [
-        predict(step.policy, step.topology, step.units, rank, events)
-        for rank in range(step.topology.ranks_per_node)
-    ]
+    events, ranks = passes(step.policy, micro_batches=step.micro_batches), range(step.topology.ranks_per_node)
+    books = [predict(step.policy, step.topology, step.units, rank, events) for rank in ranks]
     sent = sum(sent.bytes for book in books for key, sent in book.sent.items() if key.link == "inter")
     assert step_of(MACHINE, replace(step, rate=1.0)).wire == pytest.approx(sent, rel=1e-9)
 
