@@ -22,6 +22,7 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.engine.engine import Zero
 from impl.engine.hooks import Hooks
+from impl.engine.outside_uses import register
 from impl.engine.unit_planning import GroupOf, check_shapes, drafts_of, find_blocks, geometries_of, plan_units
 from impl.errors import ZeroError
 from impl.parameters.external import external_to
@@ -112,5 +113,5 @@ def shard(
                 f"an external parameter of shape {tuple(parameter.shape)} is registered for "
                 f"{type(module).__name__}, but is not a parameter of the model"
             )
-        zero.hooks.outside.register(module, unit_of[id(parameter)])
+        register(module, unit_of[id(parameter)])
     return zero

@@ -56,9 +56,8 @@ class Zero:
         """The fp32 masters of this rank, for any elementwise ``torch.optim`` optimizer.
 
         One dict per group with elements on any rank: ``params``, 1-D fp32 tensors (possibly none here), and
-        its ``options``, by the number that ``group_of`` gave; anything else is a ZeroError.  A group of which
-        some masters are offloaded is two dicts on a GPU, one a device: torch steps a list of one device by
-        fused or foreach kernels.
+        its ``options``, by the number that ``group_of`` gave; anything else is a ZeroError.  Of a group that
+        is partly offloaded on a GPU two dicts, one a device, as torch's fused and foreach kernels need it.
         """
         return self.masters.groups(options)
 
@@ -88,23 +87,17 @@ class Zero:
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
         """A forward pass of the model, whatever is called and computed inside; all ranks must enter it.
 
-        Modules show the root's parameters, as long as it lasts, and others where they are used.  Gradients
-        of losses computed inside are reduced as those of ``model(...)``; run backward after the context, or
-        several backward passes under :meth:`accumulating`.  Unlike ``model(...)`` and methods that
-        :func:`impl.parameters.external.register_forward_method` registered it casts no inputs.
+        Modules show the root's parameters, as long as it lasts, and others where they are used; inputs are
+        not cast.  Run backward after the context, or several backward passes under :meth:`accumulating`.
         """
         return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
-        """End a backward pass that failed on this rank; after one that did not there is nothing to do.
+        """End a backward pass that failed on this rank: send what the other ranks wait for.
 
-        Autograd ends backward passes by itself: it sends what has not been sent, waits for all reductions
-        and reshards all weights.  After that the masters' gradients hold the mean over ranks, added to what
-        they held.  A parameter that no loss reached has a mean of zero, not none: whether another rank's loss
-        reached it is not known without asking, so adaptive optimizers see a zero there.
-
-        A pass that failed on one rank has its other ranks wait for this one: this sends what they wait for,
-        zeros after :meth:`drop_gradients`; inside :meth:`accumulating` nothing.
+        That is zeros after :meth:`drop_gradients`, and inside :meth:`accumulating` nothing.  Autograd ends
+        other backward passes by itself.  Afterwards the masters' gradients hold the mean over ranks, added to
+        what they held, zero of a parameter that no loss reached, for another rank's may have.
         """
         self.hooks.finish_backward()
 
@@ -112,9 +105,7 @@ class Zero:
     def rehearsing(self) -> Iterator[None]:
         """Passes inside leave no trace: they are run for what is sent; the next ones are as without them.
 
-        Gradients are dropped, and weights will be gathered anew; the errors that codecs carry, what
-        stochastic ones go by, buffers, and counts of passes and of copies are as before.  A ZeroError while
-        there are gradients, which would be dropped too.
+        Gradients are dropped, and weights gathered anew.  A ZeroError while there are gradients.
         """
         self.hooks.check_finished("rehearsing()")
         if any(master.grad is not None for master in self.masters):
@@ -132,9 +123,8 @@ class Zero:
     def drop_gradients(self) -> None:
         """Forget local gradients that have not been reduced: of a failed pass, or of :meth:`accumulating`.
 
-        The errors that gradient codecs carry go too: a failed pass may have left some; and what differences
-        of weights begin with, for ranks may have stopped at different places.  After a pass that
-        KeyboardInterrupt left, of which torch tells no hook, the engine is outside of passes again.
+        So are errors that gradient codecs carry, and what differences of weights begin with, where ranks may
+        differ.  After a pass that KeyboardInterrupt left the engine is outside of passes again.
         """
         for unit in self.units:
             unit.weight_gather.secondary.distrust()
@@ -149,11 +139,8 @@ class Zero:
 
         For losses that were multiplied by ``scaler.scaled(loss)``.
 
-        Args:
-            optimizers: over :meth:`param_groups`; with a loss scale all that hold masters with gradients,
-                since unscaling and overflow are of all of them together.
-            max_norm: largest global norm of the mean gradient; None does not clip.
-            norm_type: which norm; see :meth:`grad_norm`.
+        With a loss scale ``optimizers`` are all that hold masters with gradients.  The mean gradient's
+        global norm (:meth:`grad_norm`) is at most ``max_norm`` then; None does not clip.
 
         Raises:
             LossScaleError: for an overflow at the smallest dynamic scale.
@@ -184,10 +171,9 @@ class Zero:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
 
-        All ranks must call it: each sends its sum of powers, summed in rank order, so that all have the same
-        bits.  Offloaded gradients are summed where they lie, on the host.  ``norm_type`` is p of the p-norm,
-        above 0 and at most 8, or ``inf`` for the largest absolute element; another one, or a backward pass
-        that failed, is a ZeroError.
+        All ranks must call it, and have the same bits.  ``norm_type`` is p of the p-norm, above 0 and at most
+        8, or ``inf`` for the largest absolute element; a ZeroError for another one, or after a backward pass
+        that failed.
         """
         self.hooks.check_finished("grad_norm()")
         return self.masters.norm(self.wire, norm_type)
@@ -261,8 +247,7 @@ class Zero:
         """What this rank's codecs depend on beside weights: step, micro-batch, errors carried over, copies
         that differences of weights begin with, codecs that a budget chose.
 
-        With masters and optimizer state, it makes a resumed run on the same topology and policy equal to
-        an uninterrupted one, bit for bit.
+        With masters and optimizer state it resumes a run, on the same topology and policy, bit for bit.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -275,8 +260,7 @@ class Zero:
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`communication_state` gave on the same rank of the same topology and policy.
 
-        A ZeroError for errors or copies that do not fit, naming their unit, and for those of another budget;
-        nothing is changed then.
+        A ZeroError for what does not fit; nothing is changed then.
         """
         states = []
         for unit in self.units:

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from impl.codecs.reference import DTYPES
 from impl.engine.masters import LossScaler, Masters
 from impl.engine.module_buffers import ModuleBuffers
-from impl.engine.outside_uses import OutsideUses, SavedTensors, memory_of, recomputing
-from impl.errors import WrittenError, ZeroError
-from impl.plan.traffic import Phase
+from impl.engine.outside_uses import SavedTensors, memory_of
+from impl.errors import ZeroError
 from impl.pytree import cast_tensors, tensors_in
-from impl.unit.context import UnitContext
+from impl.unit.context import UnitContext, recomputing
 from impl.unit.flat_buffer import InUnit
 from impl.unit.gradient_reduction import ReductionQueue
 from impl.unit.placeholder import keeper_of
@@ -48,20 +47,18 @@ class Hooks:
         *,
         casts_inputs: bool,
     ) -> None:
-        self._model, self._units, self._passes = model, units, context.passes
-        self._wire, self._weights, self._clock = context.wire, context.weights, context.clock
-        self._gradients, self._reductions = context.gradients, reductions
+        self._model, self._units, self._context, self._reductions = model, units, context, reductions
+        self._passes = passes = context.passes
         self._check_every, self.finished = context.policy.order_every, 0
         self.masters, self.buffers = Masters(units), ModuleBuffers(model, context.wire)
-        self.scaler, passes = LossScaler(context.policy.loss_scale), context.passes
+        self.scaler = LossScaler(context.policy.loss_scale)
         self._inputs = DTYPES[context.policy.compute] if casts_inputs else None  # what inputs are cast to
         self._units_of: dict[nn.Module, list[Unit]] = {}
         for unit, module in zip(units, modules, strict=True):
             self._units_of.setdefault(module, []).append(unit)
-        self._calls: dict[nn.Module, int] = {}  # forward calls whose backward is to come
+        self._inputs_left: dict[nn.Module, int] = {}  # of calls under way, those without a gradient yet
         self.saved = SavedTensors(units, passes.weights_at)
         self._follow_order()
-        self.outside = OutsideUses(units, passes)
         # Units in the order they ran; None once it is known, and where it is the model's.
         self._seen: list[int] | None = None if passes.schedule.in_model_order else []
         self._called_alone: nn.Module | None = None
@@ -142,7 +139,7 @@ class Hooks:
             self.buffers.make_equal()
             self.buffers.differ = training
         if training:
-            self._calls.clear()
+            self._inputs_left.clear()
             self.saved.begin()
         passes.escaped.clear()
         passes.in_forward = True
@@ -176,20 +173,19 @@ class Hooks:
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output))
         addresses = {memory_of(tensor) for tensor in outputs}
         backward = self._backward_follows(outputs, self._units if root else units)
-        written: list[str] = []
         try:
             for unit in units:
-                written += unit.post_forward(addresses, backward=backward)
+                unit.post_forward(addresses, backward=backward)
             if ends:
                 if outputs:  # nothing was raised
                     self._gather_unused()
-                written += self._end_forward(addresses, backward=backward)
+                self._end_forward(addresses, backward=backward)
         finally:
             if ends or module is self._called_alone:
                 self.saved.end()
                 self._called_alone = None
-        if written:
-            self._units[0].refuse_written(written)
+        if passes.written:
+            self._units[0].refuse_written()
         if torch.is_grad_enabled() and module in self._units_of:  # gather its units again before its backward
             hook = self._weakly(Hooks.pre_backward, module)
             for tensor in outputs:
@@ -211,9 +207,9 @@ class Hooks:
                 return False
         return True
 
-    def _end_forward(self, outputs: Collection[int], *, backward: bool) -> Sequence[str]:
-        """The model has run; names of written parameters, of units that were gathered ahead and not used."""
-        passes, written = self._passes, list[str]()
+    def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
+        """The model has run: units that were gathered ahead and not used are in use no more."""
+        passes = self._passes
         passes.in_forward = False
         passes.escaped.clear()
         if self._seen is not None:
@@ -222,17 +218,15 @@ class Hooks:
             self._follow_order()
         for unit in self._units:
             if unit.in_use:
-                written += unit.post_forward(outputs, backward=backward)
+                unit.post_forward(outputs, backward=backward)
         passes.escaped.clear()
-        return written
 
     def _gather_unused(self) -> None:
         """Below stage 3 all ranks gather all units, also those that this rank's pass did not use."""
         if self._passes.schedule.in_model_order and self._passes.in_forward:
-            phase: Phase = "forward" if torch.is_grad_enabled() else "evaluate"
-            for unit in self._units:
+            for unit in self._units[-1:]:  # and all before it
                 if not unit.in_use:
-                    unit.start_gather(phase)
+                    unit.start_gather("forward" if torch.is_grad_enabled() else "evaluate")
                     unit.reshard()
 
     def _follow_order(self) -> None:
@@ -260,13 +254,14 @@ class Hooks:
         Units that count gradients are resharded before; this is for frozen and unused parameters.
         Leaves are left out: they outlive the pass, and so would the hook.
         """
-        self._calls[module] = self._calls.get(module, 0) + 1
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
+        # One that never comes for a call without any: its backward may be yet to come.
+        self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
         # torch's own register_multi_grad_hook() would keep the graph alive, and so the engine.
-        hook = self._weakly(Hooks.reshard_unused, module, [len(tensors)])
+        hook = self._weakly(Hooks.reshard_unused, module)
         for tensor in tensors:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -301,14 +296,12 @@ class Hooks:
         if not self._passes.in_backward:
             self._begin_backward()
 
-    def reshard_unused(self, module: nn.Module, left: list[int]) -> None:
-        """The gradient of an input of one call of ``module`` is there; of how many it is not is ``left``."""
-        left[0] -= 1
-        if not left[0]:
-            self._calls[module] = self._calls.get(module, 1) - 1
-            if not self._calls[module]:
-                for unit in self._units_of[module]:
-                    unit.reshard()
+    def reshard_unused(self, module: nn.Module) -> None:
+        """The gradient of an input of a call of ``module`` is there."""
+        left = self._inputs_left[module] = self._inputs_left.get(module, 1) - 1
+        if not left:
+            for unit in self._units_of[module]:
+                unit.reshard()
 
     def _begin_backward(self) -> None:
         """Have autograd end the pass once it is through: this is its first gradient."""
@@ -324,24 +317,24 @@ class Hooks:
 
     def _end_backward(self) -> None:
         """Called by autograd once a backward pass is through: start all reductions, wait, reshard."""
-        passes, written = self._passes, list[str]()
+        passes, context = self._passes, self._context
         self._reductions.finish(start=not passes.accumulating)
         for unit in self._units:
             if unit.in_use:
-                written += unit.end_use()
-            unit.end_backward()
-        self._weights.trim()
-        self._gradients.trim()
-        self._calls.clear()
+                unit.end_use()
+            unit.reduction.end_pass()
+        context.weights.trim()
+        context.gradients.trim()
+        self._inputs_left.clear()
         passes.in_backward = False
-        self._clock.micro_batch += 1
+        context.clock.micro_batch += 1
         self.masters.arrived()
         self.scaler.passed()
         self.finished += 1
-        if written:
-            raise WrittenError(written)
+        if passes.written:
+            self._units[0].refuse_written()
         if self._check_every and self.finished % self._check_every == 0:
-            self._wire.check_order()
+            context.wire.check_order()
 
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank: :meth:`impl.engine.engine.Zero.finish_backward`."""
@@ -388,7 +381,7 @@ class Hooks:
     def drop(self) -> None:
         """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
-        self.outside.gathered.clear()
+        self._passes.written.clear()
         if self.saved.active:
             self.saved.end()
         self._called_alone = None

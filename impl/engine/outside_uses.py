@@ -11,8 +11,6 @@ crash.  The hooks switch torch's check of in-place changes off, so it is made he
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,76 +20,28 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from impl.errors import ZeroError
 from impl.pytree import tensors_in
-from impl.unit.context import Passes
+from impl.unit.context import recomputing
 from impl.unit.flat_buffer import View
 from impl.unit.master_shard import Version
 from impl.unit.placeholder import Placeholder, values_of
 from impl.unit.unit import Unit
 
 
-def recomputing() -> bool:
-    """Whether this runs inside a backward pass: a block is computed again."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public one
+def register(module: nn.Module, unit: Unit) -> None:
+    """Gather ``unit`` ahead of each forward pass of ``module``, and reshard it after."""
+    gathered: list[bool] = []  # by each call under way, the last one's last
 
+    def before(*_: Any) -> None:
+        gathered.append(not recomputing() and not unit.in_use)  # computed again, uses bring what they need
+        if gathered[-1]:
+            unit.gather_outside()
 
-class OutsideUses:
-    """Those of one sharded model on one rank.
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        if gathered and gathered.pop():  # none if an earlier hook failed
+            unit.end_use_outside({memory_of(tensor) for tensor in tensors_in(output)})
 
-    Attributes:
-        gathered: of the units that a module uses beside its own, what calls under way have gathered.
-    """
-
-    def __init__(self, units: Sequence[Unit], passes: Passes) -> None:
-        self.passes = passes
-        self._external: dict[nn.Module, list[Unit]] = {}
-        self.gathered: list[list[Unit]] = []
-        for unit in units:
-            unit.flat.used_outside = functools.partial(_use, weakref.ref(self), weakref.ref(unit))
-
-    def register(self, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` ahead of each forward pass of ``module``, and reshard it after."""
-        if module not in self._external:
-            self._external[module] = []
-            module.register_forward_pre_hook(self._pre_forward)  # after the engine's own
-            module.register_forward_hook(self._post_forward, always_call=True)
-        if unit not in self._external[module]:
-            self._external[module].append(unit)
-
-    def _pre_forward(self, module: nn.Module, _: Any) -> None:
-        # While a block is computed again, uses bring what they need.
-        fresh = [] if recomputing() else [unit for unit in self._external[module] if not unit.in_use]
-        self.gathered.append(fresh)
-        for unit in fresh:
-            self.all_gather(unit)
-
-    def _post_forward(self, module: nn.Module, _: Any, output: Any) -> None:
-        addresses, backward = {memory_of(tensor) for tensor in tensors_in(output)}, torch.is_grad_enabled()
-        for unit in self.gathered.pop() if self.gathered else ():  # none if an earlier hook failed
-            self.passes.escaped.discard(unit.index)
-            if not unit.used_after(addresses, backward=backward):
-                unit.reshard()
-
-    def all_gather(self, unit: Unit) -> None:
-        """Gather a unit that is used outside of its module; it stays until the forward pass ends."""
-        self.passes.escaped.add(unit.index)
-        unit.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
-
-
-def _use(uses_of: weakref.ref[OutsideUses], unit_of: weakref.ref[Unit], name: str) -> None:
-    """A parameter is used while its unit is not shown: in a pass it is gathered, else refused."""
-    uses, unit = uses_of(), unit_of()
-    if uses is None or unit is None:
-        raise ZeroError(f"parameter {name!r} of a sharded model whose engine is gone")
-    if recomputing():
-        unit.all_gather("backward")
-    elif uses.passes.running:
-        uses.all_gather(unit)
-    else:
-        raise ZeroError(
-            f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
-            "or change it under GatheredParameters; gradients are the masters' "
-            "(Zero.clip_grad_norm_(), impl.parameters.access)"
-        )
+    module.register_forward_pre_hook(before)  # after the engine's own
+    module.register_forward_hook(after, always_call=True)
 
 
 # Tuples, as every tensor that a forward pass saves becomes one: a dataclass takes five times as long to make.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from torch import nn
 
 from impl.engine.engine import find
+from impl.engine.outside_uses import register
 from impl.errors import ZeroError
 
 _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
@@ -27,7 +28,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     found = find(parameter)
     if found is not None:
-        found.engine.hooks.outside.register(module, found.unit)
+        register(module, found.unit)
     else:
         _registered.setdefault(module, []).append(parameter)
 

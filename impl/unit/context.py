@@ -159,6 +159,13 @@ class Passes:
     escaped: set[int] = field(default_factory=set)
     # by address of memory, the index of the unit whose gathered weights came there last
     weights_at: dict[int, int] = field(default_factory=dict)
+    # names of parameters of units that were resharded, which were written before: not refused yet
+    written: list[str] = field(default_factory=list)
+
+
+def recomputing() -> bool:
+    """Whether this runs inside a backward pass: a block is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public one
 
 
 @dataclass(frozen=True, slots=True)

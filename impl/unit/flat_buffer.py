@@ -70,7 +70,7 @@ class FlatBuffer:
         members: of the unit, in slot order.
         address: of the gathered weights; 0 while there is no memory.
         shown: by number of a member, its values (shape) while GatheredParameters shows them.
-        used_outside: the engine's, which gathers the unit, or refuses, where a parameter is used by name.
+        used_outside: the unit's, which gathers it, or refuses, where a parameter is used by name.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class FlatBuffer:
 
     def conceal(self, *, sharded: bool) -> None:
         """Let modules hold placeholders; once ``sharded``, who took a parameter asks for its values, too."""
+        self._marks = []
         for member in self.members:
             if sharded:
                 member.parameter.__class__ = Placeholder
@@ -163,21 +164,14 @@ class FlatBuffer:
     def written(self) -> list[str]:
         """Names of the parameters that were written in place since :meth:`expose`, or lie elsewhere now.
 
-        Not those written through a tensor that shares no version counter with them, as ``.data``.
+        None while they are concealed, nor of what shares no version counter with them, as ``.data``.
         """
         names = []
         for number, mark in enumerate(self._marks):
             parameter = self.members[number].parameter
-            if (parameter._version, parameter.data_ptr()) != mark and number not in self.shown:  # noqa: SLF001
+            if (parameter._version, parameter.data_ptr()) != mark:  # noqa: SLF001
                 names.append(self._geometry.slots[number].spec.name)
         return names
-
-    def lay_member(self, number: int) -> None:
-        """Let member ``number``, which was seen whole, be a view of the flat buffer again, if it is there."""
-        member = self.members[number]
-        member.parameter.data = member.no_values if self._flat is None else self.view(member.view)
-        if self._marks:  # it may have been written
-            self._marks[number] = member.parameter._version, member.parameter.data_ptr()  # noqa: SLF001
 
     def view(self, view: View) -> Tensor:
         """The gathered weights seen so."""

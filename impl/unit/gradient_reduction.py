@@ -50,7 +50,7 @@ from impl.unit.master_shard import MasterShard
 class Progress(enum.IntEnum):
     """Of a unit's reduction, in one backward pass."""
 
-    IDLE = 0  # no gradient of this pass has arrived, and none is expected yet
+    IDLE = 0  # no gradient of this pass has arrived
     COLLECTING = 1  # some are missing
     READY = 2  # none is missing; it waits for its turn
     REDUCING = 3  # hops are under way
@@ -61,9 +61,7 @@ class Progress(enum.IntEnum):
 class GradientReduction:
     """The reductions of one unit on one rank, by its ``collective``, in the ``queue``'s turn for it.
 
-    What this rank has collected and not sent lies in a buffer of the reserve or, once a message was opened
-    for it, in that message; of one rank, whose mean it is, where the mean lies.  The policy of ``context`` is
-    this unit's own.
+    The policy of ``context`` is this unit's own.
     """
 
     def __init__(
@@ -81,8 +79,8 @@ class GradientReduction:
         self.progress, self.queue = Progress.IDLE, queue
         self.missing = set[int]()  # members whose gradient has not arrived, while COLLECTING
         self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
-        self._reserved = False  # whether that is of the reserve
-        self._opened: Exchange | None = None  # the message in which they lie
+        self._buffer: Tensor | None = None  # of the reserve, in which they lie,
+        self._opened: Exchange | None = None  # or the message
         self._written: set[int] = set()  # members whose part of it holds something
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
         self._errors: Errors | None = None  # of the gradient codecs, from the first reduction on
@@ -115,16 +113,10 @@ class GradientReduction:
 
     # Collecting
 
-    def begin_collecting(self) -> None:
-        """A backward pass will bring gradients: all are missing."""
-        if self.progress is Progress.IDLE:
-            self.progress = Progress.COLLECTING
-            self.missing = set(range(len(self._members)))
-
     def collect(self, number: int) -> bool:
         """Take the gradient that has just arrived at member ``number``; True when none is missing."""
-        if not self.missing:  # of a unit without a module's event
-            self._begin_late()
+        if not self.missing:
+            self._begin()
         if len(self.missing) == len(self._members):  # the first of its unit: all ranks' reductions are here
             self.queue.post_next_hops()
         self._add(number, self._members[number].parameter)
@@ -134,23 +126,24 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int) -> None:
-        """Take the gradient that arrived at the placeholder of member ``number``.
+        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
 
-        An ``autograd.Function`` that was given the placeholder leads there.  Others of the parameter may be
-        yet to come, so it stays missing; if none comes, the unit is reduced at the end of the pass.
+        Others of it may be yet to come: it stays missing, to the end of the pass if none comes.
         """
-        self._begin_late()
+        self._begin()
         self._add(number, self._members[number].placeholder)
 
-    def _begin_late(self) -> None:
-        """Begin collecting, or refuse a gradient of a unit that this pass has reduced already."""
+    def _begin(self) -> None:
+        """Begin collecting, unless that has begun; refuse a gradient that comes after the reduction."""
         if self.progress >= Progress.REDUCING:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
                 "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
                 "in parts, so use_reentrant=False there"
             )
-        self.begin_collecting()
+        if self.progress is Progress.IDLE:
+            self.progress = Progress.COLLECTING
+            self.missing = set(range(len(self._members)))
 
     def _add(self, number: int, leaf: nn.Parameter) -> None:
         """Move the gradient of ``leaf`` to the part of member ``number``; nothing need be cleared before."""
@@ -172,22 +165,19 @@ class GradientReduction:
     def _open(self) -> Tensor:
         """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve.
 
-        If other passes will add to it, it is at least fp32.
+        What other passes will add to is fp32.
         """
-        accumulating = self._passes.accumulating
-        if (
-            not accumulating and not self.collective.hops and self._in_place
-        ):  # one rank: the mean is the gradient
+        reduces = not self._passes.accumulating
+        if reduces and not self.collective.hops and self._in_place:  # one rank: its gradient is the mean
             self._flat = self._master_shard.gradient()
-        elif not accumulating and self._collects and self.queue.is_next(self):
+        elif reduces and self._collects and self.queue.is_next(self):
             self._opened = self.collective.open_message()
             self._flat = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self._flat.nbytes)
         else:
-            wide = accumulating and self._dtype.itemsize < torch.float32.itemsize
-            items = torch.float32.itemsize // self._dtype.itemsize if wide else 1
-            flat, self._reserved = self._reserve.take(self.elements * items), True
-            self._flat = flat.view(torch.float32) if wide else flat
+            dtype = self._dtype if reduces else torch.float32
+            self._buffer = self._reserve.take(self.elements * dtype.itemsize // self._dtype.itemsize)
+            self._flat = self._buffer.view(dtype)
         return self._flat
 
     @property
@@ -209,16 +199,17 @@ class GradientReduction:
         """They have been encoded, or belong to the message."""
         if self._flat is not None and self._opened is not None:
             self._meter.add("local_gradients", -self._flat.nbytes)
-        elif self._flat is not None and self._reserved:
-            self._reserve.give_back(self._flat.view(self._dtype))
-        self._flat = self._opened = None
-        self._reserved = False
+        if self._buffer is not None:
+            self._reserve.give_back(self._buffer)
+        self._flat = self._buffer = self._opened = None
         self._written.clear()
 
     def end_pass(self) -> None:
-        """The backward pass is over; what it collected without reducing it stays."""
+        """The backward pass is over: what it reduced is there, and what it only collected stays."""
         self.missing.clear()
         self.progress = Progress.IDLE
+        if self._master_shard.placement.shard:
+            self._master_shard.land()
 
     # Reducing
 
@@ -252,10 +243,8 @@ class GradientReduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop's message, or ``finish``: wait until the mean is in this rank's shard.
 
-        After a last hop inside a node the mean is taken; after one that crosses nodes that is left until it
-        is to finish ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
-
-        Raises ZeroError: if it was interrupted.
+        When the mean is taken is in [Note: deferred last hop] of :mod:`impl.comm.reduce_scatter`.  A
+        ZeroError if it was interrupted.
         """
         if self.progress is Progress.FAILED:
             raise ZeroError(
@@ -323,14 +312,10 @@ def _keeps_zeros(codec: Codec) -> bool:
 
 
 class ReductionQueue:
-    """The reductions of one backward pass after the other, at most ``bucket`` elements under way at once.
-
-    Attributes:
-        order: of the units that are trained, equal on all ranks: from the next pass on it is kept.
-    """
+    """The reductions of one backward pass after the other, at most ``bucket`` elements under way at once."""
 
     def __init__(self, bucket: int) -> None:
-        self.order: Sequence[GradientReduction] = ()
+        self.order: Sequence[GradientReduction] = ()  # of the trained units, equal on all ranks
         self._bucket = bucket
         self._position = 0  # in the order, of the next to be started
         self._under_way: list[GradientReduction] = []  # as they were started

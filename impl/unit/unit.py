@@ -21,7 +21,7 @@ from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import ON_DEVICE, Phase, Placement
-from impl.unit.context import MEMORY, UnitContext
+from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction, ReductionQueue
 from impl.unit.master_shard import MasterShard, sliced
@@ -62,6 +62,7 @@ class Unit:
         shard = sliced(geometry, mesh.rank, originals, device) if cut is None else cut
         self.master_shard = MasterShard(geometry, own, placement, shard)
         self.flat = FlatBuffer(geometry, own, originals, holders)
+        self.flat.used_outside = self._used_outside
         self.members: Sequence[Member] = self.flat.members  # its parameters, in slot order
         self.weight_gather = WeightGather(geometry, own, self.master_shard, self.flat)
         self.reduction = GradientReduction(geometry, own, self.master_shard, self.members, queue)
@@ -80,12 +81,10 @@ class Unit:
         """All-gather the weights before the unit's module runs, and start gathering those that run next."""
         self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
-    def post_forward(self, outputs: Collection[int], *, backward: bool) -> Sequence[str]:
-        """End the use of the weights once the unit's module has run, unless they are :meth:`used_after`.
-
-        Returns names of the parameters that were written, which is an error.
-        """
-        return () if self.used_after(outputs, backward=backward) else self.end_use()
+    def post_forward(self, outputs: Collection[int], *, backward: bool) -> None:
+        """End the use of the weights once the unit's module has run, unless they are :meth:`used_after`."""
+        if not self.used_after(outputs, backward=backward):
+            self.end_use()
 
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
         """Whether the weights are used after a module has run: in a ``backward`` pass, or outside of it.
@@ -101,8 +100,6 @@ class Unit:
     def pre_backward(self) -> None:
         """All-gather the weights again when the gradient of an output arrives; start the unit before it."""
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
-        if self.geometry.trainable:
-            self.reduction.begin_collecting()
 
     def post_backward(self) -> None:
         """Reshard the weights once the last gradient is there, and hand it over for reduction in its turn."""
@@ -145,7 +142,11 @@ class Unit:
                 return
             self._become_sharded()  # a master was written by hand
         if self._passes.in_forward and self._passes.schedule.in_model_order:
-            self._gather_earlier(phase)
+            # Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls.
+            for unit in self._siblings[: self.index]:
+                if not unit.in_use:
+                    unit.start_gather(phase)
+                    unit.reshard()
         if self.master_shard.crosses:
             with self.host.ahead() as arrival:
                 self.weight_gather.start(phase)
@@ -154,16 +155,6 @@ class Unit:
             self.weight_gather.start(phase)
         self.state = State.GATHERING
         self._passes.gathering.add(self.index)
-
-    def _gather_earlier(self, phase: Phase) -> None:
-        """Below stage 3 all ranks gather all units in one order, whichever of them each rank's pass calls."""
-        schedule = self._passes.schedule
-        for index in (*schedule.outer, *schedule.order):
-            if index == self.index:
-                return
-            if not self._siblings[index].in_use:
-                self._siblings[index].start_gather(phase)
-                self._siblings[index].reshard()
 
     def wait(self) -> None:
         """Finish gathering: modules hold the parameters, with their values, when this returns."""
@@ -182,32 +173,58 @@ class Unit:
             self.flat.expose()
             self.state = State.UNSHARDED
 
-    def end_use(self) -> Sequence[str]:
+    def end_use(self) -> None:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
 
-        Below stage 3 the weights stay until they change, unseen by modules.  Returns names of the parameters
-        that were written, or given other values, since they were gathered.
+        Below stage 3 the weights stay until they change, unseen by modules.  Parameters that were written, or
+        given other values, since they were gathered are noted in the passes.
         """
         if self.state is State.GATHERING:
             self.wait()
         if self._persists or self.state is State.SHARDED:
             self.hide()
-            return ()
-        written = self.flat.written()
-        if written:
+            return
+        if written := self.flat.written():
+            self._passes.written += written
             self.flat.lay()
         self._become_sharded()
         self.flat.detach()
-        return written
 
     def reshard(self) -> None:
         """:meth:`end_use`, which raises a WrittenError if parameters were written."""
-        if written := self.end_use():
-            self.refuse_written(written)
+        self.end_use()
+        if self._passes.written:
+            self.refuse_written()
 
-    def refuse_written(self, names: Sequence[str]) -> None:
-        """Raise a WrittenError of ``names`` and, as who writes one often writes all, of other units."""
-        raise WrittenError((*names, *(name for unit in self._siblings for name in unit.written())))
+    def refuse_written(self) -> None:
+        """Raise a WrittenError of what was noted and, as who writes one often writes all, of other units."""
+        names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
+        self._passes.written.clear()
+        raise WrittenError(names)
+
+    def gather_outside(self) -> None:
+        """All-gather the weights for a use outside of the unit's module; they stay to the forward's end."""
+        self._passes.escaped.add(self.index)
+        self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
+
+    def end_use_outside(self, outputs: Collection[int]) -> None:
+        """End what :meth:`gather_outside` began, unless they are :meth:`used_after`."""
+        self._passes.escaped.discard(self.index)
+        if not self.used_after(outputs, backward=torch.is_grad_enabled()):
+            self.reshard()
+
+    def _used_outside(self, name: str) -> None:
+        """Parameter ``name`` is used while modules hold placeholders: gather it in a pass, else refuse."""
+        if recomputing():
+            self.all_gather("backward")
+        elif self._passes.running:
+            self.gather_outside()
+        else:
+            raise ZeroError(
+                f"parameter {name!r} is used outside of a forward pass, where its values are sharded: read "
+                "or change it under GatheredParameters; gradients are the masters' "
+                "(Zero.clip_grad_norm_(), impl.parameters.access)"
+            )
 
     def hide(self) -> None:
         """Let modules hold placeholders from here on."""
@@ -217,9 +234,7 @@ class Unit:
 
     def written(self) -> Sequence[str]:
         """The parameters that were written since they were gathered; none below stage 3, where they stay."""
-        if self._persists or self.state is State.SHARDED or self.state is State.GATHERING:
-            return ()
-        return self.flat.written()
+        return () if self._persists else self.flat.written()
 
     def weights_changed(self, why: Change = "loaded") -> None:
         """The weights have new values: what was kept of the old ones is stale."""
@@ -257,12 +272,6 @@ class Unit:
             for member in self.members:
                 member.parameter.grad = member.placeholder.grad = None
         self.reduction.drop()
-
-    def end_backward(self) -> None:
-        """A backward pass is over: a mean on its way to the host is waited for."""
-        self.reduction.end_pass()
-        if self.master_shard.placement.shard:
-            self.master_shard.land()
 
     # What its codecs depend on beside weights: carried errors by hop, and copies that differences begin with
 

@@ -67,7 +67,8 @@ class WholeValues:
         unit, member = self._unit, self._unit.members[number]
         member.put(member.placeholder)  # in place of what may have replaced it
         unit.meter.add("gathered", -unit.flat.shown.pop(number).nbytes)
-        unit.flat.lay_member(number)
+        member.parameter.data = member.no_values
+        unit.flat.lay()
         torch.autograd.graph.increment_version(member.placeholder)  # what backward would need of it is gone
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
