@@ -36,22 +36,22 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """The choices of one engine on one rank; a PolicyError if the policy's own codecs exceed its budget.
-
-    Attributes:
-        decisions: so far, of every unit at every choice.
-    """
+    """The choices of one engine on one rank; a PolicyError if the policy's own codecs exceed its budget."""
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
         self._every, self._wire, self._clock = budget.every, context.wire, context.clock
         mesh, self._units = context.wire.mesh, {unit.geometry.name: unit for unit in units}
-        self._choices = []
-        for share in shares_of(context.policy, mesh.topology, [unit.geometry for unit in units]):
-            shape = len(share.units), 1 + len(share.codecs)
-            squares = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
-            self._choices.append(_Choice(share, [0] * len(share.units), squares))
+        shares = shares_of(context.policy, mesh.topology, [unit.geometry for unit in units])
+        self._sizes = [len(share.units) * (1 + len(share.codecs)) for share in shares]
+        self._squares = torch.zeros(
+            sum(self._sizes), dtype=torch.float64, device=mesh.device
+        )  # of all shares
+        self._choices = [
+            _Choice(share, [0] * len(share.units), part.view(len(share.units), -1))
+            for share, part in zip(shares, self._squares.split(self._sizes), strict=True)
+        ]
         self._measuring = False
-        self.decisions: list[Decision] = []
+        self.decisions: list[Decision] = []  # of every unit at every choice
         self._observe()
 
     def _observe(self) -> None:
@@ -73,8 +73,7 @@ class Renewal(Observer):
 
     def forget(self) -> None:
         """Drop what was measured: of gradients that are not used."""
-        for one in self._choices:
-            one.squares.zero_()
+        self._squares.zero_()
 
     def stepped(self) -> None:
         """Choose anew, if the step that is over was measured; all ranks must call it."""
@@ -90,19 +89,16 @@ class Renewal(Observer):
                     first, _ = unit.geometry.bounds(self._wire.mesh.rank)
                     key = self._clock.weights(name)
                     row.copy_(squares_of(one.share.codecs, unit.master_shard.master, key, first))
-        mine = torch.cat([one.squares.flatten() for one in self._choices])
-        total = torch.zeros(mine.shape, dtype=mine.dtype)
-        for row in self._wire.all_gather_small(mine).cpu():  # in the order of ranks; SQUARES_BYTES of each
+        total = torch.zeros(self._squares.shape, dtype=torch.float64)
+        for row in self._wire.all_gather_small(self._squares).cpu():  # in ranks' order; SQUARES_BYTES of each
             total += row
-        parts = torch.split(total, [one.squares.numel() for one in self._choices])
-        for one, part in zip(self._choices, parts, strict=True):
+        for one, part in zip(self._choices, total.split(self._sizes), strict=True):
             rows, share = part.view(one.squares.shape).tolist(), one.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
             self._adopt(one, share.chosen([row[1:] for row in rows]))
             for name, number, row in zip(share.units, one.chosen, rows, strict=True):
-                error = row[1 + number] / row[0] if row[0] else 0.0
-                codec = share.codecs[number]
+                error, codec = row[1 + number] / row[0] if row[0] else 0.0, share.codecs[number]
                 self.decisions.append(Decision(self._clock.step, share.what, name, share.hop, codec, error))
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
@@ -117,8 +113,7 @@ class Renewal(Observer):
     def state(self) -> Tensor:
         """(n,) fp64 the numbers of the codecs and what was measured, to be loaded again."""
         numbers = [float(codec) for one in self._choices for codec in one.chosen]
-        squares = (one.squares.flatten().cpu() for one in self._choices)
-        return torch.cat([torch.tensor(numbers, dtype=torch.float64), *squares])
+        return torch.cat([torch.tensor(numbers, dtype=torch.float64), self._squares.cpu()])
 
     def check_state(self, given: Tensor | None) -> None:
         """Refuse a state of other units or codecs: a ZeroError names both sizes."""
@@ -128,13 +123,11 @@ class Renewal(Observer):
 
     def load(self, given: Tensor) -> None:
         """Take over what :meth:`state` gave on the same rank, once the clock has its step."""
-        sizes = [len(one.chosen) for one in self._choices] + [one.squares.numel() for one in self._choices]
-        parts = torch.split(given, sizes)
-        for one, numbers in zip(self._choices, parts, strict=False):
-            self._adopt(one, list(map(int, numbers)))
+        *numbers, squares = given.split([*(len(one.chosen) for one in self._choices), self._squares.numel()])
+        for one, chosen in zip(self._choices, numbers, strict=True):
+            self._adopt(one, list(map(int, chosen)))
         self._observe()
-        for one, squares in zip(self._choices, parts[len(self._choices) :], strict=True):
-            one.squares.copy_(squares.view(one.squares.shape))
+        self._squares.copy_(squares)
 
 
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:

@@ -121,10 +121,7 @@ class Masters:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """() what gradients of global ``norm`` are multiplied by so that it is at most ``max_norm``.
-
-    NaN of a norm that is not finite, so that all gradients say so.
-    """
+    """() what gradients of ``norm`` are multiplied by to have ``max_norm`` at most; NaN if not finite."""
     factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
     return torch.where(norm.isfinite(), factor, math.nan)
 
@@ -182,18 +179,15 @@ class LossScaler:
             )
 
     def factor(self, norm: float, max_norm: float | None) -> float | None:
-        """By what gradients of this unscaled global norm are multiplied; None if the step is to be skipped.
-
-        Without a loss scale nothing is skipped: a norm that is not finite makes clipped gradients NaN.
-        """
-        if not math.isfinite(norm) and self._setting is not None:
+        """By what gradients of this unscaled norm are multiplied; None if the step is to be skipped."""
+        if (setting := self._setting) is not None and not math.isfinite(norm):
             self.skipped += 1
-            if self._setting.window:  # a fixed scale stays, and every overflow is a skipped step
-                if self.scale <= self._setting.least:
+            if setting.window:  # a fixed scale stays, and every overflow is a skipped step
+                if self.scale <= setting.least:
                     raise LossScaleError(
                         f"gradients overflow at a loss scale of {self.scale:g}, the smallest allowed"
                     )
-                self.scale, self._since = max(self.scale / 2.0, self._setting.least), 0
+                self.scale, self._since = max(self.scale / 2.0, setting.least), 0
             return None
         factor = 1.0 / self.scale
         if max_norm is not None:
@@ -203,7 +197,7 @@ class LossScaler:
     def stepped(self) -> None:
         """A step was not skipped."""
         self._since += 1
-        if self._setting is not None and self._setting.window and self._since >= self._setting.window:
+        if self._setting is not None and 0 < self._setting.window <= self._since:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,5 +206,4 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave."""
-        self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
-        self._since = int(state["since"])
+        self.scale, self.skipped, self._since = float(state["scale"]), state["skipped"], state["since"]

@@ -65,7 +65,7 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
             f"the weights of unit {unit.geometry.name!r} changed between its forward and its backward pass"
         )
     unit.all_gather("backward")  # if its event has not
-    return unit.flat.view(view)
+    return unit.flat.attach().as_strided(*view)
 
 
 class SavedTensors:

@@ -43,10 +43,7 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
 
 
 def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor]:
-    """The unsharded model's state: fp32 parameters and buffers by their original names.
-
-    All ranks must call it, and all get it.
-    """
+    """The unsharded model's state: :meth:`impl.engine.engine.Zero.full_state_dict`, of equal buffers."""
     whole: dict[int, Any] = {}
     for unit in units:
         whole |= zip(map(id, unit.visible), WholeValues(unit).masters(), strict=True)
@@ -62,8 +59,7 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
     """Overwrite weights and buffers with those of the unsharded model; of tied ones one name is enough.
 
-    Raises:
-        ZeroError: for missing, unexpected or misshapen entries, naming the first.
+    A ZeroError names the first entry that is missing, unexpected or misshapen.
     """
     own = dict(model.state_dict(keep_vars=True))
     given = {id(own[name]): value for name, value in state.items() if name in own}

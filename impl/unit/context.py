@@ -45,8 +45,7 @@ class Meter:
 class Reserve:
     """Flat buffers of one type, by exact size, counted as ``part``, free ones too.
 
-    What is held is at its peak what was in use at once, and a sequence of takes that comes again is served
-    without touching the allocator.
+    At its peak it holds what was in use at once; takes that come again do not touch the allocator.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -58,8 +57,7 @@ class Reserve:
     def take(self, numel: int) -> Tensor:
         """(numel,) of any content."""
         self._used += numel
-        self._lately = max(self._lately, self._used)
-        self._most = max(self._most, self._used)
+        self._lately, self._most = max(self._lately, self._used), max(self._most, self._used)
         if self._free.get(numel):
             return self._free[numel].pop()
         self._shrink(self._most - numel)

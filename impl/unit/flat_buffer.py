@@ -62,15 +62,9 @@ class Member:
 
 
 class FlatBuffer:
-    """One unit's flat buffer on one rank; the only place that gives parameters their memory.
+    """One unit's flat buffer on one rank, of ``members`` in slot order: where parameters get their memory.
 
     ``originals``, the model's parameters, lose their values; ``holders`` are the modules that hold each.
-
-    Attributes:
-        members: of the unit, in slot order.
-        address: of the gathered weights; 0 while there is no memory.
-        shown: by number of a member, its values (shape) while GatheredParameters shows them.
-        used_outside: the unit's, which gathers it, or refuses, where a parameter is used by name.
     """
 
     def __init__(
@@ -80,35 +74,29 @@ class FlatBuffer:
         originals: Sequence[nn.Parameter],
         holders: Sequence[Sequence[Holder]],
     ) -> None:
-        self._geometry, self._meter, self._reserve = geometry, context.meter, context.weights
+        self._geometry, self._reserve = geometry, context.weights
         self.dtype = DTYPES[context.policy.compute]
         nowhere = torch.full((), math.nan, dtype=self.dtype, device=context.wire.mesh.device)
-        self.members = [
-            self._member(nowhere, number, original, where)
-            for number, (original, where) in enumerate(zip(originals, holders, strict=True))
-        ]
-        self.address, self.shown = 0, dict[int, Tensor]()
-        self.used_outside: Callable[[str], None]
+        self.members: list[Member] = []
+        for slot, original, where in zip(geometry.slots, originals, holders, strict=True):
+            name, shape, no_values = slot.spec.name, original.shape, nowhere.expand(original.shape)
+            parameter = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
+            placeholder = nn.Parameter(no_values.data, requires_grad=geometry.trainable)
+            parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
+            for one in (parameter, placeholder):
+                keep(one, InUnit(self, name, len(self.members)))
+            view = shape, torch.empty(shape, device="meta").stride(), slot.offset
+            self.members.append(Member(parameter, placeholder, where, view, no_values))
+            self.members[-1].put(placeholder)
+            release(original, Taken(name))
+        self.address = 0  # of the gathered weights, while there is memory
+        self.shown: dict[int, Tensor] = {}  # by member, the values (shape) that GatheredParameters shows
+        self.used_outside: Callable[
+            [str], None
+        ]  # of a parameter by name: the unit's, which gathers or refuses
         self._flat: Tensor | None = None  # (P,) the gathered weights, while there is memory for them
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
-
-    def _member(
-        self, nowhere: Tensor, number: int, original: nn.Parameter, holders: Sequence[Holder]
-    ) -> Member:
-        shape, slot = original.shape, self._geometry.slots[number]
-        trainable, name = self._geometry.trainable, slot.spec.name
-        no_values = nowhere.expand(shape)
-        parameter = nn.Parameter(no_values.data, requires_grad=trainable)
-        placeholder = nn.Parameter(no_values.data, requires_grad=trainable)
-        parameter.__dict__ = placeholder.__dict__ = original.__dict__  # what users say of it
-        for one in (parameter, placeholder):
-            keep(one, InUnit(self, name, number))
-        view = shape, torch.empty(shape, device="meta").stride(), slot.offset
-        member = Member(parameter, placeholder, holders, view, no_values)
-        member.put(placeholder)
-        release(original, Taken(name))
-        return member
 
     # Memory
 
@@ -150,7 +138,7 @@ class FlatBuffer:
             parameter.__class__ = nn.Parameter
             marks.append((parameter._version, parameter.data_ptr()))  # noqa: SLF001  # the public way warns
             for module, name in member.holders:
-                module._parameters[name] = parameter  # noqa: SLF001  # setattr would re-register
+                module._parameters[name] = parameter  # noqa: SLF001  # as Member.put() does, in fewer calls
 
     def conceal(self, *, sharded: bool) -> None:
         """Let modules hold placeholders; once ``sharded``, who took a parameter asks for its values, too."""
@@ -167,16 +155,10 @@ class FlatBuffer:
         None while they are concealed, nor of what shares no version counter with them, as ``.data``.
         """
         names = []
-        for number, mark in enumerate(self._marks):
-            parameter = self.members[number].parameter
-            if (parameter._version, parameter.data_ptr()) != mark:  # noqa: SLF001
-                names.append(self._geometry.slots[number].spec.name)
+        for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=False):
+            if (member.parameter._version, member.parameter.data_ptr()) != mark:  # noqa: SLF001
+                names.append(slot.spec.name)  # a call less than a comprehension
         return names
-
-    def view(self, view: View) -> Tensor:
-        """The gathered weights seen so."""
-        assert self._flat is not None  # noqa: S101  # they are here
-        return self._flat.as_strided(*view)
 
 
 class InUnit:

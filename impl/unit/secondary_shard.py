@@ -3,10 +3,9 @@
 [Note: lifetime of the secondary]
 The frames (node, F) that the hops between nodes brought are this rank's copy of weights of one version, kept
 as they came or decoded and cast to 16 bits (paper section 3.2).
-They are CURRENT until the weights change: an optimizer step, a load, a write under GatheredParameters, or a
-master written by hand, which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and
-never used as weights again.  All of that is decided here: DeepSpeed, where many places must remember to
-refresh an attribute, trained on stale copies in eight reported ways.
+They are CURRENT until the weights change: by a step, a load, or a write under GatheredParameters or by hand,
+which :meth:`SecondaryShard.holds` notices by the version.  Then they are STALE and never used as weights
+again.  All of that is decided here: DeepSpeed, where many places do, trained on stale copies in eight ways.
 
 [Note: differences]
 Stale copies are equal on all ranks that hold them, so what the next all-gather sends may be how far the
@@ -39,28 +38,23 @@ Change = Literal["stepped", "loaded", "unchanged"]
 class SecondaryShard:
     """One unit's secondary shard on one rank, which spares the hops along ``axes``, between nodes.
 
-    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.
-
-    Attributes:
-        copies: of shards of S elements that it holds.
-        codec: how it is encoded: F below is a frame's bytes, K those of what is kept of it.
-        begun: optimizer steps before the weights themselves were gathered last; None if they are to be.
+    An ``offloaded`` one lies on the host; the policy of ``context`` is the unit's own.  F below is a frame's
+    bytes, K those of what is kept of it, in ``codec``.
     """
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, axes: Sequence[Axis], *, offloaded: bool
     ) -> None:
-        policy = context.policy
+        self._policy, self.codec = context.policy, context.policy.kept
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self._came, self.codec = policy.weights, policy.kept
-        self._differences, self._refresh = policy.differences, policy.refresh
-        self.copies, self._own = 1, 0  # and which of them is of this rank's own shard
+        self.copies, self._own = 1, 0  # of shards of S elements, and which of them is of this rank's own
         for axis in axes:
             self._own += axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= axis.size
         self._frames: Tensor | None = None  # (copies * K,) uint8
         self._version: Version | None = None  # of the weights they are of, while CURRENT
+        # optimizer steps before the weights themselves were gathered last; None if they are to be
         self.begun: int | None = None
         self._settled: int | None = None  # torch's count of the master whose values the copies are of
 
@@ -82,7 +76,7 @@ class SecondaryShard:
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
         """Keep the frames (..., F) uint8 that the spared hops brought of the weights' ``version``."""
-        cast = self._cast(received) if self.codec != self._came else received
+        cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._room().view(cast.shape)
         if self._offloaded:
             self._host.copy("to_host", cast, kept, "secondary", self._unit)
@@ -109,7 +103,7 @@ class SecondaryShard:
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
-        ops.decode(self._came, received, values)
+        ops.decode(self._policy.weights, received, values)
         if isinstance(codec, Raw):
             return values.view(torch.uint8)
         kept = received.new_empty((*ranks, codec.frame_bytes(self._numel)))
@@ -128,9 +122,10 @@ class SecondaryShard:
 
     def sends_difference(self, step: int) -> bool:
         """Whether the gather of optimizer step ``step`` sends differences; the same answer on all ranks."""
-        if self._differences is None or self.begun is None:
+        refresh = self._policy.refresh
+        if self._policy.differences is None or self.begun is None:
             return False
-        return not self._refresh or step - self.begun < self._refresh
+        return not refresh or step - self.begun < refresh
 
     def settled(self, version: Version) -> bool:
         """Whether the copies are of the master's values already, though it is of another ``version``."""
@@ -147,10 +142,10 @@ class SecondaryShard:
 
     def add(self, received: Tensor, version: Version) -> None:
         """Add the differences (copies, D) uint8 that the spared hops brought of the weights' ``version``."""
-        assert self._differences is not None  # noqa: S101  # they were sent
+        assert self._policy.differences is not None  # noqa: S101  # they were sent
         kept = self._values()
         sums = torch.empty(kept.shape, device=kept.device)
-        ops.decode(self._differences, received.view(self.copies, -1), sums)
+        ops.decode(self._policy.differences, received.view(self.copies, -1), sums)
         kept.copy_(sums.add_(kept))
         self._version, self._settled = version, version[1]
 
@@ -159,14 +154,14 @@ class SecondaryShard:
 
         ``begun`` has a second number: whether they are of the master's values, whose ``version`` is given.
         """
-        if self._differences is None or self.begun is None:
+        if self._policy.differences is None or self.begun is None:
             return {}
         begun = torch.tensor([self.begun, self.settled(version)])
         return {"copy": self._values().clone(), "begun": begun}
 
     def wanted(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Of the state ``given``, what may be there, as :meth:`state` has it."""
-        if self._differences is None or "copy" not in given:
+        if self._policy.differences is None or "copy" not in given:
             return {}
         return {"copy": self._values(), "begun": torch.zeros(2, dtype=torch.int64)}
 

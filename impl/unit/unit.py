@@ -166,12 +166,11 @@ class Unit:
                 self.weight_gather.finish()
             finally:
                 self._passes.gathering.discard(self.index)
-            self.flat.expose()
             self._passes.weights_at[self.flat.address] = self.index
-            self.state = State.UNSHARDED
-        elif self.state is State.HIDDEN:
-            self.flat.expose()
-            self.state = State.UNSHARDED
+        elif self.state is not State.HIDDEN:
+            return
+        self.flat.expose()
+        self.state = State.UNSHARDED
 
     def end_use(self) -> None:
         """End the use of the weights; what is on its way is awaited first, as its bytes are sent.

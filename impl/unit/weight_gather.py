@@ -55,11 +55,7 @@ from impl.unit.secondary_shard import SecondaryShard
 class WeightGather:
     """The all-gathers of one unit on one rank to ``flat``; the policy of ``context`` is this unit's own.
 
-    Attributes:
-        axes, spared: of its hops, and how many of them, the first, a current secondary spares.
-        target: shape and strides of the flat buffer seen as shards by rank digits, the last axis first.
-        secondary: hpZ's copy.
-        version: of the weights that are gathered.
+    A current ``secondary``, hpZ's copy, spares the first ``spared`` of the hops along ``axes``.
     """
 
     def __init__(
@@ -71,10 +67,10 @@ class WeightGather:
         self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
         wire.mesh.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
-        self.target = (*sizes, shard), (*strides, 1)
+        self.target = (*sizes, shard), (*strides, 1)  # of the flat buffer seen as shards by rank digits
         between, offloaded = self.axes[: self.spared], master_shard.placement.frames
         self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
-        self.version: Version = (-1, -1)
+        self.version: Version = (-1, -1)  # of the weights that are gathered
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         plain = are_elements(policy.weights, DTYPES[policy.compute], shard) and not between
@@ -84,15 +80,16 @@ class WeightGather:
         # would look like somebody's view ([Note: flat buffer]).
         in_place = plain and len(sending) == 1 and wire.lets_go(sending[0])
         frames = _Frames(self, policy.weights, in_place=in_place)
-        self._copy = _Copy(self, policy.kept) if between else None
-        self._differences = None
         self._weights: _Frames | _Between = frames
+        self._copy: _Copy | None = None
+        self._differences: _Differences | None = None
         if policy.planes > 1 and isinstance(policy.weights, Blocked):
             self._weights = _Planes(self, policy.weights)
-        if self._copy is not None:
-            self._weights = _Between(self, policy.weights, self._copy if policy.sends_copy else frames)
+        if between:
+            self._copy = copy = _Copy(self, policy.kept)
+            self._weights = _Between(self, policy.weights, copy if policy.sends_copy else frames)
             if policy.differences is not None:
-                self._differences = _Differences(self, policy.differences, self._copy)
+                self._differences = _Differences(self, policy.differences, copy)
         self._way: _Frames | _Between | None = None  # of the gather under way
         self._arrival: Arrival | None = None  # of what follows the first hop, beside a GPU's computation
 
