@@ -21,7 +21,7 @@ from impl import ops
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.reference import NAMES
 from impl.codecs.rounding_noise import Key, Noise, apart
-from impl.comm.all_gather import FrameGather, as_frames, placed
+from impl.comm.all_gather import FrameGather, are_elements, placed
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, Ring
 from impl.comm.wire import Wire
@@ -94,7 +94,8 @@ class Gathering:
         noise: Noise | None = None,
     ) -> None:
         numel = shard.numel()
-        self._codec, self._into = codec, as_frames(codec, whole, numel)
+        self._codec = codec
+        self._into = whole.view(torch.uint8) if are_elements(codec, whole.dtype, numel) else None
         self._target = placed(whole, axes[::-1], numel)
         self._hops = FrameGather(wire, axes, codec.frame_bytes(numel), ring=ring)
         ops.encode(codec, shard, self._hops.open(tag, self._into), noise=noise)
@@ -153,7 +154,6 @@ def quantized_reduce_scatter(
         tag=Tag("backward", "gradients"),
         piece=shard,
         chunks=chunked(shard, chunks, common_grain(*policy.gradients)),
-        lent=True,
     )
     key = None if key is None else dataclasses.replace(key, source=mesh.rank)
     reduction.start(x.detach().reshape(-1), key=key)

@@ -72,7 +72,6 @@ class Joined:
             chunks=chunked(piece, policy.chunks, common_grain(*policy.gradients)),
             replicas=[(axis, axis.stride) for axis in axes],
             replica_codec=codec,
-            lent=True,
         )
 
 

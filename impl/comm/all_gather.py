@@ -74,12 +74,6 @@ class FrameGather:
         del self._exchange
 
 
-def as_frames(codec: Codec, flat: Tensor, shard: int) -> Tensor | None:
-    """(bytes,) uint8 view of ``flat`` (n * S,), where its shards are their own frames; else None."""
-    same = are_elements(codec, flat.dtype, shard) and flat.is_contiguous()
-    return flat.view(torch.uint8) if same else None
-
-
 def are_elements(codec: Codec, dtype: torch.dtype, shard: int) -> bool:
     """Whether a frame of ``shard`` elements of ``dtype`` is those elements, bit by bit."""
     same = isinstance(codec, Raw) and DTYPES[codec.dtype] == dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,7 +23,6 @@ from impl.transport.group import Group
 from impl.transport.shared_memory import Arena
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
-Start = Callable[[Group, Kind, Tensor, Tensor, int], list[dist.Work]]  # group, kind, received, sent, tag
 
 _TAGS: Final = 1 << 30  # of gloo's messages
 # torch 2.13 renames it and warns about the old name; 2.11 has only the old one.
@@ -98,7 +97,7 @@ class Route:
     row: int  # bytes of this rank's message
     rows: int  # that are received
     shared: bool  # whether its ranks read each other's memory
-    start: Start  # posts them otherwise
+    direct: bool  # whether they are messages from rank to rank otherwise, or the backend's collectives
     limit: tuple[timedelta, ...]  # what works' ``wait`` is given
     # rows of the ledger with what an exchange adds to each: bytes, messages
     booked: tuple[tuple[LedgerKey, int, int], ...]
@@ -108,30 +107,25 @@ class Route:
 class Buffers:
     """Memory of messages, reused: a fresh buffer costs a page fault every 4 KiB.
 
-    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back;
-    of buffers on the ``host`` the thread itself waits.
+    Where several ``streams`` of a GPU use it, who takes a buffer waits, on its stream, for who gave it back.
     """
 
-    def __init__(self, device: torch.device, *, streams: bool = False, host: bool = False) -> None:
-        self._device, self._streams, self._host = device, streams, host
-        self._spare = 0 if host else 2  # free ones of a size that are left: a message and what it brings
+    def __init__(self, device: torch.device, *, streams: bool = False) -> None:
+        self._device, self._streams = device, streams
+        self._spare = 2 if streams else 0  # free ones of a size that are left: a message and what it brings
         self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
 
     def take(self, nbytes: int) -> Tensor:
         """(nbytes,) uint8."""
         free = self._free[nbytes]
-        if free and not self._streams:
-            return free.pop()[0]
         if len(free) > self._spare:
-            buffer, event = free.popleft()  # the one whose last use is furthest behind
+            # On streams the one whose last use is furthest behind, else the one that caches may hold.
+            buffer, event = free.popleft() if self._streams else free.pop()
             if event is not None:
-                wait = event.synchronize if self._host else event.wait
-                wait()
+                event.wait()
             return buffer
-        device = torch.device("cpu") if self._host else self._device
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-            pinned = self._host and self._streams
-            return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Let it be used again."""
@@ -141,28 +135,6 @@ class Buffers:
     def clear(self) -> None:
         """Let go of what is free."""
         self._free.clear()
-
-
-class Staging(Buffers):
-    """Host memory through which messages of tensors on a GPU go, for what carries CPU tensors alone.
-
-    So several ranks can share a GPU, which NCCL refuses.  It is pinned; a copy out is waited for before gloo
-    may read it, and a copy in lies on the stream that will use it: its buffer is taken again only once that
-    is done.  On a CPU the copies are plain ones: tests go the same way.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, streams=device.type == "cuda", host=True)
-
-    def out(self, message: Tensor, to: Tensor) -> None:
-        """Copy a message (bytes,) to a host buffer as long; it is there when this returns."""
-        to.view(-1).copy_(message.view(-1), non_blocking=True)
-        if self._streams:
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def back(self, came: Tensor, to: Tensor) -> None:
-        """Copy what came (bytes,) to the device, in the order of its current stream."""
-        to.view(-1).copy_(came.reshape(-1), non_blocking=True)
 
 
 class Alone:
@@ -206,7 +178,7 @@ class InMemory:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
             if not self._arena.agree(self._number, self._step[2]):
                 raise self._watchdog.error(DIFFER, f"it is in {told(self._step)}", self._step)
-            _arrived(self._watchdog, self._step, self._route, self._begin)
+            _arrived(self._watchdog, self._route, self._begin)
             self._rows = rows
         return self._rows
 
@@ -217,7 +189,7 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries, over a link that is modelled if there is a ``pacer``.
 
-    Its messages lie in ``buffers``, or in ``memory`` those that a gather receives, or another kind sends.
+    Its messages lie in ``buffers``, or, those that a gather receives, in ``into``.
     """
 
     def __init__(
@@ -227,33 +199,31 @@ class Distributed:
         route: Route,
         buffers: Buffers,
         *,
-        memory: Tensor | None,
+        into: Tensor | None,
         pacer: Pacer | None,
     ) -> None:
         self._watchdog, self._step, self._route = watchdog, step, route
         self._buffers, self._pacer, self._carried = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
         self._under_way, self._begin = False, 0.0
-        received, sent = (memory, None) if route.kind == "all_gather" else (None, memory)
-        self._received = buffers.take(route.nbytes * route.rows) if received is None else received
-        self._taken = [self._received] if received is None else []
-        if route.kind == "all_gather" and route.start is point_to_point:
+        self._received = buffers.take(route.nbytes * route.rows) if into is None else into
+        self._taken = [self._received] if into is None else []
+        if route.kind == "all_gather" and route.direct:
             # What is sent to all is written where this rank itself receives it.
             self.send = self._received.view(route.rows, -1)[route.group.index]
-        elif sent is None:
+        else:
             self.send = buffers.take(route.row)
             self._taken.append(self.send)
-        else:
-            self.send = sent
 
     def post(self) -> None:
         route = self._route
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._carried = self._pacer.book(route.inter_bytes)
+        start = point_to_point if route.direct else collective
         mark = self._step[2] % _TAGS  # of ranks that part no message fits another
         try:
-            self._works = route.start(route.group, route.kind, self._received, self.send, mark)
+            self._works = start(route.group, route.kind, self._received, self.send, mark)
         except RuntimeError as error:  # gloo says here already that a rank is lost
             raise self._watchdog.error(f"could not finish {told(self._step)}", error, self._step) from error
 
@@ -261,7 +231,7 @@ class Distributed:
         if self._under_way:
             self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
             self._works, self._under_way = (), False
-            _arrived(self._watchdog, self._step, self._route, self._begin)
+            _arrived(self._watchdog, self._route, self._begin)
         return self._received.view(self._route.rows, -1)
 
     def _receive(self) -> None:
@@ -277,32 +247,28 @@ class Distributed:
 
 
 class Staged:
-    """An exchange of tensors on a device, in ``buffers``; ``host`` carries its message in ``staging``."""
+    """An exchange of tensors on a device, in ``buffers``, that ``host`` carries through host memory.
 
-    def __init__(self, host: Distributed, route: Route, staging: Staging, buffers: Buffers) -> None:
-        self._host, self._staging, self._buffers, self._arrived = host, staging, buffers, False
-        self.send, self._received = buffers.take(route.row), buffers.take(route.nbytes * route.rows)
+    So several ranks can share a GPU, which NCCL refuses.  Copies hold the thread until they are done.
+    """
+
+    def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
+        self._host, self._buffers, self.send = host, buffers, buffers.take(route.row)
 
     def post(self) -> None:
-        self._staging.out(self.send, self._host.send)
+        self._host.send.copy_(self.send)
         self._host.post()
 
     def wait(self) -> Tensor:
-        rows = self._host.wait()
-        if not self._arrived:
-            self._staging.back(rows, self._received)
-            self._arrived = True
-        return self._received.view(rows.shape)
+        return self._host.wait().to(self.send.device)
 
     def close(self) -> None:
         self._host.close()
-        self._buffers.give_back(self._received)
         self._buffers.give_back(self.send)
 
 
-def _arrived(watchdog: Watchdog, step: Step, route: Route, begin: float) -> None:
+def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
     """Note that an exchange that was posted at ``begin`` has been received."""
-    watchdog.collective_log.finished = step
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE

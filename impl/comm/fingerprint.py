@@ -3,8 +3,6 @@
 All ranks run one program, so all must open the same exchanges in the same order; a rank that does not leaves
 the others waiting for ever.  Logs are compared by a count and a 64-bit fingerprint
 (:data:`impl.plan.traffic.ORDER_BYTES`); only where these differ exchange by exchange.
-
-Pure: no torch, and nothing is sent here.
 """
 
 from __future__ import annotations
@@ -17,17 +15,14 @@ from typing import Final
 
 from impl.plan.topology import ranks_in_words
 
-REMEMBERED: Final = 1024  # exchanges in a history; about 0.2 MB
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no earlier exchange is ever shifted out
-_MASK: Final = (1 << 64) - 1
 
 # What is equal on all ranks about one exchange: its kind (``all_gather``, ``all_to_all``, ``shift``), the
 # axis's name, ranks in a group of it and stride, the bytes of one message, phase, purpose and unit of its
 # tag, and whether it goes round a ring.
 Fields = tuple[str, str, int, int, int, str, str, str, bool]
-# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.  A
-# plain tuple, as every exchange makes one: a named one takes 0.4 us, as much as the rest.
-Step = tuple[int, Fields, int]
+# One exchange in its place on a rank: its number from 1, what it is, the fingerprint of all up to it.
+Step = tuple[int, Fields, int]  # a named one takes 0.4 us, as much as all else
 
 
 def described(fields: Fields) -> str:
@@ -39,9 +34,9 @@ def described(fields: Fields) -> str:
     return f"{kind} of {nbytes} B along {group} for {' '.join(filter(None, tag))}"
 
 
-def told(waiting: Step | str) -> str:
-    """The number of an exchange, and what it is; of anything else, its words."""
-    return waiting if isinstance(waiting, str) else f"exchange {waiting[0]}, {described(waiting[1])}"
+def told(step: Step) -> str:
+    """The number of an exchange, and what it is."""
+    return f"exchange {step[0]}, {described(step[1])}"
 
 
 @lru_cache(1 << 14)
@@ -51,25 +46,16 @@ def _code(fields: Fields) -> int:
 
 
 class CollectiveLog:
-    """What one rank has opened, in order, and where it stands now.
-
-    Attributes:
-        count, fingerprint: of the exchanges opened, and of their order.
-        steps: the last :data:`REMEMBERED` of them, oldest first.
-        waiting: what the rank stands waiting for; None while it computes.
-        finished: the exchange received last.
-    """
+    """What one rank has opened: how much, the fingerprint of its order, and the last of it, oldest first."""
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
-        self.steps: deque[Step] = deque(maxlen=REMEMBERED)
-        self.waiting: Step | str | None = None
-        self.finished: Step | None = None
+        self.steps: deque[Step] = deque(maxlen=1024)  # 0.2 MB
 
     def open(self, fields: Fields) -> Step:
         """Enter the next exchange."""
         self.count += 1
-        self.fingerprint = ((self.fingerprint ^ _code(fields)) * _FACTOR + 1) & _MASK
+        self.fingerprint = ((self.fingerprint ^ _code(fields)) * _FACTOR + 1) % 2**64
         step = (self.count, fields, self.fingerprint)
         self.steps.append(step)
         return step

@@ -27,7 +27,7 @@ from impl import ops
 from impl.codecs.codec import FP32, Codec, Sums
 from impl.codecs.reference import Carried
 from impl.codecs.rounding_noise import Key, Noise, apart
-from impl.comm.all_gather import FrameGather, are_elements, as_frames, placed
+from impl.comm.all_gather import FrameGather, are_elements, placed
 from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange, InMemory
 from impl.comm.wire import Hop, Wire
@@ -59,7 +59,6 @@ class Reduction:
     # pieces are gathered, and every rank decodes its own, too, so that groups stay bit-equal
     replicas: Sequence[tuple[Axis, int]] = ()
     replica_codec: Codec = FP32  # in which they travel
-    lent: bool = False  # whether raw frames may be sent from where the gradient lies, until the end
     sums: Sums = "fp32"  # type in which what a hop brings is added up
     mean: Tensor | None = field(init=False, default=None)  # (S,) fp32 of this rank's shard
 
@@ -121,7 +120,7 @@ class Reduction:
 
         Args:
             gradient: (world * piece,) of any floating-point type, of this rank, which may be overwritten once
-                this returns, unless it is ``lent``.
+                this returns.
             key: of stochastic codecs, with this rank as the source; the hop is filled in.
             errors: of the gradient codecs, for error feedback.
             opened: the first hop's exchange, in whose message the gradient lies already
@@ -146,7 +145,7 @@ class Reduction:
     def _start(self, gradient: Tensor) -> None:
         self._turn = 0
         for index in range(len(self.chunks)):
-            self._send_first(gradient, index)
+            self._under_way.append(self._send_first(gradient, index))
             self._forward()
 
     def post_next_hop(self) -> None:
@@ -201,8 +200,8 @@ class Reduction:
         """Forward all chunks that can go one hop further; the first hop of the next chunk was sent before."""
         hops, chunks = len(self.hops), len(self.chunks)
         for hop in range(1, hops):
-            if 0 <= self._turn - hop < chunks:
-                self._forward_chunk(hop, self._turn - hop)
+            if 0 <= (index := self._turn - hop) < chunks:
+                self._under_way[index] = self._send_on(hop, index)
         self._turn += 1
         if self._turn >= chunks:  # the last chunk was posted on one more hop
             self._left -= 1
@@ -215,41 +214,34 @@ class Reduction:
             exchange.close()
         return mean.div_(math.prod(self.sizes))
 
-    def _send_first(self, gradient: Tensor, index: int) -> None:
+    def _send_first(self, gradient: Tensor, index: int) -> Exchange:
         """Encode a chunk of all shards, transposed, and send it along the first hop."""
-        exchange = self._opened
-        (axis, codec), (start, end), frame = self.hops[0], self.chunks[index], self._frames[0][index]
+        (axis, codec), (start, end), frames = self.hops[0], self.chunks[index], None
         carried = None if self._errors is None else self._errors.carried(0, start, end)
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
         values = slices if self._observer is None else _with_errors(slices, carried)
-        frames: Tensor | None = None
-        if exchange is None:
-            source = None
-            if self.lent and len(self.hops) == len(self.chunks) == 1 and carried is None and self._in_order:
-                source = as_frames(codec, gradient, self.piece)
-            exchange = self.wire.all_to_all(axis, self._rows[0][index], self.tag, source=source)
-            frames = exchange.send.view(*self.sizes, frame)
-            if source is None or exchange.send.data_ptr() != source.data_ptr():
-                ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
+        if (exchange := self._opened) is None:
+            exchange = self.wire.all_to_all(axis, self._rows[0][index], self.tag)
+            frames = exchange.send.view(*self.sizes, self._frames[0][index])
+            ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
         if self._observer is not None:
             self._observer.encoded(self.tag.unit, Hop(0, axis.name, codec), values, frames)
         exchange.post()
-        self._under_way.append(exchange)
+        return exchange
 
-    def _forward_chunk(self, hop: int, index: int) -> None:
-        """Sum what a hop brought of a chunk, encode it, and send it along the next one."""
-        received = self._under_way[index]
+    def _send_on(self, hop: int, index: int) -> Exchange:
+        """Sum what the hop before brought of a chunk, encode it, and send it along this one."""
+        received, observer = self._under_way[index], self._observer
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
+        carried = None if self._errors is None else self._errors.carried(hop, start, end)
         exchange = self.wire.all_to_all(axis, self._rows[hop][index], self.tag)
         send = exchange.send.view(*rest, self._frames[hop][index])
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
         else:
-            rows = received.wait()
-            frames = rows.view(len(rows), *rest, self._frames[hop - 1][index])
-        carried = None if self._errors is None else self._errors.carried(hop, start, end)
-        if self._observer is not None:
+            frames = received.wait().view(-1, *rest, self._frames[hop - 1][index])
+        if observer is not None:
             held = torch.empty((*rest, end - start), dtype=torch.float32, device=frames.device)
             ops.decode_sum(before, frames, held, sums=self.sums)
             values = _with_errors(held, carried)
@@ -258,10 +250,10 @@ class Reduction:
             before, codec, frames, send, end - start, noise=noise, carried=carried, sums=self.sums
         )
         received.close()
-        if self._observer is not None:
-            self._observer.encoded(self.tag.unit, Hop(hop, axis.name, codec), values, send)
+        if observer is not None:
+            observer.encoded(self.tag.unit, Hop(hop, axis.name, codec), values, send)
         exchange.post()
-        self._under_way[index] = exchange
+        return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
         """(source, sizes of the later hops..., F): this rank's part of gradients in the unit's order."""

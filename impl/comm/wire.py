@@ -27,6 +27,7 @@ from torch import Tensor
 from impl.codecs.codec import Codec
 from impl.comm import exchanges
 from impl.comm.exchanges import Exchange, Kind, Pacer
+from impl.comm.fingerprint import Step
 from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import DIFFER, Watchdog, WireError
@@ -91,7 +92,7 @@ class Wire:
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
-        self._staging = exchanges.Staging(mesh.device) if transport == "staged" else None
+        self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
         self._arenas: dict[Axis, Arena] = {}
         self._used: dict[str, set[str]] = {}
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}  # ring last
@@ -152,15 +153,11 @@ class Wire:
         A ``ring`` books the messages of the library's algorithm over the whole world.  ``into`` (ranks *
         nbytes,) uint8 is where they may arrive, if the transport can do that.
         """
-        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, memory=into)
+        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into)
 
-    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, source: Tensor | None = None) -> Exchange:
-        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it.
-
-        ``source`` (ranks * nbytes,) uint8 is this rank's message where it lies, if the transport can send
-        from there: then it is the exchange's ``send``, and must stay until it was received.
-        """
-        return self._exchange("all_to_all", axis, nbytes, tag, memory=source)
+    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
+        """Every rank of the axis receives from every rank the row of ``nbytes`` meant for it."""
+        return self._exchange("all_to_all", axis, nbytes, tag)
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
         """Every rank sends ``nbytes`` to the next rank of the axis: one step of a ring."""
@@ -198,8 +195,8 @@ class Wire:
         self._watchdog.close()
         self._arenas.clear()
         self._buffers.clear()
-        if self._staging is not None:
-            self._staging.clear()
+        if self._host_buffers is not None:
+            self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
         """Whether ranks along ``axis`` read each other's messages in place: then they see whole ones."""
@@ -212,7 +209,7 @@ class Wire:
         gloo's works go when they were waited for; NCCL's and those of thread ranks may outlive that.
         """
         gloo = dist.get_backend(self.mesh.group(axis).process_group) == "gloo"
-        return gloo and self._staging is None and not self.shares_memory(axis)
+        return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
         self,
@@ -222,7 +219,7 @@ class Wire:
         tag: Tag,
         *,
         ring: bool = False,
-        memory: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> Exchange:
         if axis.size == 1:
             return exchanges.Alone(self._buffers, nbytes)
@@ -235,22 +232,22 @@ class Wire:
             row = self.ledger.booked[booked]
             row[0] += sent
             row[1] += messages
-        dog, staging = self._watchdog, self._staging
+        dog, pacer = self._watchdog, self._pacer
         if route.shared:
             arena = self._arenas.get(axis)
             if arena is None or arena.row_bytes < route.row:
-                arena = self._make_arena(axis, route.row)
+                arena = self._make_arena(axis, route.row, step)
             return exchanges.InMemory(dog, step, route, arena)
-        if staging is None:
-            return exchanges.Distributed(dog, step, route, self._buffers, memory=memory, pacer=self._pacer)
-        host = exchanges.Distributed(dog, step, route, staging, memory=None, pacer=self._pacer)
-        return exchanges.Staged(host, route, staging, self._buffers)
+        if self._host_buffers is None:
+            return exchanges.Distributed(dog, step, route, self._buffers, into=into, pacer=pacer)
+        host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
+        return exchanges.Staged(host, route, self._buffers)
 
-    def _make_arena(self, axis: Axis, row_bytes: int) -> Arena:
+    def _make_arena(self, axis: Axis, row_bytes: int, step: Step) -> Arena:
         """Make room for messages of up to ``row_bytes`` a rank; all ranks of the axis come here together."""
         make = partial(Arena, row_bytes, self.mesh.group(axis), self._timeout)
         with torch.inference_mode(mode=False):  # it outlives a pass
-            arena = self._watchdog.wait(f"the making of shared memory along {axis.name}", make)
+            arena = self._watchdog.wait(step, make)
         self._arenas[axis] = arena
         return arena
 
@@ -260,7 +257,7 @@ class Wire:
         backend, shared = dist.get_backend(group.process_group), not steps and self.shares_memory(axis)
         direct = backend == "gloo" and not ring
         carrier = "shm" if shared else f"{backend} point to point" if direct else backend
-        carrier += " through host memory" if self._staging is not None else ""
+        carrier += " through host memory" if self.transport == "staged" else ""
         name = f"{axis.name} (control)" if tag.purpose == "control" else axis.name
         self._used.setdefault(name, set()).add(carrier)
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
@@ -274,7 +271,7 @@ class Wire:
             row=nbytes * axis.size if kind == "all_to_all" else nbytes,
             rows=1 if steps else axis.size,
             shared=shared,
-            start=exchanges.point_to_point if direct else exchanges.collective,
+            direct=direct,
             limit=patience(backend, timedelta(seconds=self._timeout)),
             booked=tuple(
                 (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()

@@ -92,7 +92,7 @@ def test_a_reduction_is_the_mean_within_the_bound_of_its_hops(
 @pytest.mark.parametrize("transport", ["backend", "shm"])
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(4, 1)], ids=str)
 @each_rank(processes=True)
-def test_raw_tensors_are_sent_from_where_they_lie(mesh: Mesh, topology: Topology, transport: str) -> None:
+def test_raw_tensors_arrive_exactly(mesh: Mesh, topology: Topology, transport: str) -> None:
     """On processes, by gloo and in shared memory: values arrive in ``out``, sums are exact, inputs stay as
     they were, and a wire that was passed keeps the ledger of both.
     """

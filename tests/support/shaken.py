@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm import exchanges
-from impl.comm.exchanges import Staging
 from impl.unit import context
 from impl.unit.context import HostMemory
 
@@ -62,8 +61,7 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
 
     def poisoning(method: Callable[..., None]) -> Callable[..., None]:
         def giving_back(self: Any, buffer: Tensor) -> None:
-            if not isinstance(self, Staging):  # a copy may yet read it
-                poison(buffer)
+            poison(buffer)
             method(self, buffer)
 
         return giving_back
@@ -75,19 +73,11 @@ def shaken(device: torch.device, seed: int) -> Iterator[Late]:
         with contextlib.nullcontext() if host._down is None else torch.cuda.stream(host._down._stream):
             late(device)
 
-    def taking(staging: Staging, nbytes: int) -> Tensor:
-        buffer = take(staging, nbytes)  # no copy reads it any more
-        poison(buffer)
-        return buffer
-
-    take = Staging.take
     with pytest.MonkeyPatch.context() as patch:
         for pool in (context.Reserve, exchanges.Buffers):
             patch.setattr(pool, "give_back", poisoning(pool.give_back))
-        patch.setattr(Staging, "take", taking)
-        for kind, name in ((Staging, "out"), (Staging, "back"), (HostMemory, "copy")):
+        for kind, name in ((exchanges.Staged, "wait"), (HostMemory, "copy"), (exchanges.Distributed, "post")):
             patch.setattr(kind, name, first(on_this_stream, getattr(kind, name)))
-        patch.setattr(exchanges.Distributed, "post", first(on_this_stream, exchanges.Distributed.post))
         patch.setattr(HostMemory, "download", first(on_its_stream, HostMemory.download))
         yield late
 

@@ -8,15 +8,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from impl.comm import watchdog
-from impl.comm.fingerprint import CollectiveLog
 from impl.comm.mesh import Mesh
-from impl.comm.watchdog import DesyncReporter, WireError
+from impl.comm.watchdog import Watchdog, WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
@@ -105,12 +105,10 @@ def test_what_each_rank_does_is_told_apart(transport: str, tmp_path: Path) -> No
     first = text.splitlines()[0]
     assert first.startswith(f"rank 0 could not finish exchange 2, {GATHER} (5 ranks) for forward weights b: ")
     assert transport != "shm" or first.endswith("waited 4 s: ranks 1, 2, 3 and 4 did not send")
-    waits = _said_of("rank 0", text)
-    assert waits.startswith(f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b")
-    assert f"finished last: exchange 1, {GATHER} (5 ranks) for forward weights a" in waits
-    assert _said_of("rank 3", text).startswith("closed its wire after 1 exchanges")
-    silent = "waits for no exchange that failed within 5 s: it computes, has exited, or is lost"
-    assert _said_of("ranks 1, 2 and 4", text) == silent
+    given_up = f"gave up waiting for exchange 2, {GATHER} (5 ranks) for forward weights b"
+    assert _said_of("rank 0", text) == given_up
+    assert _said_of("rank 3", text) == "closed its wire after 1 exchanges"
+    assert _said_of("ranks 1, 2 and 4", text) == "said nothing for 5 s: it computes, has exited, or is lost"
 
 
 def _late(mesh: Mesh, _: None) -> str:
@@ -137,22 +135,20 @@ def test_a_rank_that_comes_late_learns_who_gave_up(tmp_path: Path) -> None:
 
 
 def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together() -> None:
-    """What a rank says of itself arrives as it was; ranks that say the same are named in one place."""
-    store, logs = dist.HashStore(), [CollectiveLog() for _ in range(3)]
-    reporters = [DesyncReporter(store, rank, 3, logs[rank]) for rank in range(3)]
-    for rank in (1, 2):
+    """What a rank says of itself, and opened, arrives as it was; ranks that say the same stand together."""
+    store = dist.HashStore()
+    meshes: Any = [SimpleNamespace(rank=i, topology=Topology(1, 3), store=lambda: store) for i in range(3)]
+    dogs = [Watchdog(mesh) for mesh in meshes]
+    for rank, dog in enumerate(dogs):
         for n in (1, 2, 1):
-            logs[rank].finished = logs[rank].open(
-                ("shift", "node", 2, 1, 8 * n, "step", "state", "u", n == 2)
-            )
-        reporters[rank].write("gave up waiting for the making of shared memory")
-    reporters[0].write("gave up")
-    shift = "shift of {} B along node (2 ranks{}) for step state u"
-    assert reporters[0].report().splitlines() == [
-        "rank 0: gave up",
-        "ranks 1 and 2: gave up waiting for the making of shared memory",
-        f"    opened exchange 1, {shift.format(8, '')}",
-        f"    opened exchange 2, {shift.format(16, ', ring')}",
-        f"    opened exchange 3, {shift.format(8, '')}",
-        f"    finished last: exchange 3, {shift.format(8, '')}",
+            fields = ("shift", "node", 2, 1, 8 * n, "step", "state", "u" if rank else "v", n == 2)
+            step = dog.collective_log.open(fields)
+    dogs[1].close()
+    dogs[2].close()
+    shift = "shift of 8 B along node (2 ranks) for step state"
+    assert str(dogs[0].error("could not go on", "nobody came\nhere", step)).splitlines() == [
+        "rank 0 could not go on: nobody came",
+        f"the ranks part at exchange 1: rank 0 opened {shift} v; ranks 1 and 2 opened {shift} u",
+        f"rank 0: gave up waiting for exchange 3, {shift} u",
+        "ranks 1 and 2: closed its wire after 3 exchanges",
     ]

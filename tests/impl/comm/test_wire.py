@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from impl.comm.exchanges import Exchange
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Transport, Wire
@@ -17,6 +18,13 @@ from impl.transport.shared_memory import SLOTS
 from tests.support.ranks import each_rank
 
 TAG = Tag("forward", "weights", "u")
+
+
+def arrive(exchange: Exchange) -> None:
+    """From its message, as it lies, to its end."""
+    exchange.post()
+    exchange.wait()
+    exchange.close()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_a_missing_rank_is_named(mesh: Mesh) -> None:
     """Waiting for a rank that does not come ends in an error that names it."""
     wire = Wire(mesh, transport="shm", timeout=0.3)
     axis = mesh.topology.local_axis
-    wire._make_arena(axis, 64)
+    arrive(wire.all_gather(axis, 64, TAG))
     if mesh.rank == 1:
         time.sleep(1)
         return
@@ -121,9 +129,7 @@ def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
     wire = Wire(mesh, transport="shm")
     world = mesh.topology.world_axis
     for exchange in (wire.shift(world, 16, TAG), wire.all_gather(world, 16, Tag("step", "control"))):
-        exchange.post()
-        exchange.wait()
-        exchange.close()
+        arrive(exchange)
     assert wire.describe() == {"world": "gloo point to point", "world (control)": "shm"}
 
 
@@ -131,7 +137,6 @@ def test_the_record_names_what_carried_each_kind_of_message(mesh: Mesh) -> None:
 def test_ranks_that_part_in_shared_memory_are_told_at_once(mesh: Mesh) -> None:
     """A rank never takes another exchange's message for its own: the first one that differs is an error."""
     wire = Wire(mesh, transport="shm", timeout=60.0)
-    wire._make_arena(mesh.topology.world_axis, 64)
     tag = [Tag("backward", "gradients", "blocks.1"), Tag("backward", "weights", "blocks.0")][mesh.rank]
     exchange = wire.all_gather(mesh.topology.world_axis, 64, tag)
     exchange.post()
