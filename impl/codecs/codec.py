@@ -306,8 +306,9 @@ _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
 }
 
 
-FORMATS: Final = {  # by the name of their class in impl.codecs.formats, in the order of impl/cpu/formats.hpp
-    name.lower(): f"impl.codecs.formats:{name}"
+# Published formats, in the order of impl/cpu/formats.hpp, and their classes.
+FORMATS: Final = {
+    name.lower(): f"impl.codecs.published_formats:{name}"
     for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1", "BF16SR")
 }
 

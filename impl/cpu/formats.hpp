@@ -1,4 +1,4 @@
-// Formats that others published, equal to the torch operations of impl/codecs/formats.py bit for bit.
+// Formats that others published, equal to the torch operations of impl/codecs/published_formats.py bit for bit.
 //
 // A format is a type with a layout, and with what a block becomes and is read from; a short last block repeats
 // its last element.  Codes are words until a piece of a row is packed: loops of one width vectorise best.

@@ -1,4 +1,4 @@
-// Elements to frames of formats that others published, and back: impl/codecs/formats.py is the specification.
+// Elements to frames of formats that others published, and back: impl/codecs/published_formats.py specifies them.
 //
 // An octet a thread.  A block is the octets of 1 to 16 neighbours in a warp, so that all that its elements share
 // comes by shuffles; a short last block repeats its last element.  Codes are followed at once by what each block

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.laws.adversarial_rows import long_row, rows
 from impl.codecs import own_rows, reference
 from impl.codecs.codec import FORMATS, parse
-from impl.codecs.formats import _NF4, _float_table
+from impl.codecs.published_formats import _NF4, _float_table
 from tests.impl.codecs.properties import (
     BUDGET,
     DTYPES,

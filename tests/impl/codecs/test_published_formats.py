@@ -13,7 +13,7 @@ from harness.laws.adversarial_rows import outcome
 from harness.laws.subject import of_codec
 from impl import ops
 from impl.codecs.codec import FORMATS, parse
-from impl.codecs.formats import _float_table, _Microscaled
+from impl.codecs.published_formats import _float_table, _Microscaled
 from impl.plan.policy import preset
 from impl.plan.topology import Topology
 from tests.impl.codecs.test_reference import through
