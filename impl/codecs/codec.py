@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal, TypeGuard
 
 from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
@@ -83,14 +83,11 @@ class Raw(_Framed):
     """Elements cast to a floating-point type, ``dtype``, no scales."""
 
     dtype: Dtype
+    block: ClassVar[int] = 1  # elements that share a scale
+    laws: ClassVar[frozenset[Law]] = frozenset(Law) - {Law.UNBIASED}  # what it promises
 
     def __str__(self) -> str:
         return self.dtype
-
-    @property
-    def block(self) -> int:
-        """Elements that share a scale."""
-        return 1
 
     @property
     def grain(self) -> int:
@@ -101,11 +98,6 @@ class Raw(_Framed):
     def bits(self) -> int:  # type: ignore[override]  # nobody writes to frozen ones
         """Bits per element on the wire."""
         return 8 * ITEM_BYTES[self.dtype]
-
-    @property
-    def laws(self) -> frozenset[Law]:
-        """What it promises."""
-        return frozenset(Law) - {Law.UNBIASED}
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Largest |decoded - x| for finite x in [low, high] decoded to ``out``."""
@@ -225,10 +217,9 @@ class IntCodec(_Scaled):
 
         With a rotation they are those of the rotated block (:func:`impl.codecs.reference.rotated`).
         """
-        if self.asymmetric:
-            scale = max(high / self.largest - low / self.largest, SMALLEST_NORMAL)
-        else:
-            scale = max(max(abs(low), abs(high)) / self.steps, SMALLEST_NORMAL)
+        top = max(abs(low), abs(high)) / self.steps
+        scale = high / self.largest - low / self.largest if self.asymmetric else top
+        scale = max(scale, SMALLEST_NORMAL)
         cut = self.clipped and high > 0  # the top may be off by a whole scale, not half of one
         return self._bound(2 * scale if cut else scale, low, high, out)
 
@@ -246,6 +237,11 @@ class FloatCodec(_Scaled):
     scale: Scale = "fp32"  # or ``e8m0``: a power of two in a byte, as in OCP's MX formats, of 32 elements
     hadamard: int = 0
     stochastic: bool = False
+    # Of the element: bits on the wire, of them of mantissa, exponent of the smallest normal one, largest one.
+    bits: int = field(init=False, repr=False, compare=False)
+    mantissa: int = field(init=False, repr=False, compare=False)
+    smallest_exponent: int = field(init=False, repr=False, compare=False)
+    largest: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         known = (self.element, self.scale) in _HEADS.values()
@@ -253,6 +249,10 @@ class FloatCodec(_Scaled):
             given = f"{self.element} with a scale in {self.scale} for {self.block} elements"
             raise CodecError(f"{given}: expected {', '.join(_HEADS)}, of which MX have {MX_BLOCK}")
         self._check(self._head)
+        for name, value in zip(
+            ("bits", "mantissa", "smallest_exponent", "largest"), _FLOATS[self.element], strict=True
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def _head(self) -> str:
@@ -260,26 +260,6 @@ class FloatCodec(_Scaled):
 
     def __str__(self) -> str:
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
-
-    @property
-    def bits(self) -> int:  # type: ignore[override]  # nobody writes to frozen ones
-        """Bits per element on the wire, without scales."""
-        return 4 if self.element == "e2m1" else 8
-
-    @property
-    def mantissa(self) -> int:
-        """Bits of mantissa."""
-        return _FLOATS[self.element][0]
-
-    @property
-    def smallest_exponent(self) -> int:
-        """Of normal elements; below it the quantum stays."""
-        return _FLOATS[self.element][1]
-
-    @property
-    def largest(self) -> float:  # type: ignore[override]
-        """Largest element."""
-        return _FLOATS[self.element][2]
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """As :meth:`IntCodec.error_bound`."""
@@ -291,12 +271,8 @@ class FloatCodec(_Scaled):
         return self._bound(scale * 2.0 ** (exponent - self.mantissa), low, high, out)
 
 
-# Bits of mantissa, smallest normal exponent, largest element (OCP MX 1.0, tables 1 and 3).
-_FLOATS: Final[dict[str, tuple[int, int, float]]] = {
-    "e4m3": (3, -6, 448.0),
-    "e5m2": (2, -14, 57344.0),
-    "e2m1": (1, 0, 6.0),
-}
+# Bits, bits of mantissa, smallest normal exponent, largest element (OCP MX 1.0, tables 1 and 3).
+_FLOATS: Final = {"e4m3": (8, 3, -6, 448.0), "e5m2": (8, 2, -14, 57344.0), "e2m1": (4, 1, 0, 6.0)}
 _HEADS: Final[dict[str, tuple[Element, Scale]]] = {
     "fp8e4m3": ("e4m3", "fp32"),
     "fp8e5m2": ("e5m2", "fp32"),

@@ -329,21 +329,13 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
     c, d = (torch.full_like(a, word) for word in noise.words[:2])
     left, right = noise.words[2:]
     for _ in range(ROUNDS):
-        low, high = _product(MULTIPLIERS[0], a)
-        low_c, high_c = _product(MULTIPLIERS[1], c)
-        a, b, c, d = high_c ^ b ^ left, low_c, high ^ d ^ right, low
+        first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c  # of which int64 keeps all 64 bits
+        a, b = (second >> 32) & mask ^ b ^ left, second & mask
+        c, d = (first >> 32) & mask ^ d ^ right, first & mask
         left, right = (left + WEYL[0]) & mask, (right + WEYL[1]) & mask
     words = torch.stack([a, b, c, d], dim=-1)  # (..., octets, 4)
     halves = torch.stack([words & 0xFFFF, words >> BITS], dim=-1)
     return halves.reshape(*lead, -1)[..., :numel]
-
-
-def _product(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower and upper 32 bits of ``factor * x``, both below 2^32, without overflow of int64."""
-    low, high = x & 0xFFFF, x >> 16
-    first, second = factor * low, factor * high  # below 2^48
-    total = first + ((second & 0xFFFF) << 16)  # below 2^49
-    return total & 0xFFFFFFFF, (total >> 32) + (second >> 16)
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
@@ -408,7 +400,9 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)  # their difference may overflow
         values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)  # so may this one: halves are exact
     else:
-        scale = _scale(codec, torch.maximum(-low, high))
+        absmax = torch.maximum(-low, high)
+        scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
+        scale = of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
         values = values.div_(scale)
     codes = _codes(codec, values, shift)
     if broken.any():  # a NaN or an infinity must not decode to something finite: scale NaN, codes 0
@@ -426,12 +420,6 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         frames[..., end : end + raw.shape[-1]] = raw
         end += raw.shape[-1]
     frames[..., end:] = 0
-
-
-def _scale(codec: Blocked, absmax: Tensor) -> Tensor:
-    """The scale of symmetric blocks."""
-    scale = torch.clamp(absmax / torch.full_like(absmax, codec.steps), min=SMALLEST_NORMAL)
-    return of_e8m0(to_e8m0(scale)) if codec.scale == "e8m0" else scale
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
@@ -474,14 +462,14 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
     """(..., S) fp32, saturated at +-``largest``."""
     lead, scales_at = frames.shape[:-1], codec.scales_at(numel)
     blocks, block = codec.blocks(numel), codec.block_size(numel)
-    codes = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel)
+    codes, half = unpack(frames[..., : codec.code_bytes(numel)], codec.bits, numel), 1 << (codec.bits - 1)
     values = torch.zeros((*lead, blocks * block), dtype=torch.float32, device=frames.device)
     if isinstance(codec, FloatCodec):
-        values[..., :numel] = _elements(codec, codes)
+        sizes = _levels(codec, codes.device)[(codes & (half - 1)).long()]
+        values[..., :numel] = torch.where(codes >= half, -sizes, sizes)
     elif codec.asymmetric:
         values[..., :numel] = codes
     else:
-        half = 1 << (codec.bits - 1)
         values[..., :numel] = (codes.bitwise_xor_(half) - half).view(torch.int8)  # sign extension
     values = values.view(*lead, blocks, block)
     if codec.scale == "e8m0":
@@ -498,12 +486,6 @@ def _decode_blocks(codec: Blocked, frames: Tensor, numel: int, largest: float) -
         top = LARGEST["fp32"]  # an infinity would become NaN in a difference
         values = _rotate(values.clamp(-top, top).contiguous(), codec.hadamard, back=True)
     return values.clamp_(-largest, largest)
-
-
-def _elements(codec: FloatCodec, codes: Tensor) -> Tensor:
-    """(...) fp32 values of float codes."""
-    value = _levels(codec, codes.device)[(codes & ((1 << (codec.bits - 1)) - 1)).long()]
-    return torch.where(codes >> (codec.bits - 1) != 0, -value, value)
 
 
 def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
