@@ -2,28 +2,31 @@
 
 Every host runs one supervisor, which starts and watches that node's ranks and outlives them.  The first
 node's leads: it says what is run.  Under torchrun the store is the job's own; else the first node serves it.
-What others send is parsed as JSON and nothing else.
+What others send is parsed as JSON and nothing else.  Each supervisor's heart counts up there once a second,
+over a connection of its own; one whose count stands is lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from harness.cluster.heartbeat import START_SECONDS, Heartbeat, key_of
 from harness.errors import Refusal
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 POLL_SECONDS: Final = 0.05
-_JOIN: Final = timedelta(seconds=START_SECONDS)  # for all nodes to come together
+_START_SECONDS: Final = 300.0  # for all nodes to come together: some may have to be started yet
+_LOST_SECONDS: Final = 20.0  # without a heartbeat a node is lost
+_BEAT_SECONDS: Final = 1.0
 _ANSWER: Final = timedelta(seconds=60)  # of the store, for one operation
 
 
@@ -60,14 +63,17 @@ class Channel:
         """Connect to the store, or serve it; a Refusal if nobody answers there, or the port is taken."""
         self.place = place
         self._store = self._connect(serve=place.serves)
-        self._heartbeat = Heartbeat(place.node, partial(self._connect, serve=False))
+        self._seen: dict[int, tuple[object, float]] = {}  # a node's count, and when it was new
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 
     def __enter__(self) -> Self:
-        self._heartbeat.start()
+        self._heart.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._heartbeat.stop()
+        self._ended.set()
+        self._heart.join()
 
     def post(self, key: str, value: Any) -> None:
         """Store ``value`` as JSON; a ChannelError if the store is gone."""
@@ -94,20 +100,30 @@ class Channel:
 
     def lost(self, node: int) -> bool:
         """Whether a node's heart has not beaten for a while."""
-        return self._heartbeat.lost(node, self.read(key_of(node)))
+        count, now = self.read(f"beat/{node}"), time.monotonic()
+        if node not in self._seen or count != self._seen[node][0]:
+            self._seen[node] = (count, now)
+        patience = _START_SECONDS if count is None else _LOST_SECONDS
+        return node != self.place.node and now - self._seen[node][1] > patience
+
+    def _beat(self) -> None:
+        with contextlib.suppress(RuntimeError, Refusal):  # whoever waits for the store notices
+            store = self._connect(serve=False)
+            while not self._ended.wait(_BEAT_SECONDS):
+                store.add(f"beat/{self.place.node}", 1)
 
     def _connect(self, *, serve: bool) -> Store:
         import torch.distributed as dist
 
         place = self.place
-        options: dict[str, Any] = {"is_master": serve, "timeout": _JOIN, "wait_for_workers": False}
+        options: dict[str, Any] = {"timeout": timedelta(seconds=_START_SECONDS), "wait_for_workers": False}
         try:
             if serve:
                 family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
                 listening = socket.create_server((place.host, place.port), family=family, backlog=1024)
                 self.place = place = replace(place, port=listening.getsockname()[1])
                 options["master_listen_fd"] = listening.detach()
-            store = dist.TCPStore(place.host, place.port, **options)  # type: ignore[attr-defined]
+            store = dist.TCPStore(place.host, place.port, is_master=serve, **options)  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:
             done = "serve" if serve else "reach"
             raise Refusal(

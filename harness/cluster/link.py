@@ -17,7 +17,7 @@ import json
 import socket
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from harness.cluster import netns_shaper
@@ -153,14 +153,10 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
-    rate, latency, nodes = cluster.rate, cluster.latency or 0.0, cluster.nodes
-    shapes = [None if rate is None else shape(rate)] * nodes
-    if rate is not None:
-        shapes[-1] = shape(rate * cluster.slow)
-    inner = None if cluster.inner_rate is None else shape(cluster.inner_rate)
-    request = netns_shaper.Request(f"zp{run_id}", shapes, latency, inner)
+    rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
+    rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     try:
-        keeper = Keeper(netns_shaper.__name__, json.dumps(asdict(request)))
+        keeper = Keeper(netns_shaper.__name__, json.dumps([f"zp{run_id}", rates, latency, inner]))
     except LinkError as error:
         raise LinkError(f"no network namespaces here: {error}; {_ADVICE}") from None
     ports = tuple(
@@ -182,7 +178,7 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
     if cluster.slow < 1:
         details["slow"] = cluster.slow
     if inner is not None:
-        details["inner_mbit"] = cluster.inner_rate
+        details["inner_mbit"] = inner
     why = "asked for" if cluster.link == "namespaces" else "auto: namespaces work here"
     return Link(cluster, "namespaces", why, ports, details, keeper.end)
 

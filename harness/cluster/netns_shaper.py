@@ -21,10 +21,7 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -48,7 +45,6 @@ _DELAYED_PACKETS: Final = 100_000  # that netem holds at once; its own default d
 _TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
-_DRAIN_SECONDS: Final = 5.0
 OPEN: Final = b"open"
 SHAPED: Final = b"shaped"
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -76,24 +72,17 @@ def shape(rate_mbit: float) -> Shape:
     return Shape(rate=rate, burst=burst, limit=int(burst + rate * QUEUE_SECONDS), segment=segment)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Request to the keeper for one namespace a shape; interface names start with ``prefix``."""
+class _Queue(NamedTuple):
+    """A queue of what leaves an interface of the link."""
 
-    prefix: str
-    shapes: Sequence[Shape | None]  # of the link of each node, both ways
-    latency_ms: float = 0.0  # that packets leave a node later
-    inner: Shape | None = None  # of a node's loopback, through which its ranks reach each other
+    process: int  # in whose network namespace the interface is
+    interface: str
+    shape: Shape | None  # None for no rate
+    latency_ms: float = 0.0  # that packets leave later
 
 
-def address(node: int) -> str:
-    """The IPv4 address of a node."""
+def _address(node: int) -> str:
     return f"10.77.{(node + 1) >> 8}.{(node + 1) & 255}"
-
-
-def interface(prefix: str, node: int) -> str:
-    """The name of a node's interface."""
-    return f"{prefix}n{node}"
 
 
 def _check(result: int, call: str) -> None:
@@ -157,130 +146,88 @@ def _netlink(process: int) -> Iterator[Any]:
             _setns(own, CLONE_NEWNET)
 
 
-def _shape(route: Any, index: int, shape: Shape | None, latency_ms: float = 0.0) -> None:
-    """Queue what leaves an interface: ``netem`` delays it, ``tbf`` below holds it to the rate."""
-    if latency_ms:
-        delay = {"delay": round(latency_ms * 1e3), "limit": _DELAYED_PACKETS}  # in microseconds
-        try:
-            route.tc("add", "netem", index, handle="1:", **delay)
-        except Exception as error:
-            raise OSError(f"no latency of {latency_ms:g} ms: the kernel has no netem ({error})") from error
-    if shape is not None:
-        route.link("set", index=index, gso_max_size=shape.segment)
-        _tbf(route, "add", index, shape, latency=bool(latency_ms))
+def _set(queue: _Queue, state: bytes | None = None) -> None:
+    """Hold what leaves an interface to its rate, from now on, again (``SHAPED``), or to none (``OPEN``).
 
-
-def _tbf(route: Any, command: str, index: int, shape: Shape, *, latency: bool) -> None:
-    below = {"parent": "1:1"} if latency else {}
-    rates = {"rate": shape.rate, "burst": shape.burst, "limit": shape.limit}
-    route.tc(command, "tbf", index, handle=_TBF, **rates, **below)
-
-
-def _reshape(route: Any, name: str, shape: Shape, state: bytes, *, latency: bool = False) -> None:
-    """Hold what leaves an interface to its rate, or to none (``OPEN``).
-
-    Its queue is empty before it holds it again, and the burst of an open one is not kept. Packets keep
-    their size, which a connection has from when it was made.
+    Packets keep their size, which a connection has from when it was made.
     """
-    index = route.link_lookup(ifname=name)[0]
-    if state == SHAPED:
-        _drain(route, index, name)
-    opened = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
-    _tbf(route, "change", index, opened if state == OPEN else shape, latency=latency)
-
-
-def _drain(route: Any, index: int, name: str) -> None:
-    deadline = time.monotonic() + _DRAIN_SECONDS
-    while waiting := sum(
-        queue.get_attr("TCA_STATS2").get_attr("TCA_STATS_QUEUE")["backlog"]
-        for queue in route.get_qdiscs(index)
-    ):
-        if time.monotonic() > deadline:
-            raise OSError(f"{waiting} bytes still wait on {name} after {_DRAIN_SECONDS:g} s")
-        time.sleep(1e-3)
-
-
-def _configure_node(request: Request, node: int, holder: int) -> None:
-    network, _, prefix = _NETWORK.partition("/")
-    with _netlink(holder) as route:
-        inner = route.link_lookup(ifname=LOOPBACK)[0]
-        if request.inner is not None:  # packets as between nodes, which its queue does not cut
-            route.link("set", index=inner, mtu=MTU)
-            _shape(route, inner, request.inner)
-        route.link("set", index=inner, state="up")
-        index = route.link_lookup(ifname=interface(request.prefix, node))[0]
-        route.addr("add", index=index, address=address(node), prefixlen=int(prefix))
-        _shape(route, index, request.shapes[node], request.latency_ms)
-        route.link("set", index=index, state="up")
-        route.route(
-            "replace",
-            dst=f"{network}/{prefix}",
-            oif=index,
-            prefsrc=address(node),
-            proto="kernel",
-            scope="link",
-            metrics={"cc_algo": CONGESTION},
-        )
+    with _netlink(queue.process) as route:
+        index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
+        if state is None and queue.latency_ms:
+            delay = {"delay": round(queue.latency_ms * 1e3), "limit": _DELAYED_PACKETS}  # in microseconds
+            try:
+                route.tc("add", "netem", index, handle="1:", **delay)
+            except Exception as error:
+                raise OSError(
+                    f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error})"
+                ) from error
+        if shape is None:
+            return
+        if state is None:
+            route.link("set", index=index, gso_max_size=shape.segment)
+        elif state == OPEN:
+            shape = shape._replace(rate=_OPEN_RATE, burst=_OPEN_BURST)
+        below = {"parent": "1:1"} if queue.latency_ms else {}  # netem delays what tbf then holds
+        rates = {"rate": shape.rate, "burst": shape.burst, "limit": shape.limit}
+        route.tc("change" if state else "add", "tbf", index, handle=_TBF, **rates, **below)
 
 
 def _hold() -> int:
     """Fork a child that stands in a new network namespace and keeps it; returns its process."""
-    keeper, (done, told) = os.getpid(), os.pipe()
-    if not (holder := os.fork()):
-        try:
-            os.close(0)  # else the parent's end of our standard input would have two readers
-            _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
-            die_with_parent(keeper)
-            os.write(told, b"ok")
-            signal.pause()
-        except OSError as error:
-            os.write(told, str(error).encode())
-        finally:
-            os._exit(1)
-    os.close(told)
-    if (said := os.read(done, 4096)) != b"ok":
-        raise OSError(said.decode() or "a node's holder died")
-    os.close(done)
+    keeper = os.getpid()
+    with Path("/proc/self/ns/net").open("rb") as own:
+        _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
+        if not (holder := os.fork()):
+            try:
+                os.close(0)  # else the parent's end of our standard input would have two readers
+                die_with_parent(keeper)
+                signal.pause()
+            finally:
+                os._exit(1)
+        _setns(own, CLONE_NEWNET)
     return holder
 
 
-def _join(request: Request, holders: Sequence[int]) -> None:
-    """Make the interfaces: one veth pair for two nodes, else a bridge with one port per node."""
-    names = [interface(request.prefix, node) for node in range(len(holders))]
+def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
+    """Make the nodes' interfaces: one veth pair for two nodes, else a bridge; returns the names of its ports,
+    one towards each node.
+    """
     with _netlink(os.getpid()) as route:
         if len(holders) == 2:
             route.link(
                 "add", ifname=names[0], kind="veth", peer={"ifname": names[1], "net_ns_pid": holders[1]}
             )
             route.link("set", index=route.link_lookup(ifname=names[0])[0], net_ns_pid=holders[0])
-            return
-        bridge = f"{request.prefix}br"
+            return []
+        ports, bridge = [f"{prefix}p{node}" for node in range(len(holders))], f"{prefix}br"
         route.link("add", ifname=bridge, kind="bridge")
         master = route.link_lookup(ifname=bridge)[0]
         route.link("set", index=master, state="up")
-        for node, (name, holder) in enumerate(zip(names, holders, strict=True)):
-            port = f"{request.prefix}p{node}"
+        for port, name, holder in zip(ports, names, holders, strict=True):
             route.link("add", ifname=port, kind="veth", peer={"ifname": name, "net_ns_pid": holder})
-            index = route.link_lookup(ifname=port)[0]
-            route.link("set", index=index, master=master)
-            # Towards the node; the node's own end shapes the other way.
-            _shape(route, index, request.shapes[node])
-            route.link("set", index=index, state="up")
+            route.link("set", index=route.link_lookup(ifname=port)[0], master=master, state="up")
+        return ports
 
 
-def _set(request: Request, holders: Sequence[int], state: bytes) -> None:
-    """Let all queues of the link hold it to its rate, or to none."""
-    ends = [(node, holder, shape) for node, holder, shape in zip(count(), holders, request.shapes) if shape]
-    if len(holders) > 2:
-        with _netlink(os.getpid()) as route:
-            for node, _, shape in ends:
-                _reshape(route, f"{request.prefix}p{node}", shape, state)
-    for node, holder, shape in ends:
-        with _netlink(holder) as route:
-            own = interface(request.prefix, node)
-            _reshape(route, own, shape, state, latency=bool(request.latency_ms))
-            if request.inner is not None:
-                _reshape(route, LOOPBACK, request.inner, state)
+def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
+    """Give a node its addresses and its way to the others; ``inner``: its ranks are held to a rate."""
+    network, _, prefix = _NETWORK.partition("/")
+    with _netlink(holder) as route:
+        loopback, index = (route.link_lookup(ifname=one)[0] for one in (LOOPBACK, name))
+        if inner:  # packets as between nodes, which its queue does not cut
+            route.link("set", index=loopback, mtu=MTU)
+        route.link("set", index=loopback, state="up")
+        route.addr("add", index=index, address=_address(node), prefixlen=int(prefix))
+        route.link("set", index=index, state="up")
+        route.route(
+            "replace",
+            dst=f"{network}/{prefix}",
+            oif=index,
+            prefsrc=_address(node),
+            proto="kernel",
+            scope="link",
+            metrics={"cc_algo": CONGESTION},
+        )
 
 
 def _ended_or(ready: socket.socket) -> bool:
@@ -288,45 +235,46 @@ def _ended_or(ready: socket.socket) -> bool:
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
-def _serve(request: Request, holders: Sequence[int], listening: socket.socket) -> None:
+def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
     """Open the link for one process after the other that connects; an error in shaping it again ends all."""
     while not _ended_or(listening):
         with listening.accept()[0] as client:
-            _set(request, holders, OPEN)
-            with contextlib.suppress(OSError):  # a client that died is one that has finished
-                client.sendall(OPEN)
-            if _ended_or(client):
-                return
-            _set(request, holders, SHAPED)
-            with contextlib.suppress(OSError):
-                client.sendall(SHAPED)
+            for state in (OPEN, SHAPED):
+                for queue in queues:
+                    _set(queue, state)
+                with contextlib.suppress(OSError):  # a client that died is one that has finished
+                    client.sendall(state)
+                if state == OPEN and _ended_or(client):
+                    return
 
 
-def _keep(request: Request) -> None:
-    """Make the namespaces and their link, answer, and keep them until standard input closes."""
-    nodes = range(len(request.shapes))
-    mode = _enter_own_namespace()
-    holders = [_hold() for _ in nodes]
-    _join(request, holders)
-    for node, holder in enumerate(holders):
-        _configure_node(request, node, holder)
-    made = [(interface(request.prefix, node), address(node), holder) for node, holder in enumerate(holders)]
-    if request.shapes[0] is None:
-        answer({"mode": mode, "ports": made, "control": ""})
-        sys.stdin.read()
-        return
+def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_mbit: float | None) -> None:
+    """Make a namespace for each of the rates and the link between them; answer, and keep them until standard
+    input closes.  Packets leave a node later by the latency; its own ranks may be held to a rate, too.
+    """
+    mode, nodes = _enter_own_namespace(), range(len(rates))
+    names, holders = [f"{prefix}n{node}" for node in nodes], [_hold() for _ in nodes]
+    ports = _join(prefix, names, holders)
+    shapes = [None if rate is None else shape(rate) for rate in rates]
+    queues = [_Queue(holders[node], names[node], shapes[node], latency_ms) for node in nodes]
+    queues += [_Queue(os.getpid(), port, towards) for port, towards in zip(ports, shapes, strict=False)]
+    if inner_mbit is not None:
+        queues += [_Queue(holder, LOOPBACK, shape(inner_mbit)) for holder in holders]
+    for node in nodes:
+        _configure(node, names[node], holders[node], inner=inner_mbit is not None)
+    for queue in queues:
+        _set(queue)
     with (
         tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder,
         socket.socket(socket.AF_UNIX) as listening,
     ):
         listening.bind(control := str(Path(folder, "link")))
         listening.listen()
-        answer({"mode": mode, "ports": made, "control": control})
-        _serve(request, holders, listening)
+        made = list(zip(names, map(_address, nodes), holders, strict=True))
+        answer({"mode": mode, "ports": made, "control": control if any(shapes) else ""})
+        _serve(queues, listening)
 
 
 if __name__ == "__main__":
     with keeping():
-        asked = json.loads(sys.argv[1])
-        *shapes, inner = (shape and Shape(*shape) for shape in (*asked["shapes"], asked["inner"]))
-        _keep(Request(asked["prefix"], shapes, asked["latency_ms"], inner))
+        _keep(*json.loads(sys.argv[1]))

@@ -22,8 +22,8 @@ from harness.cluster import remote
 from harness.cluster.control_channel import POLL_SECONDS, Channel, ChannelError, Place
 from harness.cluster.nic_shaper import shaped_interface
 from harness.cluster.port import Port, host_identity, port_towards
-from harness.cluster.rank import Progress, Rank
-from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
+from harness.cluster.rank import Rank, Report
+from harness.cluster.rank_processes import Launch, LaunchError, Stopped, run_ranks
 from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
@@ -33,6 +33,7 @@ _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
 # What came of work: "results", and what a "shaped" interface was; or a failure's "kind" and "message".
 Answer = dict[str, Any]
+_SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
 
 
@@ -78,16 +79,15 @@ class Nodes:
                         f"not {codes[0].get(name)}"
                     )
 
-    def run(
-        self, work: Work, argument: Any, launch: Launch, on_progress: Callable[[Progress], None]
-    ) -> list[Any]:
+    def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
         """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.  A LaunchError
         or Ctrl-C is raised after the ranks of all nodes have ended.
         """
-        others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
+        count, (argument_type, result_type) = launch.topology.nodes, _types(work)
+        others = range(1, count)
         number = self._tell(
             work=work.__name__,
-            nodes=launch.topology.nodes,
+            nodes=count,
             argument=argument_type.dump_python(argument, mode="json"),
             launch=_LAUNCH.dump_python(launch, mode="json"),
         )
@@ -96,24 +96,21 @@ class Nodes:
             answers = self._answers(number, others, 0).items()
             return next((f"node {node}: {one['message']}" for node, one in answers if "kind" in one), None)
 
-        own = replace(launch, node=0, meeting=self.channel.place.ranks_of(number))
-        error = None
+        launch.log.unlink(missing_ok=True)  # an earlier attempt's
         try:
-            with _shaped(own, 0) as before:
-                found = run_ranks(work, argument, own, on_progress, trouble)
-            answers = self._answers(number, others, launch.timeout_seconds)
-            if all("results" in answers.get(node, {}) for node in others):
-                self.shaped = [before, *(answers[node]["shaped"] for node in others)]
-                results = itertools.chain(*(answers[node]["results"] for node in others))
-                return [*found, *map(result_type.validate_python, results)]
-        except LaunchError as caught:
-            error = caught
-            if error.effect or error.kind == "timeout":
-                self._answers(number, others, _CAUSE_SECONDS, cause=error.effect)
+            ours = replace(launch, node=0, meeting=self.channel.place.ranks_of(number))
+            own, seconds = _done(work, argument, ours, on_progress, trouble), launch.timeout_seconds
+            if "kind" in own:
+                seconds = _CAUSE_SECONDS if own.get("effect") or own["kind"] == "timeout" else 0.0
+            answers = {0: own} | self._answers(number, others, seconds, cause=bool(own.get("effect")))
         except BaseException:
             self._stop(number, others)
             raise
-        raise _cause(error, self._stop(number, others), launch.log) from error
+        if all("results" in answers.get(node, {}) for node in range(count)):
+            self.shaped = [answers[node]["shaped"] for node in range(count)]
+            results = itertools.chain(*(answers[node]["results"] for node in range(count)))
+            return [*map(result_type.validate_python, results)]
+        raise _cause({0: own} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
         """Let the other supervisors end, and wait until they know."""
@@ -170,7 +167,8 @@ def leading(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> I
             for node in range(1, place.nodes):
                 told = channel.wait(f"node/{node}", of=node, meanwhile=check)
                 nodes.nodes.append(_NODE.validate_python(told))
-            nodes.nodes.insert(0, _me(channel, facts))
+            others = [node.port.address for node in nodes.nodes]
+            nodes.nodes.insert(0, _me(others[0] if others else "127.0.0.1", facts))
             yield nodes
         except ChannelError as error:
             raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
@@ -184,12 +182,13 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         with Channel(place) as channel:
             if place.waits:
                 return int(channel.wait("over"))  # a process of the launcher that is no supervisor
-            me = _me(channel, facts)
+            me = _me(place.host, facts)
             channel.post(f"node/{place.node}", _NODE.dump_python(me, mode="json"))
             number = 1
             while "status" not in (command := channel.wait(f"command/{number}")):
                 if place.node < command["nodes"]:
-                    channel.post(f"answer/{number}/{place.node}", _done(channel, works, number, command))
+                    answer = _followed(channel, works[command["work"]], number, command)
+                    channel.post(f"answer/{number}/{place.node}", answer)
                 number += 1
             channel.post(f"answer/{number}/{place.node}", {})
             return int(command["status"])
@@ -199,22 +198,9 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         ) from error
 
 
-@contextlib.contextmanager
-def _shaped(launch: Launch, node: int) -> Iterator[dict[str, Any]]:
-    """Hold this node's interface in the body to its rate, if it has one; yields what it was."""
-    own = launch.ports[node]
-    if own.shaped_mbit is None:
-        yield {}
-        return
-    others = [port.address for number, port in enumerate(launch.ports) if number != node]
-    with shaped_interface(str(own.interface), own.shaped_mbit, others) as found:
-        yield found
-
-
-def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dict[str, Any]) -> Answer:
-    """Do one piece of work on this node; returns the answer."""
-    work, place = works[command["work"]], channel.place
-    argument_type, result_type = _types(work)
+def _followed(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
+    """Do what the first node says on another one; returns the answer, with the log of a failure."""
+    place, (argument_type, result_type) = channel.place, _types(work)
 
     def stopped() -> str | None:
         if channel.read(f"stop/{number}") is not None:
@@ -222,43 +208,56 @@ def _done(channel: Channel, works: Mapping[str, Work], number: int, command: dic
         return "node 0 is lost" if channel.lost(0) else None
 
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
-        launch = replace(
-            _LAUNCH.validate_python(command["launch"]),
-            log=Path(scratch, "log"),
-            node=place.node,
-            meeting=place.ranks_of(number),
-        )
+        log, told = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
+        launch = replace(told, log=log, node=place.node, meeting=place.ranks_of(number))
         argument = argument_type.validate_python(command["argument"], context=CANONICAL)
-        try:
-            with _shaped(launch, place.node) as before:
-                found = run_ranks(work, argument, launch, stopped=stopped)
-        except LinkError as error:
-            return {"kind": "link", "message": str(error)}
-        except LaunchError as error:
-            log = "" if error.log is None else error.log.read_text(encoding="utf-8", errors="replace")
-            failed = {"kind": error.kind, "message": str(error), "effect": error.effect}
-            return failed | {"log": log[-_LOG_LETTERS:]}
-        return {"results": [result_type.dump_python(one, mode="json") for one in found], "shaped": before}
+        answer = _done(work, argument, launch, lambda _: None, stopped)
+        if "results" in answer:
+            return answer | {
+                "results": [result_type.dump_python(one, mode="json") for one in answer["results"]]
+            }
+        said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return answer | {"log": said[-_LOG_LETTERS:]}
 
 
-def _cause(error: LaunchError | None, answers: Mapping[int, Answer], log: Path) -> LaunchError:
+def _done(
+    work: Work,
+    argument: Any,
+    launch: Launch,
+    on_progress: Report,
+    stopped: Stopped,
+) -> Answer:
+    """What comes of work on this node, whose interface is held to its rate meanwhile, if it has one."""
+    own = launch.ports[launch.node or 0]
+    others = [port.address for port in launch.ports if port is not own]
+    shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+    if own.shaped_mbit is not None:
+        shaped = shaped_interface(str(own.interface), own.shaped_mbit, others)
+    try:
+        with shaped as before:
+            return {"results": run_ranks(work, argument, launch, on_progress, stopped), "shaped": before}
+    except LinkError as error:
+        return {"kind": "link", "message": str(error)}
+    except LaunchError as error:
+        return {"kind": error.kind, "message": str(error), "effect": error.effect}
+
+
+def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
     """The most likely cause of a failure; the logs of other nodes are put behind this one's."""
     failed = {node: one for node, one in answers.items() if "kind" in one}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a" if error is not None and error.log is not None else "w", encoding="utf-8") as whole:
-            whole.writelines(f"== node {node} ==\n{one.get('log', '')}" for node, one in failed.items())
-    told = [*failed.values()]
-    if error is not None:
-        told.insert(0, {"kind": error.kind, "message": str(error), "effect": error.effect})
-    if error is not None and error.kind == "timeout":
-        late = (one["message"] for one in told if one["kind"] == "timeout")
-        told = [told[0] | {"message": "; ".join(late)}]
-    told = told or [{"kind": "timeout", "message": "no answer from another node"}]
-    first = min(told, key=lambda one: bool(one.get("effect")))
+        with log.open("a", encoding="utf-8") as whole:
+            whole.writelines(
+                f"== node {node} ==\n{one.get('log', '')}" for node, one in failed.items() if node
+            )
+    first = min(failed.values(), key=lambda one: bool(one.get("effect")), default=_SILENT)
+    if answers[0].get("kind") == "timeout":
+        late = (one["message"] for one in failed.values() if one["kind"] == "timeout")
+        first = answers[0] | {"message": "; ".join(late)}
     there = log if log.exists() else None
     return LaunchError(first["kind"], first["message"], there, effect=bool(first.get("effect")))
 
 
-def _me(channel: Channel, facts: dict[str, Any]) -> Node:
-    return Node(port_towards(channel), host_identity(), facts)
+def _me(towards: str, facts: dict[str, Any]) -> Node:
+    return Node(port_towards(towards), host_identity(), facts)

@@ -6,16 +6,10 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 import psutil
 
 from harness.errors import Refusal
-
-if TYPE_CHECKING:
-    from harness.cluster.control_channel import Channel
-
-_ANSWER_SECONDS: Final = 60.0  # of the first node, for a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,37 +35,20 @@ def address_towards(host: str) -> str:
         raise Refusal(f"host {host!r} cannot be reached: {error.strerror or error}") from error
 
 
-def port_towards(channel: Channel) -> Port:
-    """The interface of this host that leads to the other nodes, with its address; a Refusal if there is none.
-
-    A node takes the address from which it reaches the first node, which takes that at which others reach it.
-    """
-    place = channel.place
-    if (named := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
-        return Port(named, _address_of(named))
-    if place.nodes == 1:
-        return Port("lo", "127.0.0.1")
-    if place.node == 0:
-        address = str(channel.wait("reached", of=1))
-    else:
-        try:
-            with socket.create_connection((place.host, place.port), timeout=_ANSWER_SECONDS) as connection:
-                address, reached = connection.getsockname()[0], connection.getpeername()[0]
-        except OSError as error:
-            raise Refusal(f"node {place.node} cannot reach {place.host}:{place.port}: {error}") from error
-        if place.node == 1:
-            channel.post("reached", reached)
-    for name, addresses in psutil.net_if_addrs().items():
+def port_towards(host: str) -> Port:
+    """The interface of this host that leads to ``host``, with its address; a Refusal if there is none."""
+    own, named = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
+    if named is not None:
+        if not (found := own.get(named)):
+            raise Refusal(f"GLOO_SOCKET_IFNAME = {named!r}: there is no such interface here")
+        return Port(
+            named, next((one.address for one in found if one.family == socket.AF_INET), found[0].address)
+        )
+    address = address_towards(host)
+    for name, addresses in own.items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return Port(name, address)
-    raise Refusal(f"no interface of node {place.node} has the address {address}; set GLOO_SOCKET_IFNAME")
-
-
-def _address_of(interface: str) -> str:
-    found = psutil.net_if_addrs().get(interface)
-    if not found:
-        raise Refusal(f"GLOO_SOCKET_IFNAME = {interface!r}: there is no such interface here")
-    return next((one.address for one in found if one.family == socket.AF_INET), found[0].address)
+    raise Refusal(f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME")
 
 
 def host_identity() -> str:

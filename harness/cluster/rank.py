@@ -38,6 +38,9 @@ class Progress:
     text: str = ""
 
 
+Report = Callable[[Progress], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One rank of a running process group."""
@@ -46,7 +49,7 @@ class Rank:
     topology: Topology
     port: Port  # its node's end of the link
     pacer: Pacer | None  # its node's token bucket, where the link is paced
-    report: Callable[[Progress], None]  # sends progress to the parent process
+    report: Report  # sends progress to the parent process
     threads: int  # of torch
 
     @property

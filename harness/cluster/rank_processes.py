@@ -15,6 +15,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from harness.cluster.control_channel import Place
 from harness.cluster.nccl_environment import nccl_variables
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
-from harness.cluster.rank import Progress, Rank
+from harness.cluster.rank import Progress, Rank, Report
 from harness.errors import CorpusError, LinkError, Refusal
 from impl.codecs.codec import CodecError
 from impl.plan.policy import PolicyError
@@ -46,6 +47,7 @@ Kind = Literal[
 ]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
+Stopped = Callable[[], str | None]  # whether ranks elsewhere have failed, in words
 
 # Hooks of an engine need torch._dynamo: 1.6 s a rank; the main module of a run imports harness.cli: 0.2 s.
 PRELOAD: Final = (
@@ -107,32 +109,28 @@ class Launch:
         return range(first, first + self.topology.ranks_per_node)
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Last message of a rank: what its target returned or, with a kind, why it fails."""
-
-    result: Any = None
-    kind: Kind | None = None
-    message: str = ""
-
-
 @dataclass(slots=True)
 class _Watched:
-    """A rank process as its parent tracks it, until it has an ``end`` or an ``error``."""
+    """A rank process as its parent tracks it, which ends with a message, (kind of failure or None, what)."""
 
     rank: int
     process: Any
     pipe: Connection
-    end: _End | None = None
+    ended: bool = False
+    said: bool = False  # whether it ended with a message
+    result: Any = None
     error: LaunchError | None = None
 
-    def ended(self, end: _End | None) -> None:
-        """Keep its last message; None if it is gone without one."""
-        self.end = end
-        if end is not None and end.kind is not None:
-            effect = any(text in end.message for text in _LOST_PEER)
-            self.error = LaunchError(end.kind, f"rank {self.rank}: {end.message}", effect=effect)
-        elif end is None:
+    def fileno(self) -> int:
+        """Of its pipe, for :func:`multiprocessing.connection.wait`."""
+        return self.pipe.fileno()
+
+    def hear(self, on_progress: Report) -> None:
+        """Receive one message, or that there is none any more."""
+        try:
+            message = self.pipe.recv()
+        except (EOFError, OSError):
+            self.ended = True
             self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
             code = self.process.exitcode
             words = f"ended with status {code} and without a result"
@@ -140,21 +138,30 @@ class _Watched:
                 words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             from_outside = code is not None and -code in _FROM_OUTSIDE
             self.error = LaunchError("killed" if from_outside else "crashed", f"rank {self.rank} {words}")
+            return
+        if isinstance(message, Progress):
+            on_progress(message)
+            return
+        self.ended = self.said = True
+        kind, self.result = message
+        if kind is not None:
+            effect = any(text in self.result for text in _LOST_PEER)
+            self.error = LaunchError(kind, f"rank {self.rank}: {self.result}", effect=effect)
 
 
 def run_ranks(
     target: Callable[[Rank, Argument], Result],
     argument: Argument,
     launch: Launch,
-    on_progress: Callable[[Progress], None] = lambda _: None,
-    stopped: Callable[[], str | None] | None = None,
+    on_progress: Report = lambda _: None,
+    stopped: Stopped | None = None,
 ) -> list[Result]:
     """Run ``target(rank, argument)`` in one fresh process per rank; returns what each returned, by rank.
 
     ``target`` is a module-level function; the default process group is initialised when it is called.
-    ``on_progress`` is called in this process with the progress of rank 0. ``stopped`` is asked now and then
-    whether ranks elsewhere have failed, and says so; then those here end. The first failure is a LaunchError,
-    raised after all ranks have ended, as Ctrl-C is; the log is kept.
+    ``on_progress`` is called in this process with the progress of rank 0. ``stopped`` is asked now and then;
+    once it says something, the ranks here end. The first failure is a LaunchError, raised after all ranks
+    have ended, as Ctrl-C is; the log is kept.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -176,14 +183,14 @@ def run_ranks(
                 failure = LaunchError("killed", f"{failure}; the kernel was out of memory")
             failure.log = _keep_logs(scratch, launch)
             raise failure
-        return [watched.end.result for watched in ranks if watched.end is not None]
+        return [watched.result for watched in ranks]
 
 
 def run_in_place(
     target: Callable[[Rank, Argument], object],
     argument: Argument,
     launch: Launch,
-    on_progress: Callable[[Progress], None] = lambda _: None,
+    on_progress: Report = lambda _: None,
 ) -> None:
     """Be one rank of as many as ``launch`` has, which ``torchrun`` started, each with its own argument."""
     import torch
@@ -250,60 +257,38 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
 
 
 def _watch(
-    ranks: list[_Watched],
-    timeout_seconds: float,
-    on_progress: Callable[[Progress], None],
-    stopped: Callable[[], str | None] | None,
+    ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stopped: Stopped | None
 ) -> LaunchError | None:
     """Read from all ranks until all are done (returns None) or one failed (returns why)."""
-    deadline, running = time.monotonic() + timeout_seconds, ranks
-    while running and all(watched.error is None for watched in ranks):
-        left = deadline - time.monotonic()
-        if stopped is not None:
-            if (why := stopped()) is not None:
-                return LaunchError("crashed", why, effect=True)
-            left = min(left, _ASKED_SECONDS)
-        if deadline <= time.monotonic():
-            _dump_stacks(ranks)
+    deadline = time.monotonic() + timeout_seconds
+    while all(one.error is None for one in ranks):
+        if not (running := [one for one in ranks if not one.ended]):
+            return None
+        if stopped is not None and (why := stopped()) is not None:
+            return LaunchError("crashed", why, effect=True)
+        if (left := deadline - time.monotonic()) <= 0:
+            for watched in ranks:
+                if watched.process.is_alive():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(watched.process.pid, signal.SIGUSR1)
+            time.sleep(_STACKS_SECONDS)
             waiting = ", ".join(str(watched.rank) for watched in running)
             words = f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log"
             return LaunchError("timeout", words)
-        running = _collect(running, left, on_progress)
+        seconds = left if stopped is None else min(left, _ASKED_SECONDS)
+        for ready in connection.wait(running, timeout=seconds):  # type: ignore[arg-type]  # by its fileno
+            ready.hear(on_progress)  # type: ignore[union-attr]
     begun = time.monotonic()
-    while failed := [(one.error, one.end is not None) for one in ranks if one.error is not None]:
+    while True:
         # The most likely first failure: ranks that only lost a connection come last.
-        cause, _ = min(failed, key=lambda one: (one[0].effect, one[1] and one[0].kind == "crashed"))
+        errors = [(one.error, one.said) for one in ranks if one.error is not None]
+        cause, _ = min(errors, key=lambda one: (one[0].effect, one[1] and one[0].kind == "crashed"))
         left = begun + (_CAUSE_SECONDS if cause.effect else _GRACE_SECONDS) - time.monotonic()
+        running = [one for one in ranks if not one.ended]
         if not running or left <= 0:
             return cause
-        running = _collect(running, left, on_progress)
-    return None
-
-
-def _collect(
-    running: list[_Watched], seconds: float, on_progress: Callable[[Progress], None]
-) -> list[_Watched]:
-    """Wait until any rank sends a message or ends, and store it; returns those that still run."""
-    speaking = {watched.pipe: watched for watched in running}
-    for ready in connection.wait(list(speaking), timeout=seconds):
-        watched = speaking[ready]  # type: ignore[index]  # only connections were waited for
-        try:
-            message = watched.pipe.recv()
-        except (EOFError, OSError):
-            message = None
-        if isinstance(message, Progress):
-            on_progress(message)
-        else:
-            watched.ended(message)
-    return [watched for watched in running if watched.end is None and watched.error is None]
-
-
-def _dump_stacks(ranks: list[_Watched]) -> None:
-    for watched in ranks:
-        if watched.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(watched.process.pid, signal.SIGUSR1)
-    time.sleep(_STACKS_SECONDS)
+        for ready in connection.wait(running, timeout=left):  # type: ignore[arg-type]
+            ready.hear(on_progress)  # type: ignore[union-attr]
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
@@ -328,9 +313,8 @@ def _out_of_memory_kills() -> int:
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
-            for line in path.read_text(encoding="ascii").splitlines():
-                name, _, number = line.partition(" ")
-                count += int(number) if name == "oom_kill" else 0
+            found = re.findall(r"^oom_kill (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE)
+            count += sum(map(int, found))
     return count
 
 
@@ -348,7 +332,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
     faulthandler.enable(file=log, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     try:
-        pipe.send(_End(target(_join(number, launch, scratch, pipe), argument)))
+        pipe.send((None, target(_join(number, launch, scratch, pipe), argument)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
@@ -357,7 +341,7 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
             traceback.print_exc()
             sys.stderr.flush()
         named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
-        pipe.send(_End(kind=kind_of(error), message=named))
+        pipe.send((kind_of(error), named))
         os._exit(1)  # without waiting for peers that no longer answer
 
 

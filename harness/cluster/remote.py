@@ -34,41 +34,42 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
         "GROUP_WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as folder:
-        started: list[tuple[str, subprocess.Popen[bytes], Path]] = []
-        try:
-            for node, host in enumerate(hosts[1:], 1):
-                log = Path(folder) / f"{node}.log"
-                variables = [f"{name}={value}" for name, value in (told | {"GROUP_RANK": str(node)}).items()]
-                remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
-                # What ssh is given goes through a shell on the other host: quoted, word for word.
-                line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
-                with log.open("wb") as output:
-                    process = subprocess.Popen(
-                        [*_SSH, host, line],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+    started = []
+    with contextlib.ExitStack() as stack:
+        for node, host in enumerate(hosts[1:], 1):
+            variables = [f"{name}={value}" for name, value in (told | {"GROUP_RANK": str(node)}).items()]
+            remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
+            # What ssh is given goes through a shell on the other host: quoted, word for word.
+            line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
+            output = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                [*_SSH, host, line],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C in the terminal is for the sweep alone
+            )
+            stack.callback(_end, process)
+            started.append((host, process, output))
+
+        def check() -> None:
+            for host, process, output in started:
+                if process.poll() is not None:
+                    output.seek(0)
+                    said = output.read().decode(errors="replace").strip().splitlines()
+                    raise Refusal(
+                        f"host {host}: its supervisor ended with status {process.returncode}: "
+                        f"{said[-1] if said else 'it said nothing'}"
                     )
-                started.append((host, process, log))
 
-            def check() -> None:
-                for host, process, log in started:
-                    if process.poll() is not None:
-                        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                        raise Refusal(
-                            f"host {host}: its supervisor ended with status {process.returncode}: "
-                            f"{said[-1] if said else 'it said nothing'}"
-                        )
+        yield check
 
-            yield check
-        finally:
-            for _, process, _ in started:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=_END_SECONDS)
-                process.kill()
-                process.wait()
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=_END_SECONDS)
+    process.kill()
+    process.wait()
 
 
 def _resolved(host: str) -> str:

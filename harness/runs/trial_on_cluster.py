@@ -8,7 +8,6 @@ Whatever fails, a rank, a node, the link or a check of the results, is a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, Final, Self
 from harness.cluster.link import Link, open_link, slowest
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
-from harness.cluster.rank import Progress, measure_link
+from harness.cluster.rank import Progress, Report, measure_link
 from harness.cluster.rank_processes import (
     BACKENDS,
     REFUSALS,
@@ -75,7 +74,7 @@ class TrialRunner:
             link.close()
         self._links.clear()
 
-    def run(self, trial: Trial, blank: Record, on_progress: Callable[[Progress], None]) -> Record:
+    def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
         """Run the ranks of a trial; returns ``blank`` with what they measured, or with why that failed."""
         try:
             link = self._link(trial, on_progress)
@@ -100,7 +99,7 @@ class TrialRunner:
             failure = failure_of(kind_of(error), error)
         return blank.model_copy(update={"failure": failure})
 
-    def _link(self, trial: Trial, on_progress: Callable[[Progress], None]) -> Link:
+    def _link(self, trial: Trial, on_progress: Report) -> Link:
         """The open, calibrated link of a trial."""
         cluster = cluster_of(trial)
         key = cluster.model_dump_json(include=_JOINING)
@@ -183,7 +182,7 @@ class TrialRunner:
         argument: Any,
         trial: Trial,
         launch: Launch,
-        on_progress: Callable[[Progress], None],
+        on_progress: Report,
     ) -> list[Any]:
         """Run the ranks where the trial's launcher has them; returns their results by rank."""
         if trial.cluster.launcher == "local":
