@@ -72,7 +72,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
         launch = TrialRunner(folder, None).launch(trial, link, "")
         launch = replace(launch, log=path.with_suffix(".log"))
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
-        found = run_ranks(traced_step, Assignment(plain, None, count=False), launch)
+        found = run_ranks(traced_step, Assignment(plain, None), launch)
     pool = machine.pool_key(machine.facts(), machine.code())
     write_whole(path, json.dumps(chrome(trial, found, pool)))
     return path, found

@@ -408,6 +408,8 @@ def _die_with_sweep() -> None:
 
 def kind_of(error: BaseException) -> Kind:
     """The kind of failure that an error is."""
+    if isinstance(error, LaunchError):
+        return error.kind
     if isinstance(error, LinkError):
         return "link"
     if isinstance(error, REFUSALS):

@@ -23,11 +23,9 @@ from harness.runs.predict import (
     Models,
     build_model,
     copied_bytes,
-    hosted_bytes,
     peer_memory,
     per_node_bytes,
     step_asked,
-    units_of_judges,
 )
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
@@ -119,6 +117,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     import torch
 
     from harness.workloads.models import check_blocks
+    from impl.adapters.joined import HostError
     from impl.ops import check_devices
     from impl.zero import ZeroError
 
@@ -150,7 +149,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     if policy is not None:
         try:
             memory = _plan(found, policy, model, state) or memory
-        except (CodecError, GeometryError, PolicyError, ZeroError) as error:
+        except (CodecError, GeometryError, HostError, PolicyError, ZeroError) as error:
             found.problems += (_unfit(trial, error),)
             return found
     if isinstance(optimizer, str):  # nobody knows what its state is
@@ -167,26 +166,32 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict[str, int] | None:
     """Fill in what a trial of a policy sends; returns what our engine holds, None for another engine."""
     from harness.strategies.optimizers import with_state
+    from harness.workloads.models import unfilled
+    from harness.workloads.reinforcement import judges_of
+    from impl.adapters.joined import hosted_units
     from impl.zero import plan_units
 
     trial, topology, memory = found.trial, found.trial.topology(), None
     units: Sequence[UnitGeometry | GroupGeometry]
+    judges: list[UnitGeometry] = []  # of the frozen models of workload ``rlhf``
     if trial.host is not None:
-        units, (inter, intra) = hosted_bytes(trial, policy, model)
+        units = hosted_units(trial.host, model, topology, policy)
     else:
         units = own = plan_units(model, topology, policy)
-        inter, intra = per_node_bytes(policy, topology, own, trial)
         memory = with_state(held.memory(policy, topology, own, micro_batches=trial.accumulation), state)
-        judges = units_of_judges(trial, policy, model) if trial.workload == "rlhf" else []
-        if judges:
-            more = per_node_bytes(policy, topology, judges, trial, judges=True)
-            inter, intra = inter + more[0], intra + more[1]
+        if trial.workload == "rlhf":
+            with unfilled():
+                judges = plan_units(judges_of(trial, model), topology, policy)
             memory = together(memory, held.memory(policy, topology, judges, backward=False))
         found.copied = copied_bytes(policy, topology, own, trial)
         found.secondary = held.secondary_either_way(policy, topology, [*own, *judges])
         found.step = step_asked(trial, own, found.parameters or 0)
         if trial.strategy == RECIPE:
             found.findings = laid_out(replace(trial.recipe(), policy=policy), own).findings
+    inter, intra = per_node_bytes(policy, topology, units, trial)
+    if judges:
+        more = per_node_bytes(policy, topology, judges, trial, judges=True)
+        inter, intra = inter + more[0], intra + more[1]
     found.padded = sum(unit.padded for unit in units)
     found.inter, found.intra, found.egress = inter * topology.nodes, intra * topology.nodes, inter
     if (rate := trial.slowest_mbit) is not None:

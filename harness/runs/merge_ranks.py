@@ -11,7 +11,7 @@ from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
 from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
 from harness.runs.rank_trial import Outcome
-from harness.runs.reference_checks import TOLERANCE, ComparedLoss, TrialError, same_loss
+from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial
 from impl.plan.policy import Policy
 
@@ -42,7 +42,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": processor_use,
             "chosen_codecs": first.chosen,
-            "reference_loss": math.fsum(rank.first_loss.reference for rank in compared) / len(compared),
+            "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks(
                 [error for rank in compared for error in rank.gradient_errors]
             ),
@@ -121,9 +121,9 @@ def _wrong_before(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                 f"rank {rank} has other tokens (SHA-256 {read[:12]}) of the corpus than the process that "
                 f"started it ({tokens[:12]}): expected what gives the same each time, on every machine"
             )
-        yield from _wrong_losses(rank, outcome, [outcome.compared.first_loss])
-        if found.trial.get("control") != "unordered":
-            yield from _wrong_gradients(rank, outcome, later=False)
+        yield from _unlike_one_process(
+            rank, outcome, later=False, gradients=found.trial.get("control") != "unordered"
+        )
 
 
 def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
@@ -142,8 +142,7 @@ def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
         if not found.trial.get("control"):
-            yield from _wrong_losses(rank, outcome, outcome.compared.later_losses)
-            yield from _wrong_gradients(rank, outcome, later=True)
+            yield from _unlike_one_process(rank, outcome, later=True)
         if outcome.chosen != first.chosen:
             yield f"rank {rank} chose other codecs within its budget than rank 0"
         for number, digest in enumerate(outcome.decoded):
@@ -154,25 +153,23 @@ def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                 )
 
 
-def _wrong_losses(rank: int, outcome: Outcome, losses: Sequence[ComparedLoss]) -> Iterator[str]:
-    """Losses before a step, or in it, that are not a single process's."""
+def _unlike_one_process(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:
+    """Losses before a step, or in it, that are not a single process's, and reduced gradients that are farther
+    from its than the codecs promise.
+    """
     trained = {step.index: step.loss for step in outcome.record.steps}
-    for loss in losses:
-        if not same_loss(loss.found, loss.expected):
+    for loss in outcome.compared.losses:
+        if bool(loss.step) == later and not same_loss(loss.found, loss.expected):
             yield (
                 f"{_when(loss.step)} the loss of rank {rank} is {loss.found:.6f}, of a single process on "
                 f"the same batches with equal weights {loss.expected:.6f}: more than {TOLERANCE:g} apart"
             )
-        if loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
+        if later and loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
             yield (
                 f"rank {rank} trained in step {loss.step} at a loss of {trained[loss.step]:.6f}, one "
                 f"process with equal weights at {loss.trained:.6f}"
             )
-
-
-def _wrong_gradients(rank: int, outcome: Outcome, *, later: bool) -> Iterator[str]:
-    """Reduced gradients that are farther from a single process's than the codecs promise."""
-    for error in outcome.compared.gradient_errors:
+    for error in outcome.compared.gradient_errors if gradients else ():
         if bool(error.step) == later and not error.share <= 1:
             yield (
                 f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an "

@@ -20,11 +20,11 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
-from impl.plan.policy import Policy, PolicyError
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, LedgerKey, Sent
+from impl.plan.traffic import Event, LedgerKey
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,33 +53,40 @@ def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refu
 
 
 def per_node_bytes(
-    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial, *, judges: bool = False
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry | GroupGeometry],
+    trial: Trial,
+    *,
+    judges: bool = False,
 ) -> tuple[int, int]:
     """Bytes that the ranks of one node send in a timed step, to other nodes and inside it, in the mean; of a
     budget at most, as if its codecs were chosen anew after each step.
 
     All nodes send the same, so the ranks of node 0 are enough.  ``units`` are of the model that is trained,
-    or decodes; or of the ``judges`` of workload ``rlhf``.
+    or decodes, maybe inside of a host; or of the ``judges`` of workload ``rlhf``.
     """
     loads, later = _loads(policy, trial)
     begins = _begins(policy, trial)
     if judges:  # their weights never change: what is kept of them is of all steps before
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, begins = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
+    own = [unit for unit in units if isinstance(unit, UnitGeometry)]  # all but FSDP2's groups
+
+    def sent(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
+        if trial.host is None:
+            found = traffic.predict(policy, topology, own, rank, events).sent
+        else:
+            found = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+        return {key: one.bytes for key, one in found.items()}
+
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
         for steps, before in begins:
-            none, one, two = (
-                _bytes(traffic.predict(policy, topology, units, rank, [*before, *load]).sent)
-                for load in ([], *loads)
-            )
-            for link, nbytes in at_most(policy, topology, units, _step(none, one, two, later)).items():
+            none, one, two = (sent(rank, [*before, *load]) for load in ([], *loads))
+            for link, nbytes in at_most(policy, topology, own, _step(none, one, two, later)).items():
                 total[link] += steps * nbytes
     return total["inter"] // trial.steps, total["intra"] // trial.steps
-
-
-def _bytes(sent: Mapping[LedgerKey, Sent]) -> dict[LedgerKey, int]:
-    return {key: one.bytes for key, one in sent.items()}
 
 
 def _step(
@@ -112,39 +119,6 @@ def _begins(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
     every = policy.refresh or trial.warmup + trial.steps
     whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
     return [(whole, []), (trial.steps - whole, traffic.passes(policy))]
-
-
-def units_of_judges(trial: Trial, policy: Policy, actor: nn.Module) -> list[UnitGeometry]:
-    """The units of the frozen models of workload ``rlhf``; ``actor`` is on the meta device."""
-    from harness.workloads.models import unfilled
-    from harness.workloads.reinforcement import judges_of
-    from impl.zero import plan_units
-
-    with unfilled():
-        return plan_units(judges_of(trial, actor), trial.topology(), policy)
-
-
-def hosted_bytes(
-    trial: Trial, policy: Policy, model: nn.Module
-) -> tuple[Sequence[UnitGeometry | GroupGeometry], tuple[int, int]]:
-    """Units of a policy inside FSDP2 or DDP, and its :func:`per_node_bytes`; or a PolicyError."""
-    from impl.adapters.joined import HostError, hosted_units
-
-    assert trial.host is not None  # noqa: S101  # the caller asked
-    topology, (loads, later) = trial.topology(), _loads(policy, trial)
-    try:
-        units = hosted_units(trial.host, model, topology, policy)
-    except HostError as error:
-        raise PolicyError(str(error)) from None
-    total = {"inter": 0, "intra": 0}
-    for rank in range(topology.ranks_per_node):
-        one, two = (
-            _bytes(predict_hosted(trial.host, policy, topology, units, rank=rank, events=load))
-            for load in loads
-        )
-        for key, size in _step({}, one, two, later).items():
-            total[key.link] += size
-    return units, (total["inter"], total["intra"])
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:

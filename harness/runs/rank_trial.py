@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,7 @@ from harness.records.record import (
 from harness.records.record_checks import Checked
 from harness.runs.reference_checks import Compared, Comparison
 from harness.strategies.optimizers import built
-from harness.strategies.strategy import Sharded, Strategy, prepare, sharded
+from harness.strategies.strategy import Books, Sharded, Strategy, prepare, sharded
 from harness.strategies.training_loop import TrainingLoop, collect
 from harness.suites import folder
 from harness.suites.trial import Trial
@@ -57,7 +57,7 @@ from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
-from impl.plan.traffic import CopyKey, Event, LedgerKey, Sent
+from impl.plan.traffic import Event, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class Assignment:
 
     trial: Trial
     probe_bytes: int | None  # size of a probe's message; None for no probe
-    count: bool  # whether the node's interface counts exactly the bytes that leave the node
     folder: Path = field(default_factory=folder.here)  # from which the trial's own inputs are found
 
 
@@ -121,8 +120,10 @@ class TrialRun:
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")
             self.strategy: Strategy = prepare(trial, model, rank, self.device)
-            self.judges = None if judges is None else self._sharded(judges)
-            policy = trial.resolved_policy()
+            policy, wire = trial.resolved_policy(), self.strategy.wire
+            self.judges: Sharded | None = None  # under the actor's policy, on its wire
+            if judges is not None and wire is not None and policy is not None:  # suites are checked
+                self.judges = sharded(trial, judges, wire, policy)
             if policy is not None and (why := ops.warning_of(self.device)) is not None:
                 slower = "PyTorch's reference does its work, far more slowly"
                 rank.report(Progress("set-up", text=f"{why}; {slower}"))
@@ -130,8 +131,8 @@ class TrialRun:
         self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
-        self.checks = self.loop.checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checked = self.checks.found  # of training, step by step
+        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
+        self.checks, self.checked = checks, checks.found  # of training, step by step
         if policy is not None:
             self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events
@@ -141,7 +142,7 @@ class TrialRun:
         self.peak_rss = 0  # before the last measurement, which may have held more
         # What checks, evaluations and measurements sent, which belong to no step: by ledger, by interface.
         self.booked_apart = self._booked() or 0
-        self.counts = assignment.count and rank.port.interface is not None
+        self.counts = rank.port.holder is not None  # whether its interface is a node's alone
         self.apart = self._count()
 
     def run(self) -> Outcome:
@@ -152,9 +153,7 @@ class TrialRun:
             self.rank.report(Progress("warm-up", index, trial.warmup))
             self.step(index)
         dist.barrier()
-        predicted_before, ledger_before = self._predicted(), self.strategy.ledger()
-        copied_before = self.strategy.copied()
-        foreseen_before = self.strategy.predicted_copies(self.events)
+        booked, foreseen = self.strategy.books(), self._predicted()
         counted = -self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
         processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
@@ -169,7 +168,8 @@ class TrialRun:
         counted += self._trained()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)
-        ledger, predicted = self.strategy.ledger(), self._predicted()
+        ledger, copied = _since(booked, self.strategy.books())
+        predicted, copied_formula = _since(foreseen, self._predicted())
         engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula(trial)
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
@@ -181,8 +181,8 @@ class TrialRun:
             formula=formula,
             peak_rss=max(self.peak_rss, peak_rss()),
             peak_device=peak_device(self.device),
-            copied=_copied(self.strategy.copied(), copied_before),
-            copied_formula=_copied(self.strategy.predicted_copies(self.events), foreseen_before),
+            copied=copied,
+            copied_formula=copied_formula,
         )
         self.alone += self._compute_alone(None, "after")
         probed = self._probe()
@@ -199,13 +199,13 @@ class TrialRun:
                 node=self.rank.node,
                 local=self.rank.local,
                 steps=self.loop.clock.steps,
-                ledger=_rows(ledger, ledger_before),
+                ledger=ledger,
                 memory=memory,
                 tokens=[] if self.generator is None else self.generator.measured,
                 alone=self.alone,
             ),
             validations=self.validations,
-            predicted=_rows(predicted, predicted_before),
+            predicted=predicted,
             sent=sent if self.counts and self.rank.speaks else None,
             probed=probed,
             compared=self.comparison.compared,
@@ -222,20 +222,15 @@ class TrialRun:
             ],
         )
 
-    @contextlib.contextmanager
-    def _sampling(self) -> Iterator[list[NodeUse]]:
+    def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """GPU readings of this node, by its first rank."""
-        if not self.rank.speaks:
-            yield []
-            return
         uuids = []
-        if self.device.type == "cuda":
+        if self.rank.speaks and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
             used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
             uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in used]
-        with gpu_use.sampling(self.rank.node, uuids) as found:
-            yield found
+        return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
         """Time computation by itself, of ``model`` or one like it."""
@@ -267,12 +262,6 @@ class TrialRun:
         self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
         self.events += ["evaluate"] * self.trial.generate.tokens
 
-    def _sharded(self, judges: Judges) -> Sharded:
-        """The frozen models under the actor's policy, on its wire."""
-        wire, policy = self.strategy.wire, self.trial.resolved_policy()
-        assert wire is not None and policy is not None  # noqa: S101, PT018  # suites are checked
-        return sharded(self.trial, judges, wire, policy)
-
     def _collect(self, judges: Judges, index: int, clock: StepClock) -> Given:
         """What step ``index`` trains on."""
         found = collect(
@@ -282,12 +271,12 @@ class TrialRun:
         self.judged.append("evaluate")
         return found
 
-    def _predicted(self) -> dict[LedgerKey, Sent] | None:
-        """Bytes of all passes so far as ``impl.plan.traffic`` predicts them; None for peers."""
-        found = self.strategy.predicted(self.events)
-        if found is None or self.judges is None:
-            return found
-        return found | self.judges.predicted(self.judged)  # no unit is of both
+    def _predicted(self) -> Books:
+        """All passes so far as ``impl.plan.traffic`` predicts them."""
+        sent, copied = self.strategy.predicted(self.events)
+        if self.judges is not None:
+            sent = (sent or {}) | (self.judges.predicted(self.judged)[0] or {})  # no unit is of both
+        return sent, copied
 
     def _generator(self) -> Generator:
         """A generator whose prompts are the beginnings of this rank's first batch."""
@@ -422,23 +411,17 @@ def device_of(trial: Trial, rank: Rank) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _rows(
-    whole: Mapping[LedgerKey, Sent] | None, before: Mapping[LedgerKey, Sent] | None
-) -> list[LedgerRow] | None:
-    """Ledger difference: ``whole`` minus ``before``; None where there is no ledger."""
-    if whole is None:
-        return None
-    differing = ((key, sent, (before or {}).get(key, Sent(0, 0))) for key, sent in sorted(whole.items()))
-    return [
+def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
+    """What was sent since, None without a ledger, and bytes that were copied, by direction and purpose."""
+    copied: dict[str, int] = defaultdict(int)
+    for key, nbytes in sorted(now[1].items()):
+        copied[f"{key.direction} {key.purpose}"] += nbytes - before[1].get(key, 0)
+    if now[0] is None:
+        return None, dict(copied)
+    whole = [(key, sent, (before[0] or {}).get(key, Sent(0, 0))) for key, sent in sorted(now[0].items())]
+    rows = [
         LedgerRow(**key._asdict(), bytes=sent.bytes - was.bytes, messages=sent.messages - was.messages)
-        for key, sent, was in differing
+        for key, sent, was in whole
         if sent != was
     ]
-
-
-def _copied(whole: Mapping[CopyKey, int], before: Mapping[CopyKey, int]) -> dict[str, int]:
-    """Difference of copied bytes, ``whole`` minus ``before``, by direction and purpose."""
-    rest: dict[str, int] = defaultdict(int)
-    for key, nbytes in sorted(whole.items()):
-        rest[f"{key.direction} {key.purpose}"] += nbytes - before.get(key, 0)
-    return dict(rest)
+    return rows, dict(copied)

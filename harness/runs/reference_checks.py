@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -50,7 +50,6 @@ from impl.adapters.joined import fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
-from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Event
 from impl.zero import Zero, find_blocks, plan_units
@@ -78,8 +77,7 @@ class ComparedLoss:
 class Compared:
     """What one rank compared."""
 
-    first_loss: ComparedLoss  # before training
-    later_losses: list[ComparedLoss] = field(default_factory=list)  # before later steps
+    losses: list[ComparedLoss] = field(default_factory=list)  # before training, and before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, Sums]] = field(default_factory=list)  # error sums of what was sent
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
@@ -95,34 +93,30 @@ class Comparison:
         # Further repeats send the same, and would take their time for it.
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
-        self.compared: Compared
+        self.compared = Compared()
         self.events: list[Event] = []  # passes before training, as ``impl.plan.traffic`` has them
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
-        errors: list[GradientError] = []
         if self.gradient is None:
             found = mean_loss(strategy.model, batches_of(self.data))
             strategy.weights_changed()  # what the check gathered must not serve the first step
         else:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, 0)
-            errors, found = _gradient_errors(self.gradient, strategy), passes.mean
+            self.compared.gradient_errors += _gradient_errors(self.gradient, strategy)
+            found = passes.mean
             strategy.forget_gradients()
             self.events = [*passes.events, "changed"]
-        self.compared = Compared(replace(self.expected, found=found), gradient_errors=errors)
+        self.compared.losses.append(replace(self.expected, found=found))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Compare what step ``index`` is about to send with exact values; no other trace is left of it."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
-        policy, device = self.trial.resolved_policy(), next(strategy.model.parameters()).device
+        policy, found = self.trial.resolved_policy(), Found()
         differ = policy is not None and communication_error.outcomes_differ(policy)
-        found: Found = {}
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
-            observed = communication_error.Observed()
-            random = torch.random.fork_rng([device] if device.type == "cuda" else [])
-            assert strategy.wire is not None  # noqa: S101  # it is due
-            with strategy.wire.observed(observed), strategy.rehearsing(), random:
+            with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
                     found |= communication_error.of_weights(index, strategy.zero)
                 for _ in range(repeated):
@@ -140,11 +134,8 @@ class Comparison:
         """
         if zero.policy.differences is not None or zero.policy.budget is not None:
             return
-        assert strategy.wire is not None  # noqa: S101  # the engine's
-        device = next(strategy.model.parameters()).device
-        random = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with strategy.wire.observed(communication_error.Observed()), strategy.rehearsing(), random:
-            with device:
+        with _rehearsal(strategy):
+            with next(strategy.model.parameters()).device:
                 model = models.of_trial(self.trial)
             model.load_state_dict(zero.full_state_dict())
             clock = Clock(self.trial.seed, zero.clock.step)
@@ -155,7 +146,7 @@ class Comparison:
                 checks.rehearsed(index)
             if gradient is not None and zero.policy.feedback is None:
                 self.compared.gradient_errors += _gradient_errors(gradient, strategy)
-        self.compared.later_losses.append(replace(expected, found=passes.mean))
+        self.compared.losses.append(replace(expected, found=passes.mean))
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try a grid of codecs on this rank's weights, and on gradients of one more backward pass."""
@@ -168,14 +159,15 @@ class Comparison:
     def _single_process(
         self, model: nn.Module, step: int = 0, clock: Clock | None = None
     ) -> tuple[ComparedLoss, FirstGradient | None]:
-        """Loss and gradient of the unsharded model on this rank's batches of ``step``; all ranks call it.
+        """Losses of the unsharded model on this rank's batches of ``step``, and all ranks' mean gradient, or
+        None where a trial decodes or a peer keeps its own; all ranks call it.
 
         ``clock`` says how weights are rounded at random; by default the first step's.
         """
         trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
         reference = mean_loss(model, batches_of(self.data, step))
         layouts: Sequence[Layout] | None = None  # DeepSpeed keeps its reduced gradients to itself
-        backward, family = None, trial.host or family_of(trial.strategy)
+        family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
         with contextlib.ExitStack() as gathered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
             if family == "fsdp2":
@@ -187,29 +179,28 @@ class Comparison:
             if units:
                 layouts = layouts_of(units, policy, topology)
             if policy is not None and family != "ddp":  # which has whole weights on every rank
-                backward = by_columns(model, policy, units)
+                columns = by_columns(model, policy, units)
                 gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
-            computed, own = as_computed(trial, model), policy if trial.host is None else None
-            expected, gradient, trained = self._compute(computed, layouts, own, step, backward or {})
-        return ComparedLoss(reference, expected, trained, step), gradient
+            computed = as_computed(trial, model)
+            if trial.workload == "generate" or layouts is None:
+                loss = mean_loss(computed, batches_of(self.data, step))
+                return ComparedLoss(reference, loss, None, step), None
+            loss, gradient = self._gradient(computed, layouts, step, columns)
+            trained: float | None = None  # where it is the same in training mode, of steps that follow
+            if step:
+                with torch.no_grad():
+                    computed.train()
+                    losses = [float(computed(*batch)) for batch in batches_of(self.data, step)]
+                trained = loss if same_loss(math.fsum(losses) / len(losses), loss) else None
+        return ComparedLoss(reference, loss, trained, step), gradient
 
-    def _compute(
-        self,
-        model: nn.Module,
-        layouts: Sequence[Layout] | None,
-        policy: Policy | None,
-        step: int,
-        backward: Mapping[str, Tensor],
-    ) -> tuple[float, FirstGradient | None, float | None]:
-        """This rank's mean loss of a step's batches, all ranks' mean gradient, and the loss in training mode.
-
-        Backward passes compute with the values ``backward``, if there are any, in place of the model's.
-        No gradient without layouts, or of a trial that decodes; no loss in training mode of the first step,
-        or where it is another than in evaluation mode.
+    def _gradient(
+        self, model: nn.Module, layouts: Sequence[Layout], step: int, columns: Mapping[str, Tensor]
+    ) -> tuple[float, FirstGradient]:
+        """This rank's mean loss of a step's batches, and all ranks' mean gradient; backward passes compute
+        with the values ``columns``, if there are any, in place of the model's.
         """
-        trial, data = self.trial, self.data
-        if trial.workload == "generate" or layouts is None:
-            return mean_loss(model, batches_of(data, step)), None, None
+        trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
         if policy is not None and policy.secondary_format != "frames":  # backward has a rounded copy
@@ -219,23 +210,27 @@ class Comparison:
         parameters = dict(model.named_parameters())
         losses: list[float] = []
         with evaluating(model):
-            for micro in data.step(step):
+            for micro in self.data.step(step):
                 for batch in micro:
                     loss = model(*batch)
                     losses.append(float(loss.detach()))
-                    with computing_with(model, backward):
+                    with computing_with(model, columns):
                         (loss * times).backward()
                 first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
                 for parameter in parameters.values():
                     parameter.grad = None
         first.average()
-        mean = math.fsum(losses) / len(losses)
-        if not step:
-            return mean, first, None
-        with torch.no_grad():
-            model.train()
-            trained = [float(model(*batch)) for batch in batches_of(data, step)]
-        return mean, first, mean if same_loss(math.fsum(trained) / len(trained), mean) else None
+        return math.fsum(losses) / len(losses), first
+
+
+@contextlib.contextmanager
+def _rehearsal(strategy: Strategy) -> Iterator[communication_error.Observed]:
+    """Passes inside send what a step would, and leave no trace; yields what the wire is seen to do."""
+    assert strategy.wire is not None  # noqa: S101  # nothing is due without
+    observed, device = communication_error.Observed(), next(strategy.model.parameters()).device
+    random = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with strategy.wire.observed(observed), strategy.rehearsing(), random:
+        yield observed
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:

@@ -8,8 +8,8 @@ Whatever fails, a rank, a node, the link or a check of the results, is a
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -20,7 +20,6 @@ from harness.cluster.rank import Progress, Report, measure_link
 from harness.cluster.rank_processes import (
     BACKENDS,
     REFUSALS,
-    Kind,
     Launch,
     LaunchError,
     kind_of,
@@ -79,24 +78,20 @@ class TrialRunner:
         try:
             link = self._link(trial, on_progress)
             blank = blank.model_copy(update={"link": link.record([])})
-            probes, counts = link.message_bytes or None, link.kind == "namespaces"
-            assignment = Assignment(trial, probes, count=counts, folder=self._folder)
-            outcomes = self._start(run, assignment, trial, self.launch(trial, link, trial.id), on_progress)
-            probed = slowest(map(attrgetter("probed"), outcomes))
+            assignment = Assignment(trial, link.message_bytes or None, self._folder)
+            outcomes = self._start(trial)(run, assignment, self.launch(trial, link, trial.id), on_progress)
+            probed = slowest(outcome.probed for outcome in outcomes)
             blank = blank.model_copy(update={"link": link.record(probed)})
             return assemble(outcomes, blank)
         except KeyboardInterrupt:
             failure = Failure(kind="interrupted", message=INTERRUPTED, log=None)
-        except TrialError as error:
-            failure = failure_of("wrong", error)
-        except LaunchError as error:
-            failure = failure_of(error.kind, error)
-            if error.log is not None:
+        except (TrialError, LaunchError, *REFUSALS) as error:
+            kind = "wrong" if isinstance(error, TrialError) else kind_of(error)
+            failure = Failure(kind=kind, message=" ".join(str(error).split()), log=None)
+            if isinstance(error, LaunchError) and error.log is not None:
                 tail = error.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
                 log = str(error.log.relative_to(self.results))
                 failure = failure.model_copy(update={"log": log, "tail": tail})
-        except REFUSALS as error:
-            failure = failure_of(kind_of(error), error)
         return blank.model_copy(update={"failure": failure})
 
     def _link(self, trial: Trial, on_progress: Report) -> Link:
@@ -155,7 +150,7 @@ class TrialRunner:
             timeout_seconds=_CALIBRATION_SECONDS,
         )
         message = link.message_bytes, link.cluster.transport
-        link.calibrated_mbit = slowest(self._start(measure_link, message, trial, launch, lambda _: None))
+        link.calibrated_mbit = slowest(self._start(trial)(measure_link, message, launch, lambda _: None))
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
         link.check()
@@ -176,21 +171,6 @@ class TrialRunner:
             backend=BACKENDS.get(cluster.transport, cluster.transport),  # else a module's
         )
 
-    def _start(
-        self,
-        work: Work,
-        argument: Any,
-        trial: Trial,
-        launch: Launch,
-        on_progress: Report,
-    ) -> list[Any]:
-        """Run the ranks where the trial's launcher has them; returns their results by rank."""
-        if trial.cluster.launcher == "local":
-            return run_ranks(work, argument, launch, on_progress)
-        assert self.nodes is not None  # noqa: S101  # the launcher's
-        return self.nodes.run(work, argument, launch, on_progress)
-
-
-def failure_of(kind: Kind, error: BaseException) -> Failure:
-    """The failure that an error is, in one line."""
-    return Failure(kind=kind, message=" ".join(str(error).split()) or type(error).__name__, log=None)
+    def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:
+        """What runs ranks where the trial's launcher has them, and returns their results by rank."""
+        return run_ranks if self.nodes is None or trial.cluster.launcher == "local" else self.nodes.run

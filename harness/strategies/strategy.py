@@ -37,6 +37,8 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Sent, predict
 from impl.zero import Zero, shard
 
+# Bytes and messages that one rank sent, None if past our wire, and bytes that it copied.
+Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
 
 
@@ -140,9 +142,13 @@ class Strategy:
         """Everything this rank has sent so far; None if it was sent outside our wire."""
         return None if self.wire is None else self.wire.ledger.rows()
 
-    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent] | None:
-        """Bytes that this rank sends in the passes of ``events``, predicted; None if it has no ledger."""
-        return None
+    def books(self) -> Books:
+        """All that this rank has sent so far, and copied between host and device for what is offloaded."""
+        return self.ledger(), {} if self.zero is None else self.zero.copied()
+
+    def predicted(self, events: Sequence[Event]) -> Books:
+        """The same in the passes of ``events``, predicted."""
+        return None, {}
 
     def exposed_seconds(self) -> float | None:
         """Seconds that this rank, or its GPU's stream, has waited in the wire so far; None for peers."""
@@ -157,17 +163,6 @@ class Strategy:
     def formula(self, trial: Trial) -> dict[str, int]:
         """The same parts as ``impl.plan.memory`` predicts them; empty for peers."""
         return {}
-
-    def copied(self) -> dict[CopyKey, int]:
-        """Bytes this rank has copied between host and device so far, for what is offloaded."""
-        return {} if self.zero is None else self.zero.copied()
-
-    def predicted_copies(self, events: Sequence[Event]) -> dict[CopyKey, int]:
-        """The same in the passes of ``events``, as ``impl.plan.traffic`` predicts it."""
-        if self.zero is None:
-            return {}
-        units, topology = [unit.geometry for unit in self.zero.units], self.zero.wire.mesh.topology
-        return predict(self.zero.policy, topology, units, 0, events).copied
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -186,9 +181,9 @@ class Hosted(Strategy):
         """See :meth:`Strategy.clip`; the sums over FSDP2's shards go through our wire."""
         return float(self.joined.clip_grad_norm_(largest))
 
-    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+    def predicted(self, events: Sequence[Event]) -> Books:
         """What ``impl.adapters.traffic`` says."""
-        return self.joined.predict(events)
+        return self.joined.predict(events), {}
 
 
 @dataclass(slots=True)
@@ -290,13 +285,12 @@ class Sharded(Strategy):
         with self.zero.rehearsing():
             yield
 
-    def predicted(self, events: Sequence[Event]) -> dict[LedgerKey, Sent]:
+    def predicted(self, events: Sequence[Event]) -> Books:
         """What ``impl.plan.traffic`` says."""
-        mesh, buffers = self.zero.wire.mesh, self.zero.buffers.nbytes
-        policy, codecs = self.zero.policy, self.decisions
-        return predict(
-            policy, mesh.topology, self.units, mesh.rank, events, buffer_bytes=buffers, decisions=codecs
-        ).sent
+        policy, mesh = self.zero.policy, self.zero.wire.mesh
+        kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
+        book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
+        return book.sent, book.copied
 
     def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
         """What the engine metered, and the optimizer's state."""

@@ -104,7 +104,7 @@ def _captured(rank: Rank, one: Trial) -> Captured:
         return measure(step, observed, repeated=repeated)
 
     with mock.patch.object(communication_error, "of_gradients", kept):
-        return run(rank, Assignment(one, None, count=False)), gradients
+        return run(rank, Assignment(one, None)), gradients
 
 
 def of_the_suite(corpus: str, topology: Topology) -> list[Trial]:

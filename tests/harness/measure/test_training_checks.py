@@ -262,7 +262,7 @@ def _all(rank: Rank, asked: list[tuple[str, Trial]]) -> list[Outcome]:
     for name, one in asked:
         patch = SABOTAGES[name][0](rank) if name in SABOTAGES else contextlib.nullcontext()
         with patch:
-            found.append(run(rank, Assignment(one, None, count=False)))
+            found.append(run(rank, Assignment(one, None)))
     return found
 
 
