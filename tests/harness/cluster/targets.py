@@ -6,16 +6,12 @@ import errno
 import os
 import signal
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from harness.cluster.rank import Progress, Rank, counters, exchange
 from harness.errors import Refusal
-from harness.strategies.strategy import prepare
-from harness.suites.trial import Trial
-from harness.workloads.models import build
 
 
 def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
@@ -131,32 +127,3 @@ def fail_while_open(rank: Rank, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ZeroDivisionError("a planted error")
         dist.barrier()
-
-
-def train(rank: Rank, trial: Trial) -> list[float]:
-    """Losses of a few steps on random tokens, the same ones for every strategy."""
-    torch.manual_seed(trial.seed)
-    model = build(trial.model, trial.sequence)
-    strategy = prepare(trial, model, rank, torch.device("cpu"))
-    optimizer = strategy.make_optimizer(trial.optimizer)
-    world, losses = trial.topology().world, []
-    mine = range(world) if trial.strategy == "single" else [rank.rank]
-    for step in range(trial.steps):
-        total: Any = 0.0
-        for micro in range(trial.accumulation):
-            strategy.begin(last=micro == trial.accumulation - 1)
-            for part in mine:
-                tokens = _tokens(step, micro, part, trial.sequence)
-                loss = strategy.model(tokens[:, :-1], tokens[:, 1:])
-                strategy.backward(loss / (trial.accumulation * len(mine)))
-                total = total + loss.detach() / (trial.accumulation * len(mine))
-        strategy.step(optimizer, trial.clip)
-        optimizer.zero_grad()
-        losses.append(float(total))
-    strategy.close()
-    return losses
-
-
-def _tokens(step: int, micro: int, part: int, sequence: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + part)
-    return torch.randint(0, 8, (2, sequence + 1), generator=generator)  # few: there is something to learn

@@ -13,9 +13,9 @@ from harness.runs.feasibility import Host, forecast
 from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed
 from harness.suites.trial import Trial
+from tests.harness.runs.test_rank_trial import INSTALLED, outcomes
+from tests.harness.runs.test_rank_trial import trial as small
 from tests.harness.runs.test_sweep import sweep, trial
-from tests.harness.strategies.test_strategy import INSTALLED, losses
-from tests.harness.strategies.test_strategy import trial as small
 
 HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
 
@@ -68,9 +68,9 @@ def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> 
 @pytest.mark.timeout(180)
 def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Path) -> None:
     """A configuration that it does not take ends no process badly: kind refused, one line, its version."""
-    one = small("deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
+    one = small("stdlib", "deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
     with pytest.raises(LaunchError) as caught:
-        losses(one, tmp_path)
+        outcomes(one, tmp_path / "log")
     assert caught.value.kind == "refused"
     words = str(caught.value)
     assert f"DeepSpeed {deepspeed.version()} refuses its configuration: " in words
@@ -79,7 +79,7 @@ def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Pa
 
 def test_the_trial_says_batches_clipping_and_type() -> None:
     """What DeepSpeed is given agrees with the trial's own fields; by itself it would clip at 1.0."""
-    one = small("deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
+    one = small("stdlib", "deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
     found = deepspeed.configuration(one)
     assert found["gradient_clipping"] == 0.0
     assert found["gradient_accumulation_steps"] == 3
