@@ -29,6 +29,7 @@ from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
+from unittest import mock
 
 from harness.cluster import netns_shaper
 from harness.cluster.control_channel import Place
@@ -223,13 +224,10 @@ def start_server() -> None:
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
     resource_tracker.ensure_running()  # which unblocks it again
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before = {**os.environ}
-    os.environ.update(ALLOCATOR)  # for the server, where glibc reads it once
     try:
-        forkserver.ensure_running()
+        with mock.patch.dict(os.environ, ALLOCATOR):  # for the server, where glibc reads it once
+            forkserver.ensure_running()
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 

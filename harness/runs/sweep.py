@@ -7,8 +7,9 @@ Ctrl-C ends it, and the current trial is recorded as interrupted, to be run agai
 from __future__ import annotations
 
 import contextlib
+import fcntl
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,11 +21,10 @@ from harness.cluster.node_supervisors import Nodes
 from harness.errors import Refusal
 from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
-from harness.records.record import Failed, Foreseen, Record, path_of, read, write
+from harness.records.record import Failed, Foreseen, Record, RecordError, path_of, read, write
 from harness.records.run_record import SuiteText
 from harness.runs.feasibility import any_host, failure_after, forecast
 from harness.runs.further_repeats import Batch
-from harness.runs.locks import alone
 from harness.runs.predict import predict
 from harness.runs.progress import Display
 from harness.runs.trial_on_cluster import LOGS, TrialRunner
@@ -76,6 +76,23 @@ def run_sweep(
             sweep.tally.interrupted = True
             display.stopped("interrupted")
         return sweep.tally
+
+
+@contextlib.contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Hold the lock of a folder, into which one run writes: a RecordError if another does, on NFS too."""
+    with contextlib.ExitStack() as stack:
+        try:
+            results.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((results / ".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(
+                f"{results}: another zeropp run is writing there; wait for it, or choose other --results"
+            ) from None
+        except OSError as error:
+            raise RecordError(f"{results}: cannot write there: {error.strerror or error}") from error
+        yield
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from typer import Option
 
 from harness.cluster import interrupts
-from harness.errors import CorpusError, Refusal
+from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
+from harness.errors import Refusal
 from harness.measure import machine
 from harness.runs.feasibility import check_writable, this_host
 from harness.suites.trial import Cluster, Model, Optimizer, PolicyChanges, Trial
@@ -107,15 +108,23 @@ class Settings:
 
 def train(**flags: Any) -> None:
     """Train a GPT by a DeepSpeed configuration, with the flags of its tutorials; print a line a step."""
+    try:
+        _train(Settings(**flags))
+    except LaunchError as error:
+        raise Refusal(f"{error} (log: {error.log})") from None
+    except (DeepSpeedError, *REFUSALS) as error:
+        raise Refusal(str(error)) from None
+
+
+train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # for typer
+
+
+def _train(settings: Settings) -> None:
     from harness.train.loop import Job
 
-    settings = Settings(**flags)
     topology, torchrun = _topology(settings.nodes, settings.ranks_per_node)
     settings.check()
-    try:
-        config = {} if settings.deepspeed_config is None else load(settings.deepspeed_config)
-    except DeepSpeedError as error:  # names the file
-        raise Refusal(str(error)) from None
+    config = {} if settings.deepspeed_config is None else load(settings.deepspeed_config)
     try:
         trial = _trial(settings, config, topology, torchrun=torchrun)
     except (Refusal, ValueError) as error:
@@ -125,14 +134,8 @@ def train(**flags: Any) -> None:
         return
     if problem:
         raise Refusal(f"too big for memory: {problem}; the table says what other stages need")
-    try:
-        check_data(trial)
-    except CorpusError as error:
-        raise Refusal(str(error)) from None
+    check_data(trial)
     _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
-
-
-train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore[attr-defined]  # for typer
 
 
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
@@ -268,7 +271,6 @@ def _refused(trial: Trial, *, speaks: bool) -> str | None:
 def _run(job: Job) -> None:
     """Start the ranks, or be one, and print what rank 0 says."""
     from harness.cluster.link import open_link
-    from harness.cluster.rank_processes import REFUSALS, Launch, LaunchError, run_in_place, run_ranks
     from harness.train.loop import train as train_rank
 
     interrupts.take_over()
@@ -285,9 +287,4 @@ def _run(job: Job) -> None:
             backend="cpu:gloo,cuda:nccl" if cluster.device == "cuda" else "gloo",
         )
         start: Any = run_in_place if torchrun else run_ranks
-        try:
-            start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))
-        except LaunchError as error:
-            raise Refusal(f"{error} (log: {error.log})") from None
-        except REFUSALS as error:
-            raise Refusal(str(error)) from None
+        start(train_rank, job, launch, lambda progress: print(progress.text, flush=True))

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 
 from harness.cli import main
-from harness.cluster import rank_processes
 from harness.runs.feasibility import forecast, this_host
 from harness.suites.trial import Model, Trial
 from harness.train import command as train_command
@@ -210,7 +209,7 @@ def test_what_a_rank_of_torchrun_refuses_is_one_line(
 ) -> None:
     """Where the rank is this process, errors of training end it with status 2, not a traceback."""
     monkeypatch.setattr(loop, "_Training", mock.Mock(side_effect=error))
-    monkeypatch.setattr(rank_processes, "run_in_place", lambda train, job, *_: train(mock.Mock(), job))
+    monkeypatch.setattr(train_command, "run_in_place", lambda train, job, *_: train(mock.Mock(), job))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
