@@ -10,13 +10,11 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, model_validator
 
 from harness.records.record import RecordError, path_of, read_as, signed, write_whole
-
-SCHEMA_VERSION: Final = 3
 
 Subject = Literal["codecs", "collectives", "overlap"]
 Kind = Literal["codec", "collective", "step", "hops"]
@@ -46,7 +44,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     @property
     def timed(self) -> dict[str, list[float]]:
         """All seconds by round."""
-        return {"seconds": self.seconds, "reference_seconds": self.reference_seconds, **self.parts}
+        return {"seconds": self.seconds, "reference_seconds": self.reference_seconds} | self.parts
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -57,22 +55,22 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
     found = []
-    for first, *others in zip(*ranks, strict=True):
-        samples = (first, *others)
-        rounds: dict[str, Any] = {
+    for samples in zip(*ranks, strict=True):
+        first = samples[0]
+        slowest: dict[str, Any] = {
             name: [max(each) for each in zip(*(sample.timed[name] for sample in samples), strict=True)]
             for name in first.timed
         }
+        slowest["parts"] = {name: slowest.pop(name) for name in first.parts}
         sent = {link: sum(sample.sent[link] for sample in samples) for link in first.sent}
-        times = {name: rounds.pop(name) for name in ("seconds", "reference_seconds")}
-        found.append(first.model_copy(update={**times, "parts": rounds, "sent": sent}))
+        found.append(first.model_copy(update={**slowest, "sent": sent}))
     return found
 
 
 class Bench(BaseModel, extra="forbid", frozen=True):
     """One run of a benchmark."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 3
     subject: Subject  # the command
     started: str  # ISO 8601 in UTC
     finished: str
@@ -108,7 +106,7 @@ def holds(folder: Path) -> bool:
 
 def read_all(folder: Path) -> list[Bench]:
     """All records of a folder, by time; a RecordError if there is none, or a file is no benchmark's."""
-    found = [read_as(Bench, path, SCHEMA_VERSION) for path in sorted(folder.glob("*.json"))]
+    found = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not found:
         raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
     return sorted(found, key=lambda bench: (bench.started, bench.id))

@@ -64,52 +64,53 @@ def append(results: Path, record: Record) -> Record:
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
     """In what records are unlike their folder's journal, in sentences; a RecordError if it cannot be read."""
-    entries, broken = _entries(_lines(results / JOURNAL))
+    lines = _lines(results / JOURNAL)
     of_trial: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
+    for entry in (entries := _entries(lines)):
         of_trial[entry.trial].append(entry)
     there = {record.id: record for record in records}
-    held = [trial for trial in of_trial if trial in there]
     named = {
         "without a record any more: deleted": [trial for trial in of_trial if trial not in there],
         "run again after there was a result: rerun": [
             trial for trial, told in of_trial.items() if not all(entry.failure for entry in told[:-1])
         ],
         "with another record than was written: edited": [
-            trial for trial in held if content_of(there[trial]) != of_trial[trial][-1].content
+            trial
+            for trial, told in of_trial.items()
+            if trial in there and content_of(there[trial]) != told[-1].content
         ],
         "whose record names a line that it lacks": [
             one.id for one in records if one.entry is not None and one.id not in of_trial
         ],
     }
-    found = [f"The journal is not whole: {broken}."] if broken is not None else []
+    found = []
+    if len(entries) < len(lines):
+        where = f"line {len(entries) + 1} of {len(lines)}"
+        found.append(f"The journal is not whole: {where} does not follow the line before it.")
     found += [
         f"By the journal {counted(len(trials), 'trial')} {what} ({', '.join(trials)})."
         for what, trials in named.items()
         if trials
     ]
     if older := sum(one.entry is None and one.id not in of_trial for one in records):
-        found.append(
-            f"Without journal: {counted(older, 'record')}, from before sweeps kept one; whether trials were "
-            "deleted or run again is not known."
-        )
+        unknown = "whether trials were deleted or run again is not known"
+        found.append(f"Without journal: {counted(older, 'record')}, from before sweeps kept one; {unknown}.")
     return found
 
 
-def _entries(lines: Sequence[str]) -> tuple[list[Entry], str | None]:
-    """The lines up to the first that does not follow the one before, and what is wrong with that."""
-    found: list[Entry] = []
-    before = ""
-    for number, line in enumerate(lines):
+def _entries(lines: Sequence[str]) -> list[Entry]:
+    """The lines up to the first that does not follow the one before."""
+    found, before = list[Entry](), ""
+    for line in lines:
         try:
             entry = Entry.model_validate_json(line)
         except ValidationError:
-            return found, f"line {number + 1} of {len(lines)} is none of a journal's"
-        if entry.number != number or entry.before != before:
-            return found, f"line {number + 1} of {len(lines)} does not follow the line before it"
+            break
+        if (entry.number, entry.before) != (len(found), before):
+            break
         found.append(entry)
         before = _hash(line)
-    return found, None
+    return found
 
 
 def _hash(line: str) -> str:

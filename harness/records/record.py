@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from harness.suites.answering_quantity import Said
 from impl.deepspeed.recipe import Finding
@@ -35,8 +35,8 @@ class RecordError(Exception):
     """A results file cannot be read or written; the message names the file and what to do."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)  # older records hold more, which is not read
+class _Part(BaseModel, extra="ignore", frozen=True):  # older records hold more, which is not read
+    pass
 
 
 class LedgerRow(_Part):
@@ -349,9 +349,7 @@ class Record(_Part):
 def joules(nodes: list[NodeUse]) -> float | None:
     """Energy of all GPUs of a trial, by their counters, else sampled; None without GPUs."""
     gpus = [gpu for node in nodes for gpu in node.gpus]
-    if not gpus:
-        return None
-    return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus)
+    return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 
 
 def slowest_seconds(one: Record) -> list[float]:
@@ -387,27 +385,24 @@ def write_whole(target: Path, content: str | bytes) -> None:
     """Write a file atomically (temporary file, fsync, rename), or raise a RecordError."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+            with (Path(folder) / target.name).open("wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(name).chmod(0o644)
-            Path(name).replace(target)
-        finally:
-            Path(name).unlink(missing_ok=True)
+            (Path(folder) / target.name).replace(target)
     except OSError as error:
         raise RecordError(f"{target}: cannot write the record: {error.strerror or error}") from error
 
 
 def read(path: Path) -> Record:
     """Read one record; raises as :func:`read_as`."""
-    return read_as(Record, path, SCHEMA_VERSION)
+    return read_as(Record, path)
 
 
-def read_as(model: type[Model], path: Path, version: int) -> Model:
-    """Read a file of ``model`` in schema ``version``; a RecordError names the file and what is wrong."""
+def read_as(model: type[Model], path: Path) -> Model:
+    """Read a file of ``model`` in its schema version; a RecordError names the file and what is wrong."""
+    version = model.model_fields["schema_version"].default
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -417,15 +412,11 @@ def read_as(model: type[Model], path: Path, version: int) -> Model:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
     if data["schema_version"] != version:
-        raise RecordError(
-            f"{path}: schema version {data['schema_version']}, this program reads and writes "
-            f"{version}; move the folder aside or use the version that wrote it"
-        )
+        told = f"schema version {data['schema_version']}, this program reads and writes {version}"
+        raise RecordError(f"{path}: {told}; move the folder aside or use the version that wrote it")
     if data.get("digest") is not None and data["digest"] != (found := digest_of(data)):
-        raise RecordError(
-            f"{path}: edited or damaged since it was written: its digest is {str(data['digest'])[:12]}, that "
-            f"of its content {found[:12]}; delete the file, and run it again"
-        )
+        told = f"its digest is {str(data['digest'])[:12]}, that of its content {found[:12]}"
+        raise RecordError(f"{path}: edited or damaged since it was written: {told}{_REMEDY}")
     try:
         return model.model_validate(data)
     except ValidationError as error:

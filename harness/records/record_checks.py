@@ -10,10 +10,11 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
-from harness.records.record import LedgerRow, RankRecord, Record, Step
+from harness.records.record import LedgerRow, RankRecord, Record
 from harness.suites.trial import Trial
 
 INTERFACE_WITHIN: Final = (0.99, 1.02)  # of ledger and headers, what a node's interface may count
@@ -39,10 +40,9 @@ def unpredicted(record: Record) -> str | None:
         for key in sorted(sent.keys() | expected.keys()):
             ours, theirs = sent.get(key, (0, 0)), expected.get(key, (0, 0))
             if ours != theirs:
-                return (
-                    f"rank {rank.rank} sent {ours[0]} bytes in {ours[1]} messages for "
-                    f"{', '.join(filter(None, key))}; predicted are {theirs[0]} bytes in {theirs[1]} messages"
-                )
+                told = f"{ours[0]} bytes in {ours[1]} messages for {', '.join(filter(None, key))}"
+                wanted = f"predicted are {theirs[0]} bytes in {theirs[1]} messages"
+                return f"rank {rank.rank} sent {told}; {wanted}"
     return None if record.predicted.equal else "the record says that its ledgers are not its predictions"
 
 
@@ -60,17 +60,12 @@ def miscounted(record: Record) -> str | None:
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
     for counters in record.interfaces or []:
-        ranks = [rank for rank in record.ranks if rank.node == counters.node]
-        if not ranks or any(rank.ledger is None for rank in ranks):
+        ledgers = [rank.ledger for rank in record.ranks if rank.node == counters.node]
+        if not ledgers or None in ledgers:
             continue
-        rows = [
-            row
-            for rank in ranks
-            for row in rank.ledger or []
-            if row.link == "inter" and (decodes or row.phase != "evaluate")
-        ]
-        rounds = math.ceil(math.log2(world)) if world > 1 else 0
-        barriers = _BARRIERS * (1 + validated) * rounds * len(ranks)
+        rows = [row for ledger in ledgers for row in ledger or [] if row.link == "inter"]
+        rows = [row for row in rows if decodes or row.phase != "evaluate"]
+        barriers = _BARRIERS * (1 + validated) * math.ceil(math.log2(world)) * len(ledgers)
         messages = sum(row.messages for row in rows) + barriers
         booked, headers = sum(row.bytes for row in rows), header * counters.tx_packets
         if (why := unlike_ledger(counters.tx_bytes, booked, headers, messages)) is not None:
@@ -141,22 +136,13 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
         if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
             told = ", ".join(f"{norm:.6g}" for norm in norms)
             return f"gradient norms of step {of_step[0].index} differ between ranks: {told}"
-    for rank, one in enumerate(checked):
-        if (why := _unslept(rank, ranks[rank].steps, one.slept)) is not None:
-            return why
+    for rank, one in enumerate(checked):  # one that slept cannot have waited far less for messages
+        waited = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
+        said, slept, count = math.fsum(waited), math.fsum(one.slept), len(one.slept)
+        if len(waited) == count and said < _AWAKE * slept - _BESIDE[0] - _BESIDE[1] * count:
+            told = f"waited {said:.3f} s for messages in {count} steps"
+            return f"rank {rank} is said to have {told}, in which its thread slept for {slept:.3f} s"
     return None
-
-
-def _unslept(rank: int, steps: Sequence[Step], slept: Sequence[float]) -> str | None:
-    """Of a rank that slept, and says that it waited far less for messages, what it says; None for others."""
-    waited = [step.exposed for step in steps if step.exposed is not None]
-    told, found = math.fsum(waited), math.fsum(slept)
-    if len(waited) != len(slept) or told >= _AWAKE * found - _BESIDE[0] - _BESIDE[1] * len(slept):
-        return None
-    return (
-        f"rank {rank} is said to have waited {told:.3f} s for messages in {len(slept)} steps, in which its "
-        f"thread slept for {found:.3f} s"
-    )
 
 
 def other_codec(record: Record) -> str | None:
@@ -168,10 +154,11 @@ def other_codec(record: Record) -> str | None:
         return None
     asked = [policy, policy.of_unit(persistent=True), policy.of_unit(trainable=False)]
     known = {str(codec) for one in asked for codec in (*one.codecs, one.kept)}
+    unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
     if policy.blocks == "shape":  # of each unit
-        known |= {_unblocked(text) for text in known}
+        known |= {unblocked(text) for text in known}
     for error in record.communication_errors:
-        if error.codec and not known & {error.codec, _unblocked(error.codec)}:
+        if error.codec and not known & {error.codec, unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
             return (
                 f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop} of step "
@@ -180,16 +167,9 @@ def other_codec(record: Record) -> str | None:
     return None
 
 
-def _unblocked(text: str) -> str:
-    """A codec without the size of its blocks."""
-    return re.sub(r":[0-9]+", "", text)
-
-
 def segmented(row: LedgerRow) -> int:
     """Bytes of headers of a row's messages, taken to be of equal size, in packets of ``SEGMENT_BYTES``."""
-    if not row.messages:
-        return 0
-    return HEADER_BYTES * row.messages * math.ceil(row.bytes / row.messages / SEGMENT_BYTES)
+    return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 
 
 def off_rate(record: Record, *, above: bool = False) -> str | None:

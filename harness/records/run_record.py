@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from harness.records.record import RecordError, digest_of, read_as, write_whole
 
-SCHEMA_VERSION: Final = 1
 RUNS: Final = "runs"
 _LETTERS: Final = 16  # of the SHA-256
 
@@ -63,7 +62,7 @@ class Node(BaseModel, extra="ignore", frozen=True):
 class Run(_Part):
     """What all trials of one run have in common."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     suite: SuiteText | None  # None for trials that are of no file
     changes: Changes | None  # of the checkout of node 0; None if it is that of its commit, or not known
     nodes: list[Node] = Field(min_length=1)  # by number; the first wrote the records
@@ -86,7 +85,7 @@ def write(results: Path, run: Run) -> str:
 def read(results: Path, run: str) -> Run:
     """Read the file of run ``run``, whose content is that of its name; raises as :func:`read_as`."""
     path = path_of(results, run)
-    found = read_as(Run, path, SCHEMA_VERSION)
+    found = read_as(Run, path)
     name = digest_of(json.loads(path.read_text(encoding="utf-8")))[:_LETTERS]
     if name != run:
         raise RecordError(f"{path}: edited or damaged since it was written: its content is that of {name}")

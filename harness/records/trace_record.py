@@ -5,7 +5,8 @@ Of the Chrome trace only this is read back: what every rank did when, and of whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -86,21 +87,15 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def hidden(spans: Sequence[Span]) -> tuple[float, float]:
     """Seconds in which messages between nodes were under way on a rank, and those without waiting for one."""
-    under_way = _union((span.begin, span.end) for span in spans if span.lane == BETWEEN)
-    waited = _union((span.begin, span.end) for span in spans if (span.lane, span.name) == (WAITING, ACROSS))
-    total = sum(end - begin for begin, end in under_way)
-    exposed = sum(
-        max(0.0, min(end, until) - max(begin, since)) for begin, end in under_way for since, until in waited
-    )
-    return total, total - exposed
+    under_way = [span for span in spans if span.lane == BETWEEN]
+    waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]
+    return _covered(under_way), _covered(under_way + waited) - _covered(waited)
 
 
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Intervals that do not overlap, and cover the same."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
+def _covered(spans: Sequence[Span]) -> float:
+    """Seconds in which any of them is."""
+    seconds, until = 0.0, -math.inf
+    for begin, end in sorted((span.begin, span.end) for span in spans):
+        seconds += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return seconds
