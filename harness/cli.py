@@ -1,8 +1,7 @@
 """``zeropp``: new, plan, run, trace, show, report, archive, compare, train, bench, check, doctor, export, ...
 
-A suite file says what happens; there is no option that it could state.  What cannot be done is
-one line on standard error and exit status 2, and nothing is touched.  torch is imported only by
-the commands that need it.
+A suite file says what happens; there is no option that it could state.  What cannot be done is one line on
+standard error and exit status 2, and nothing is touched.  torch is imported only by commands that need it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -40,17 +40,9 @@ from harness.measure import machine as machine_facts
 from harness.measure import machine_file, run_environment
 from harness.print_once import speaks
 from harness.records import bench_record, reproduce, run_record
-from harness.records.record import Record, RecordError, path_of, read, readable
-from harness.runs import launchers, slurm
-from harness.runs.feasibility import (
-    Host,
-    any_host,
-    check_feasible,
-    check_folder,
-    check_inputs,
-    forecast,
-    this_host,
-)
+from harness.records.record import RecordError, path_of, read, readable
+from harness.runs import feasibility, launchers, slurm
+from harness.runs.feasibility import check_feasible, forecast, this_host
 from harness.suites.labels import counted
 from harness.suites.suite import Suite
 from harness.suites.suite_file import MOST_TRIALS, SuiteError, load
@@ -125,7 +117,8 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     """
     made = None if machine is None else machine_file.read(machine)
     suite = load(file)
-    found = forecast(suite.trials, _host(suite))
+    here = launchers.for_slurm(suite.trials) is None  # else on nodes that are not known yet
+    found = forecast(suite.trials, this_host() if here else feasibility.any_host())
     impossible = sum(bool(one.problems) for one in found)
     table = plan_rows.rows(found, made)
     whole = plan_rows.whole(suite, found, table)
@@ -194,17 +187,15 @@ def run(
     if only is not None:
         asked = [suite.beginning(only, sweeps)]
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
-        check_feasible(file, forecast(asked, _host(suite)))
+        check_feasible(file, forecast(asked, feasibility.any_host()))
         more = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
         more += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
         _to_slurm(suite, file, results, waiting, more)
         raise typer.Exit(OK)
-    place = launchers.place(suite.trials)
-    if place is not None and place.follows:
-        raise typer.Exit(_follow_nodes(place))
+    place = _place(suite)
     folder = results / suite.name
-    there = check_folder(folder)
-    check_inputs(folder, asked)
+    there = feasibility.check_folder(folder)
+    feasibility.check_inputs(folder, asked)
     check_feasible(file, forecast(suite.trials if only is None else asked, this_host()))
     own = check.check_laws(asked)
 
@@ -214,27 +205,24 @@ def run(
     interrupts.take_over()
     progress, count = terminal_table.console(stderr=True), counted(len(suite.trials), "trial")
     times, each = (f"{sweeps} sweeps of {count}", " (each)") if sweeps > 1 else (count, "")
-    lines = [f"{suite.name}: {suite.question}"]
-    lines += [f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}."]
-    lines += [f"Of them {only} alone."] if only is not None else []
-    lines += [f"The declared laws of {', '.join(own)} hold."] if own else []
+    say = partial(terminal_table.say, out=progress)
+    say(f"{suite.name}: {suite.question}")
+    say(f"{times} ({suite.repeats}) into {folder}. Stated time{each}: {suite.time}.")
+    say("" if only is None else f"Of them {only} alone.")
+    say(f"The declared laws of {', '.join(own)} hold." if own else "")
     known = suite.all_repeats(max(sweeps, *(1 + record.sweep for record in there))) if there else {}
     if others := len({record.id for record in there} - known.keys()):
         what = f"{counted(others, 'record')} that this suite does not ask for"
-        lines += [f"This folder also holds {what}; the report draws them too."]
-    for line in lines:
-        terminal_table.say(line, progress)
+        say(f"This folder also holds {what}; the report draws them too.")
     rest = batches(suite, sweeps, seconds_in(folder))
     with launchers.gathered(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, rest if only is None else [Batch(0, tuple(asked))], folder, progress,
             nodes=nodes, retry_failed=retry_failed, total=len(asked), on=made,
         )  # fmt: skip
-        status = INTERRUPTED
-        if not outcome.interrupted:
-            if report:
-                report_command.build_report(folder, lead=True)
-            status = SOME_FAILED if outcome.failed else OK
+        status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
+        if report and status != INTERRUPTED:
+            report_command.build_report(folder, lead=True)
         if nodes is not None:
             nodes.status = status
     raise typer.Exit(status)
@@ -335,11 +323,8 @@ def doctor(
     suite = load(file)
     if launchers.for_slurm(suite.trials) is not None:
         raise Refusal(f"{file}: start it in a job step: srun --ntasks-per-node=1 zeropp doctor {file}")
-    place = launchers.place(suite.trials)
-    if place is None:
+    if (place := _place(suite)) is None:
         raise Refusal(f"{file}: all its nodes are on this machine; zeropp doctor by itself looks at it")
-    if place.follows:
-        raise typer.Exit(_follow_nodes(place))
     with launchers.gathered(place, suite.trials, same_code=False) as nodes:
         assert nodes is not None  # noqa: S101  # there is a place
         table = compare(nodes.nodes)
@@ -417,34 +402,24 @@ def _follow(suite: Suite, results: Path, out: Console) -> None:
     from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.progress import outcome
 
-    folder, done, asked = results / suite.name, 0, 0
+    folder, asked = results / suite.name, 0
     for batch in batches(suite, 1, seconds_in(folder)):
-        asked += len(batch.trials)
-        for trial in batch.trials:
-            while (record := _ended(path_of(folder, trial.id))) is None:
+        done, asked = asked, asked + len(batch.trials)
+        for number, trial in enumerate(batch.trials, done + 1):
+            path = path_of(folder, trial.id)
+            while not path.exists() or (told := outcome(read(path))).startswith("interrupted: "):
                 time.sleep(_FOLLOW_SECONDS)
-            done += 1
-            line = f"[{done}/{asked}] {trial.id} {outcome(record)}"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            out.print(f"[{number}/{asked}] {trial.id} {told}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _ended(path: Path) -> Record | None:
-    """The record of a trial that does not run again; None as long as there is none."""
-    record = read(path) if path.exists() else None
-    interrupted = record is not None and record.failure is not None and record.failure.kind == "interrupted"
-    return None if interrupted else record
+def _place(suite: Suite) -> Place | None:
+    """The first node's place in a run across hosts; another node is its supervisor, and ends as the run."""
+    place = launchers.place(suite.trials)
+    if place is not None and place.follows:
+        from harness.runs.rank_trial import WORKS
 
-
-def _follow_nodes(place: Place) -> int:
-    """Be the supervisor of another node than the first; returns the run's exit status."""
-    from harness.runs.rank_trial import WORKS
-
-    return node_supervisors.follow(place, WORKS, run_environment.identity())
-
-
-def _host(suite: Suite) -> Host:
-    """Where a suite's trials run: here, or on nodes that are not known yet."""
-    return this_host() if launchers.for_slurm(suite.trials) is None else any_host()
+        raise typer.Exit(node_supervisors.follow(place, WORKS, run_environment.identity()))
+    return place
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,18 +19,9 @@ from harness.records.confidence_intervals import FEWEST
 from harness.records.record import Record
 from harness.runs.feasibility import Forecast, gib
 from harness.runs.progress import outcome
+from harness.suites import labels
 from harness.suites.answering_quantity import LEAST_STEPS
-from harness.suites.labels import (
-    INTERFACES,
-    INTERFACES_IN_WORDS,
-    NONE,
-    at,
-    counted,
-    in_words,
-    padded,
-    padded_in_words,
-    varying_paths,
-)
+from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import PEERS
 from harness.suites.suite import Suite
 from harness.suites.suite_file import flatten
@@ -52,7 +44,7 @@ _PLANNED: Final = (
     Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
     Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
     Column("modelled_basis", "basis", rank=2),
-    Column("parameters", form=",d", rank=3, mark=lambda row: padded(row["padding"])),
+    Column("parameters", form=",d", rank=3, mark=lambda row: labels.padded(row["padding"])),
     Column("inter_bytes", "between nodes", BYTES, "/step"),
     Column("intra_bytes", "inside nodes", BYTES, "/step", rank=4),
     Column("egress_bytes", "out of a node", BYTES, "/step", rank=5),
@@ -66,10 +58,7 @@ _PLANNED: Final = (
 
 
 def _mark(row: Mapping[str, Any]) -> str:
-    """What stands behind a record's bytes between nodes."""
-    if row["inter_bytes"] is None:
-        return ""
-    return padded(row["padding"]) + (f" {INTERFACES}" if row["counted_by_interfaces"] else "")
+    return labels.padded(row["padding"]) + f" {labels.INTERFACES}" * row["counted_by_interfaces"]
 
 
 _MEASURED: Final = (
@@ -99,44 +88,45 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
             values.index(at(one.trial.canonical(), path)) for path, values in reversed(come.items())
         ],
     )
-    terminal_table.say(f"{suite.name}: {suite.question}", out)
+    say = partial(terminal_table.say, out=out)
+    say(f"{suite.name}: {suite.question}")
     count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
-    terminal_table.say(f"{count}. Stated time: {suite.time}.", out)
+    say(f"{count}. Stated time: {suite.time}.")
     if suite.merged:
         same = "; ".join(suite.merged)
-        terminal_table.say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.", out)
-    peers = dict.fromkeys(one.trial.strategy for one in shown if one.trial.strategy in PEERS)
+        say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.")
+    peers = (one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")
-    for line in (*suite.kept, *said, *dict.fromkeys(other)):
-        terminal_table.say(line, out)
+    for line in dict.fromkeys([*suite.kept, *said, *other]):
+        say(line)
     notes = list(dict.fromkeys(why for one in shown for why in one.reasons))
     named = [Column(path, always=True) for path in varying or ["strategy"]]
     columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
     table = [
-        row | {path: at(one.trial.canonical(), path) for path in varying} | {"runs here": _runs(one, notes)}
+        row
+        | {path: at(one.trial.canonical(), path) for path in varying}
+        | {"runs here": _outcome(one, notes)}
         for row, one in zip(rows(shown, machine), shown, strict=True)
     ]
     terminal_table.show(table, columns, out, whole=_WHOLE)
-    terminal_table.say(_NOTES, out)
-    if machine is not None:
-        terminal_table.say(f"On {machine.name} ({machine.source}): {_MODELLED}", out)
-    terminal_table.say(padded_in_words(one.padding for one in shown), out)
+    say(_NOTES)
+    say("" if machine is None else f"On {machine.name} ({machine.source}): {_MODELLED}")
+    say(labels.padded_in_words(one.padding for one in shown))
     for number, why in enumerate(notes, 1):
         of_it = [one for one in shown if why in one.reasons]
         what = "cannot run here" if of_it[0].problems else _outcome(of_it[0])
-        terminal_table.say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}", out)
-    terminal_table.say(_too_short(found), out)
+        say(f"{number}: {what} ({len(of_it)} of {len(shown)} cells): {one_line(why)}")
+    say(_too_short(found))
 
 
 def _cells(suite: Suite, rows: int) -> str:
     """How many cells there are, and how many seeds each has."""
-    seeds = len({trial.seed for trial in suite.cells})
+    cells, seeds = counted(rows, "cell"), len({trial.seed for trial in suite.cells})
     if len(suite.cells) == rows:
-        return counted(rows, "cell")
-    if len(suite.cells) == rows * seeds:
-        return f"{counted(rows, 'cell')} x {counted(seeds, 'seed')}"
-    return f"{counted(rows, 'cell')}, {len(suite.cells)} with all their seeds,"
+        return cells
+    each, alike = counted(seeds, "seed"), len(suite.cells) == rows * seeds
+    return f"{cells} x {each}" if alike else f"{cells}, {len(suite.cells)} with all their seeds,"
 
 
 def _too_short(found: Sequence[Forecast]) -> str:
@@ -151,19 +141,12 @@ def _too_short(found: Sequence[Forecast]) -> str:
     return f"Too short for a verdict on losses: {', and '.join(short)}." if short else ""
 
 
-def _outcome(one: Forecast) -> str:
-    """What comes of a cell in a word: "yes" if it can run."""
-    if one.problems:
-        return "no"
-    if one.failure is None:
-        return "yes"
-    return "over its limit" if one.failure.kind == "memory" else one.failure.kind
-
-
-def _runs(one: Forecast, notes: Sequence[str]) -> str:
-    """The same, with the numbers of the notes that say why."""
-    numbers = ", ".join(str(notes.index(why) + 1) for why in one.reasons)
-    return f"{_outcome(one)}: {numbers}" if numbers else _outcome(one)
+def _outcome(one: Forecast, notes: Sequence[str] = ()) -> str:
+    """What comes of a cell in a word, "yes" if it can run, and the numbers of the ``notes`` that say why."""
+    kind = "yes" if one.failure is None else one.failure.kind
+    word = "no" if one.problems else "over its limit" if kind == "memory" else kind
+    numbers = ", ".join(str(notes.index(why) + 1) for why in one.reasons if why in notes)
+    return f"{word}: {numbers}" if numbers else word
 
 
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
@@ -175,9 +158,9 @@ def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     ]
     columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying), *_MEASURED]
     terminal_table.show(table, columns, out, whole=_WHOLE)
-    terminal_table.say(padded_in_words(record.padding for record in found), out)
+    terminal_table.say(labels.padded_in_words(record.padding for record in found), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)
-    terminal_table.say(INTERFACES_IN_WORDS if by_interfaces else "", out)
+    terminal_table.say(labels.INTERFACES_IN_WORDS if by_interfaces else "", out)
     for record in found:
         if record.failure is not None:
             out.print(escape(f"{record.id} {outcome(record, folder)}"), soft_wrap=True)
@@ -206,7 +189,7 @@ def record(one: Record, out: Console, folder: Path) -> None:
         **dict(flatten(one.model_dump(mode="json", exclude=_ROWS))),
         **{path: at(one.trial, path) for path, value in flatten(one.trial) if value is not None},
         **{f"ran {name}": value for name, value in one.ran.items()},
-        "padding of its units": f"{one.padding:.1%} of them" if one.units else NONE,
+        "padding of its units": f"{one.padding:.1%} of them" if one.units else None,
         **{column.heading: column.cells[0] for column in filled([row], _MEASURED)},
         **{f"memory, {part.replace('_', ' ')}": gib(size) for part, size in held.items() if size},
         "validations": ", ".join(f"{v.loss:.4f} after {v.step} steps" for v in validations),
@@ -214,9 +197,9 @@ def record(one: Record, out: Console, folder: Path) -> None:
         "outcome": outcome(one),
     }
     for name, value in lines.items():
-        table.add_row(name, escape(in_words(value)))
+        table.add_row(name, escape(labels.in_words(value)))
     out.print(table)
-    terminal_table.say(INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
+    terminal_table.say(labels.INTERFACES_IN_WORDS if row["counted_by_interfaces"] else "", out)
     if one.failure is not None and one.failure.log:
         out.print(escape(f"log: {folder / one.failure.log}"), soft_wrap=True)
 
