@@ -9,42 +9,38 @@ from impl.adapters.traffic import carries
 from impl.codecs.codec import Codec, Raw, parse
 
 
-def foreign(trial: Trial) -> list[str]:
-    """Paths of policy changes that would turn the trial's preset into another technique."""
+def foreign(trial: Trial) -> dict[str, str]:
+    """Why policy changes do not fit the trial's preset, by path: words that its name follows."""
     try:
         base = trial.base_policy()
     except ValueError:  # of a configuration that is missing, which is refused later
         base = None
     if base is None:
-        return []
-    changes, found = trial.policy, list[str]()
-    if trial.host is not None:
-        found = [name for name in trial.changes if not carries(trial.host, name)]
+        return {}
+    changes, host = trial.policy, trial.host
     raw_weights, raw_gradients = _raw((base.weights,)), _raw(base.gradients)
     exact = trial.strategy.endswith("exact")
     lacks = {
         "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
         "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
-        "secondary": not base.secondary,
-        "secondary_format": not base.secondary,
-        "differences": base.differences is None,
-        "refresh": base.differences is None,
         "stage": True,
         "group": not base.group,
         "reduce_every": base.stage < 2 and changes.reduce_every == "micro_batch",
-        "sums": raw_gradients,
-        "blocks": raw_weights and raw_gradients,
         "planes": raw_weights,
-        "feedback": raw_gradients,
-        "budget": raw_weights and raw_gradients,
         "gather": base.gather == "flat",
-        "reduce": base.reduce == "ring",
-        "chunks": base.reduce == "ring",
+        **dict.fromkeys(("secondary", "secondary_format"), not base.secondary),
+        **dict.fromkeys(("differences", "refresh"), base.differences is None),
+        **dict.fromkeys(("sums", "feedback"), raw_gradients),
+        **dict.fromkeys(("blocks", "budget"), raw_weights and raw_gradients),
+        **dict.fromkeys(("reduce", "chunks"), base.reduce == "ring"),
     }  # what a field is about
-    for name, lacking in lacks.items():
-        if lacking and getattr(changes, name) not in (None, "none", getattr(base, name)):
-            found.append(name)
-    return [f"policy.{name}" for name in found]
+    found = {}
+    for name in trial.changes:
+        if host is not None and not carries(host, name):
+            found[f"policy.{name}"] = "it cannot be carried out in"
+        elif lacks.get(name) and getattr(changes, name) not in (None, "none", getattr(base, name)):
+            found[f"policy.{name}"] = "it would make another strategy of"
+    return found
 
 
 def _codecs(asked: str | tuple[str, str] | None) -> list[Codec]:

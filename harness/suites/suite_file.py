@@ -31,7 +31,6 @@ from harness.suites.policy_scope import foreign
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
 from harness.suites.suite import Asked, Suite
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
-from impl.adapters.traffic import carries
 from impl.codecs.codec import CodecError
 
 MOST_TRIALS: Final = 2000  # of one suite; more is a slip of the pen, not a question
@@ -317,16 +316,11 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
     left_out: dict[tuple[str, str, str], list[tuple[str, str]]] = defaultdict(list)
     fitting = [dict(cell) for cell in cells]
     for cell, trial in zip(fitting, trials, strict=True):
-        others = foreign(trial) if several else []
+        others = foreign(trial) if several else {}
         for path, (value, table) in list(cell.items()):
-            if trial.strategy in PEERS:  # whose trials lose their policies, and are told of axes alone
-                why = "there is no policy in" if path.startswith("policy.") and table == "[matrix]" else ""
-            elif path not in others or table in named:
-                continue
-            elif trial.host is None or carries(trial.host, path.removeprefix("policy.")):
-                why = "it would make another strategy of"
-            else:
-                why = "it cannot be carried out in"
+            why = "" if table in named else others.get(path, "")
+            if trial.strategy in PEERS and path.startswith("policy.") and table == "[matrix]":
+                why = "there is no policy in"  # peers' trials lose their policies, and are told of axes alone
             if why:
                 left_out[path, table, why].append((_text(value), trial.strategy))
                 del cell[path]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +27,16 @@ def decode(
     likeliest; each of the ``layers`` has a cache.
     """
     past = [KeysAndValues() for _ in range(layers)]
-    given = prompt
     for _ in range(tokens):
         with torch.no_grad():
-            logits = model(given, None, past)  # (B, vocab)
+            logits = model(prompt, None, past)  # (B, vocab)
             chosen = logits.argmax(-1) if choose is None else choose(logits)
         yield chosen
-        given = chosen[:, None]
+        prompt = chosen[:, None]
 
 
 Counts = tuple[float | None, int | None, int | None]  # seconds waited, bytes sent between and inside nodes
+_SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")  # the same, as a token's are called
 
 
 class Generator:
@@ -55,21 +56,11 @@ class Generator:
         before, start = self._count(), self._now()
         for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):
             seconds, after = self._now() - start, self._count()
-            exposed, inter, intra = (
-                None if now is None or then is None else now - then
-                for now, then in zip(after, before, strict=True)
-            )
-            self.measured.append(
-                Token(
-                    step=index,
-                    warmup=warmup,
-                    index=place,
-                    seconds=seconds,
-                    exposed=exposed,
-                    inter_bytes=None if inter is None else int(inter),
-                    intra_bytes=None if intra is None else int(intra),
-                )
-            )
+            spent: dict[str, Any] = {
+                name: None if now is None or then is None else now - then
+                for name, now, then in zip(_SPENT, after, before, strict=True)
+            }
+            self.measured.append(Token(step=index, warmup=warmup, index=place, seconds=seconds, **spent))
             decoded.append(chosen)
             before, start = after, self._now()
         text = torch.stack(decoded, 1).cpu().numpy()  # (B, tokens)

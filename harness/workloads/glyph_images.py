@@ -64,19 +64,15 @@ def load() -> Glyphs:
     from matplotlib import ft2font
 
     characters = _characters()
-    train: list[Item] = []
-    validation: list[Item] = []
+    splits: tuple[list[Item], list[Item]] = ([], [])
     for font in _FONTS:
         for label, character in enumerate(characters):
             held_out = draw(f"{font}/{character:x}", VALIDATION_EVERY) == 0
-            (validation if held_out else train).append(Item(font, character, label))
-    digest = hashlib.sha256()
-    for font in _FONTS:
-        digest.update(_path(font).read_bytes())
+            splits[held_out].append(Item(font, character, label))
     # Another version of FreeType, which renders the glyphs, may set other pixels.
     drawing = (characters, IMAGE_SIDE, _PIXELS, str(ft2font.__freetype_version__))
-    digest.update(repr(drawing).encode())
-    return Glyphs(digest.hexdigest(), train, validation)
+    whole = b"".join([*(_path(font).read_bytes() for font in _FONTS), repr(drawing).encode()])
+    return Glyphs(hashlib.sha256(whole).hexdigest(), *splits)
 
 
 def _characters() -> tuple[int, ...]:
