@@ -16,13 +16,22 @@ from harness.strategies import deepspeed
 ENOUGH_CORES: Final = 2
 ENOUGH_MEMORY: Final = 4 << 30
 ENOUGH_SHARED_MEMORY: Final = 256 << 20
+_ADDS: Final = {  # what each is for and, if it is missing, what to do
+    "cores": f"{ENOUGH_CORES} or more: suites' times are for 2",
+    "/dev/shm": "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",  # noqa: S108
+    "torch": "runs every trial: pip install torch",
+    "network namespaces": "nodes behind a link that also holds peers to its rate; else our wire is paced",
+    "tbf": "the kernel's shaper of the link between namespaces",
+    "C++ compiler": "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
+    "CUDA device": "trials with cluster.device = 'cuda'; without one all runs on the CPU",
+    "CuPy": "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
+    "NVML": "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py",
+    "DeepSpeed": "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
+}
 
 
 def examine() -> list[dict[str, Any]]:
-    """Look at everything that a trial may use; a row for each thing, ``there`` if it is and is enough.
-
-    ``adds`` is what it is for and, if it is missing, what to do.
-    """
+    """Look at everything that a trial may use; a row for each thing, ``there`` if it is and is enough."""
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
     facts = machine.facts()
     packages, driver = facts["packages"], facts["driver"]
@@ -30,47 +39,23 @@ def examine() -> list[dict[str, Any]]:
     nvml = "no NVIDIA driver answers" if packages["nvidia-ml-py"] else "nvidia-ml-py is not installed"
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     missing, apart, tbf = deepspeed.why_missing(), namespaces(None), namespaces()
-    looked_for: list[tuple[str, object, object, str]] = [
-        ("cores", cores >= ENOUGH_CORES, cores, f"{ENOUGH_CORES} or more: suites' times are for 2"),
-        ("memory", memory >= ENOUGH_MEMORY, gib(memory), f"holds at most {memory // PROCESS_BYTES} ranks"),
-        (
-            "/dev/shm",  # noqa: S108 - a name to print
-            shared >= ENOUGH_SHARED_MEMORY,
-            shared and gib(shared),
-            "ranks of a node exchange through it; in a container, --shm-size=1g; else transport = 'gloo'",
-        ),
-        ("torch", packages["torch"], packages["torch"], "runs every trial: pip install torch"),
-        (
-            "network namespaces",
-            apart is None,
-            apart or "works",
-            "nodes behind a link that also holds peers to its rate; else our wire is paced",
-        ),
-        ("tbf", tbf is None, tbf or "works", "the kernel's shaper of the link between namespaces"),
-        (
-            "C++ compiler",
-            compiler,
-            compiler and Path(compiler).name,
-            "CPU kernels and the CUDA sources' tests on a CPU; without it the PyTorch ones run",
-        ),
-        ("CUDA device", *_cuda(), "trials with cluster.device = 'cuda'; without one all runs on the CPU"),
-        (
-            "CuPy",
-            len(cupy) == 1,
-            ", ".join(cupy),
-            "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both",
-        ),
-        ("NVML", driver, driver or nvml, "GPU facts: an NVIDIA driver, and pip install nvidia-ml-py"),
-        (
-            "DeepSpeed",
-            missing is None,
-            missing is None and deepspeed.version(),
-            "a peer of suites: pip install 'zeropp-bench[deepspeed]'",
-        ),
-    ]
+    looked_for: dict[str, tuple[object, object]] = {  # whether it is there, and what was found
+        "cores": (cores >= ENOUGH_CORES, cores),
+        "memory": (memory >= ENOUGH_MEMORY, gib(memory)),
+        "/dev/shm": (shared >= ENOUGH_SHARED_MEMORY, shared and gib(shared)),  # noqa: S108  # a name to print
+        "torch": (packages["torch"], packages["torch"]),
+        "network namespaces": (apart is None, apart or "works"),
+        "tbf": (tbf is None, tbf or "works"),
+        "C++ compiler": (compiler, compiler and Path(compiler).name),
+        "CUDA device": _cuda(),
+        "CuPy": (len(cupy) == 1, ", ".join(cupy)),
+        "NVML": (driver, driver or nvml),
+        "DeepSpeed": (missing is None, missing is None and deepspeed.version()),
+    }
+    adds = _ADDS | {"memory": f"holds at most {memory // PROCESS_BYTES} ranks"}
     return [
-        {"what": what, "there": bool(there), "found": str(found or "none"), "adds": adds}
-        for what, there, found, adds in looked_for
+        {"what": what, "there": bool(there), "found": str(found or "none"), "adds": adds[what]}
+        for what, (there, found) in looked_for.items()
     ]
 
 

@@ -91,9 +91,7 @@ def _coverage(n: int, d: int) -> float:
 
 
 def paired_ratio_interval(
-    above: Mapping[_Key, float],
-    below: Mapping[_Key, float],
-    sweeps: Mapping[_Key, int] | None = None,
+    above: Mapping[_Key, float], below: Mapping[_Key, float], sweeps: Mapping[_Key, int] | None = None
 ) -> Interval:
     """Geometric mean of the ratios above/below of positive values, paired by key, with its interval.
 

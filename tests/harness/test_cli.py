@@ -159,10 +159,7 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            '{"schema_version": 99}',
-            f"schema version 99, this program reads and writes {SCHEMA_VERSION}",
-        ),
+        ('{"schema_version": 99}', f"schema version 99, this program reads and writes {SCHEMA_VERSION}"),
         ("[" * 100_000, "0123456789ab.json: not a record"),  # beyond Python's limits
         ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: not a record"),
     ],
@@ -570,11 +567,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("run", "q.toml"), ("train",), ("export", "a", "b")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("arguments", [("run", "q.toml"), ("train",), ("export", "a", "b")], ids=" ".join)
 def test_interrupt_where_no_exception_passes(folder: Path, arguments: tuple[str, ...]) -> None:
     """Ctrl-C inside an import that swallows exceptions, as a function that C calls does: nothing goes on, and
     nothing is left.

@@ -134,10 +134,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["checkpoints", "FOLDER/nowhere"], "nowhere: no such folder"),
         (["checkpoints", "FOLDER"], "no checkpoint in it"),
-        (
-            ["checkpoints", "docs/reference/wire_format.md"],
-            "docs/reference/wire_format.md: no such folder",
-        ),
+        (["checkpoints", "docs/reference/wire_format.md"], "docs/reference/wire_format.md: no such folder"),
         (
             ["export", "docs/reference/wire_format.md", "FOLDER/out"],
             "docs/reference/wire_format.md: no such folder",

@@ -128,8 +128,7 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
     )
     assert not any("zeropp" in line for line in found.kept)
     found = suite(
-        tmp_path,
-        '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n',
+        tmp_path, '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n'
     )
     assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
     assert any("is left out of zero0: it would make another strategy of" in line for line in found.kept)
@@ -241,8 +240,7 @@ def test_exclude_and_override(tmp_path: Path) -> None:
 def test_quoted_and_nested_axes(tmp_path: Path) -> None:
     """An axis may be a quoted path, a dotted key or a list of tables; free keys reach the model."""
     found = suite(
-        tmp_path,
-        '[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n',
+        tmp_path, '[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n'
     )
     assert {(t.model.arguments["layers"], t.cluster.nodes) for t in found.trials} == {
         (1, 1), (1, 4), (2, 1), (2, 4),
@@ -434,10 +432,7 @@ COUNTS = [*_fields(Trial), "model.arguments.layers"]
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(path="policy.max_padding", value=2**63)
-@given(
-    path=st.sampled_from(COUNTS),
-    value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)),
-)
+@given(path=st.sampled_from(COUNTS), value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
 def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
     """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
     text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")

@@ -12,15 +12,7 @@ from pydantic import ValidationError
 
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.peers import PEERS
-from harness.suites.trial import (
-    Cluster,
-    LearningRates,
-    Model,
-    Optimizer,
-    PeerSettings,
-    PolicyChanges,
-    Trial,
-)
+from harness.suites.trial import Cluster, LearningRates, Model, Optimizer, PeerSettings, PolicyChanges, Trial
 from impl.codecs.codec import Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 

@@ -14,13 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.errors import Refusal
-from harness.suites.model_sizes import (
-    IMAGE_SIDE,
-    PATCHES,
-    PRESETS,
-    GPTShape,
-    step_flops,
-)
+from harness.suites.model_sizes import IMAGE_SIDE, PATCHES, PRESETS, GPTShape, step_flops
 from harness.suites.trial import Model, Trial
 from harness.workloads.generation import decode
 from harness.workloads.models import GPT, build, shape_of
