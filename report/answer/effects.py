@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST, Interval, quantile
 from harness.records.memory_parts import on_device
-from report.data import metrics, speedups
+from report.data import speedups
 from report.data.contender import NAMES
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -112,7 +112,7 @@ def pairs_needed(effect: Effect) -> int:
 
 def errors(derived: Derived) -> pd.Series[float]:
     """Error end to end (vNMSE) by cell and contender: the median over measured steps and trials."""
-    found = metrics.sent_errors(derived.frames, derived.trials)
+    found = derived.sent_errors
     found = found[(found["purpose"] == "gradients") & found["hop"].isna() & found["repeated"].eq(1)]
     return found.groupby(["cell", "contender"], sort=False)["vnmse"].median()
 

@@ -1,12 +1,13 @@
 """Lower bounds on a step's time: by the schedule of its units (:mod:`impl.plan.timeline`), and by the CPUs.
 
-Computation is that of the model by itself (:mod:`harness.measure.compute_alone`); records from before it was
-measured have what ranks did in their steps while they did not wait.
+Computation is that of the model by itself (:mod:`harness.measure.compute_alone`); where it was not measured,
+what ranks did in their steps while they did not wait.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,6 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.timeline import Collective, Hop, Load, least_pass_seconds
 from report.data.frames import Frames
 
@@ -28,11 +28,16 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     The longest of any rank in every sample or timed step, then the median over them.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
+    sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
+    by = ["id", "unit", "phase", "purpose"]
+    busiest = sent.groupby([*by, "node"])["bytes"].sum().groupby(level=by).max()
+    egress = {identity: mine.droplevel(0).to_dict() for identity, mine in busiest.groupby(level="id")}
     found = {}
     for identity, mine in computations(frames).groupby("id"):
         parts = mine[["forward", "backward", "rest"]].astype(float).to_numpy()
         if not np.isnan(parts).any():
-            bound = _bound(frames, str(identity), achieved[identity], int(steps.loc[identity]), parts)
+            sent_a_step = {key: size / steps.loc[identity] for key, size in egress.get(identity, {}).items()}
+            bound = _bound(frames, str(identity), achieved[identity], sent_a_step, parts)
             found[identity] = pd.Series(bound, index=mine["index"]).groupby(level=0).max().median()
     return pd.Series(found, dtype=float)
 
@@ -86,37 +91,36 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
     return of_trials / frames.finished.set_index("id")["processors"].reindex(of_trials.index)
 
 
-def _bound(frames: Frames, identity: str, mbit: float, steps: int, parts: _Seconds) -> _Seconds | float:
-    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3); NaN without
-    a policy, for steps that do more than train, and at a rate that is not known.
+def _bound(
+    frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
+) -> _Seconds | float:
+    """Seconds of a trial's steps, (n,), by those of their forward, backward and the rest, (n, 3), and bytes
+    that its busiest node ``sent`` in one; NaN without a policy, for steps that do more than train, and at a
+    rate that is not known.
     """
-    trial, units, sent = frames.ran[identity], frames.units[identity], frames.unit_bytes[identity]
-    policy, rate = trial.resolved_policy(), mbit * BITS_PER_MBIT
-    if policy is None or trial.workload != "train" or not units or (sent and math.isnan(rate)):
+    trial, policy, rate = frames.ran[identity], frames.ran[identity].resolved_policy(), mbit * BITS_PER_MBIT
+    if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
     passes, topology = trial.accumulation, trial.topology()
     between = any(topology.crosses(axis) for axis, _ in policy.reduce_axes(topology)[1:])
-    elements = sum(size for _, size, _ in units)
+    units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]
     forward, backward, rest = parts.T
 
     def link(unit: str, phase: str, *purposes: str) -> Collective:
         nbytes = sum(sent.get((unit, phase, purpose), 0) for purpose in purposes)
-        hop = Hop(adapter=8 * nbytes / steps / passes / rate if nbytes else 0.0)
+        hop = Hop(adapter=8 * nbytes / passes / rate if nbytes else 0.0)
         later = "gradients" in purposes and between  # the hop inside the node comes first
         return Collective(hops=(Hop(adapter=0.0), hop) if later else (hop,))
 
-    geometries = [
-        UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN)) for name, _, padded in units
-    ]
     loads = [
         Load(
-            forward=forward * (size / elements / passes),
-            backward=backward * (size / elements / passes),
-            gather=link(unit, "forward", "weights", "persistent"),
-            regather=link(unit, "backward", "weights", "persistent"),
-            reduce=link(unit, "backward", "gradients"),
+            forward=forward * (size / sum(sizes) / passes),
+            backward=backward * (size / sum(sizes) / passes),
+            gather=link(unit.name, "forward", "weights", "persistent"),
+            regather=link(unit.name, "backward", "weights", "persistent"),
+            reduce=link(unit.name, "backward", "gradients"),
         )
-        for unit, size, _ in units
+        for unit, size in zip(units, sizes, strict=True)
     ]
-    seconds: _Seconds = passes * least_pass_seconds(Schedule.of(policy, geometries), loads) + rest
+    seconds: _Seconds = passes * least_pass_seconds(Schedule.of(policy, units), loads) + rest
     return seconds

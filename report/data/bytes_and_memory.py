@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from impl.plan import memory as held
-from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.frames import Frames, groups
 from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
@@ -40,12 +39,8 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
-    group = policy.group_ranks(topology)
-    units = [
-        UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN), group)
-        for name, _, padded in frames.units[identity]
-    ]
-    return held.secondary_either_way(policy, topology, units) or (math.nan, math.nan)
+    found = held.secondary_either_way(policy, topology, frames.geometries(identity))
+    return found or (math.nan, math.nan)
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:

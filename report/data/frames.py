@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,14 @@ from pydantic import BaseModel, ValidationError
 
 from harness.records import chained_journal, record_checks
 from harness.records import record as schema
-from harness.records.record import LedgerRow, Record, RecordError, joules, read_all
+from harness.records.record import Record, RecordError, joules, read_all, wrong_field
 from harness.records.trace_record import Trace, read_traces
 from harness.suites import labels
 from harness.suites.answering_quantity import Said
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
-from impl.plan.shard_layout import FROZEN
+from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.contender import label_of, order_of, shared_changes
 from report.data.text import called, plain
 
@@ -36,8 +36,8 @@ _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", 
 _ALWAYS_TOLD: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
-_SUMMED: Final = ["bytes", "messages", "padding", "headers"]
-_BY: Final = ["id", "source", "rank", "node", "phase", "purpose", "link", "hop"]  # of these sums
+_SENT: Final = ("id", "source", "rank", "node", *schema.LedgerRow.model_fields, "padding", "headers")
+_SPANS: Final = ("id", "rank", "lane", "name", "begin", "end", "seconds", "before")
 _INTERFACES: Final = ("id", "header_bytes", *schema.InterfaceCounters.model_fields)
 
 
@@ -85,8 +85,15 @@ class Frames:
     journal: Sequence[str]  # what is unlike the folder's journal; none of records of no folder
     shared: dict[str, str]  # changes that all policies share, which names leave out
     units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
-    # What the busiest node sent to others over the timed steps, by id, then unit, phase and purpose.
-    unit_bytes: dict[str, dict[tuple[str, str, str], int]]
+
+    def geometries(self, identity: str) -> list[UnitGeometry]:
+        """The units of a trial with a policy, without their parameters."""
+        topology, policy = self.ran[identity].topology(), self.ran[identity].resolved_policy()
+        group = policy.group_ranks(topology) if policy else 0
+        return [
+            UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN), group)
+            for name, _, padded in self.units[identity]
+        ]
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
@@ -111,17 +118,23 @@ def frames_of(
 ) -> Frames:
     """Tables of ``records`` and traces of their steps, of several pools if asked; see :func:`load`."""
     found = len(records)
-    if not across_pools:
-        records = _without_old_failures(records)
+    if (
+        not across_pools
+    ):  # failures of other pools than that of the measured records, or the latest, are left out
+        kept = {one.pool for one in records if one.measured} or {
+            max(records, key=lambda one: one.started).pool
+        }
+        records = [record for record in records if record.pool in kept]
         _check_pools(records)
     trials = {record.id: _trial(record) for record in records}
     shared = shared_changes(list(trials.values()))
-    cells = _cells(records, trials)
-    rows = {one.id: _trial_row(one, trials[one.id], shared) | cells[one.id] for one in records}
+    rows = {record.id: _trial_row(record, trials[record.id], shared) for record in records}
+    for identity, cell in _cells(rows, trials).items():
+        rows[identity] |= cell
     ended = [record for record in records if record.failure is None]
     trained = [record for record in ended if trials[record.id].workload != "generate"]
-    failed = [(r.id, r.failure) for r in records if r.failure and r.failure.kind != "interrupted"]
-    failures = [rows[identity] | failure.model_dump() for identity, failure in failed]
+    failed = [rows[one.id] | one.failure.model_dump() for one in records if one.failure]
+    failures = [row for row in failed if row["kind"] != "interrupted"]
     pools = {(record.id, record.pool) for record in trained}
     shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
     answers = {record.answer for record in records}
@@ -133,10 +146,10 @@ def frames_of(
         margin=min(record.margin for record in records),
         pools=tuple(sorted({record.pool for record in records})),
         left_out=found - len(records),
-        interrupted=len(records) - len(ended) - len(failed),
+        interrupted=len(failed) - len(failures),
         finished=_listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns)),
         steps=_parts(trained, schema.Step, "steps", "rank"),
-        bytes=_bytes_frame(trained),
+        bytes=pd.DataFrame(_sent_rows(trained), columns=_SENT),
         interfaces=pd.DataFrame(_interface_rows(trained), columns=_INTERFACES),
         memory=pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"]),
         tokens=_parts(ended, schema.Token, "tokens", "rank"),
@@ -145,7 +158,7 @@ def frames_of(
         quantisation=_parts(trained, schema.QuantisationError, "quantisation"),
         communication_errors=_parts(trained, schema.CommunicationError, "communication_errors"),
         chosen_codecs=_parts(trained, schema.ChosenCodec, "chosen_codecs"),
-        traces=_traces_frame(shown),
+        traces=pd.DataFrame(_span_rows(shown), columns=_SPANS),
         stale_traces=len(traces) - len(shown),
         links=_links_frame(ended),
         failures=pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields]),
@@ -154,7 +167,6 @@ def frames_of(
         journal=verified,
         shared=shared,
         units={record.id: record.units for record in ended},
-        unit_bytes={record.id: _unit_bytes(record) for record in trained},
     )
 
 
@@ -184,14 +196,11 @@ def _trial(record: Record) -> Trial:
     try:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ReportError(
-            f"record {record.id}: trial.{where}: {first['msg']}; use the version that wrote it"
-        ) from error
+        why = f"trial.{wrong_field(error)}; use the version that wrote it"
+        raise ReportError(f"record {record.id}: {why}") from error
 
 
-def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
+def _cells(rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial]) -> dict[str, dict[str, str]]:
     """By id of each trial ``cell`` and ``where``, hash and description of every field but strategy, policy,
     seed and repeat; ``elsewhere``, the description without the rate; and ``shape``, the model.
     """
@@ -199,26 +208,25 @@ def _cells(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[str, 
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in _NOT_OF_A_CELL}
         for name, trial in trials.items()
     }
-    found, shapes = {}, defaultdict[str, set[str]](set)
-    for trial in trials.values():
-        shapes[trial.model.name].add(called(trial.model.name, trial.model.arguments))
     varying = sorted({*differing(list(cells.values()))} - {*_ALWAYS_TOLD})
-    for record in records:
-        trial, cell = trials[record.id], cells[record.id]
-        model = trial.model
-        text = json.dumps(cell, sort_keys=True, separators=(",", ":"))
+    shapes = {(one.model.name, called(one.model.name, one.model.arguments)) for one in trials.values()}
+    found = {}
+    for identity, trial in trials.items():
+        cell = cells[identity]
         told = [
             f"{trial.topology()} ranks",
-            f"{'modelled ' if _modelled(record) else ''}{rate_text(trial.cluster.rate)}",
+            f"{'modelled ' if rows[identity]['modelled'] else ''}{rate_text(trial.cluster.rate)}",
             f"{trial.tokens_per_rank} tokens/rank",  # others without their table: ``steps``, ``model``
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
             *(_named(k, cell.get(k)) for k in varying),
         ]
-        found[record.id] = {
+        text, model = json.dumps(cell, sort_keys=True, separators=(",", ":")), trial.model
+        several = sum(name == model.name for name, _ in shapes) > 1
+        found[identity] = {
             "cell": hashlib.sha256(text.encode()).hexdigest()[:12],
             "where": ", ".join(told),
             "elsewhere": ", ".join([told[0], *told[2:]]),
-            "shape": called(model.name, model.arguments) if len(shapes[model.name]) > 1 else model.name,
+            "shape": called(model.name, model.arguments) if several else model.name,
         }
     return found
 
@@ -230,10 +238,6 @@ def _named(key: str, value: Any) -> str:
     if key == "cluster.slow":
         return "equal nodes" if value is None else f"one node at {value:g} of the rate"
     return f"{key.removesuffix('.name').rpartition('.')[2]} {plain(value)}"
-
-
-def _modelled(record: Record) -> bool:
-    return record.link is not None and record.link.kind == "paced"
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
@@ -251,6 +255,9 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
     measured = (link.probed_mbit or link.calibrated_mbit) if link else None
     here = ("id", "suite", "order", "started", "pool", "sweep", "role", "parameters", "reference_loss")
     asked = ("strategy", "workload", "seed", "repeat", "tokens_per_rank", "sequence", "accumulation")
+    on_one = (
+        trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
+    )  # machine, whose CPUs are all
     return {
         **{name: getattr(record, name) for name in here},
         **{name: getattr(trial, name) for name in asked},
@@ -272,10 +279,10 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
         "link_kind": link.kind if link else "",
-        "modelled": _modelled(record),
+        "modelled": bool(link and link.kind == "paced"),
         "kernels": str(record.ran.get("kernels", "")),
         "kernels_warning": plain(record.ran.get("kernels_warning", ""), 300),
-        "processors": _processors(record, trial),
+        "processors": record.machine.get("cores") if on_one else None,
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
         **_taken(record),
@@ -288,14 +295,14 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
-
-    def mean(name: str) -> float:
-        return math.fsum(getattr(gpu, name) for gpu in gpus) / len(gpus) if gpus else math.nan
-
+    means = {
+        name: math.fsum(getattr(gpu, name) for gpu in gpus) / len(gpus) if gpus else math.nan
+        for name in ("watts", "utilisation", "clock_mhz")
+    }
     return {
         "gpus": len(gpus),
         "joules_per_token": math.nan if energy is None else energy / tokens,
-        **{name: mean(name) for name in ("watts", "utilisation", "clock_mhz")},
+        **means,
         "throttled": max((max(gpu.throttled.values(), default=0.0) for gpu in gpus), default=math.nan),
         "gpu_others": max((gpu.others for gpu in gpus), default=0),
     }
@@ -310,13 +317,6 @@ def _taken(record: Record) -> dict[str, float]:
     return {"others_share": others, "steal_share": use.steal / had, "taken_share": others + use.steal / had}
 
 
-def _processors(record: Record, trial: Trial) -> int | None:
-    """CPUs that all ranks share: those of the process that started them; None if the record does not say."""
-    known = trial.cluster.device == "cpu" and trial.cluster.launcher == "local"
-    cores = record.machine.get("cores") if known else None
-    return cores if isinstance(cores, int) and cores > 0 else None
-
-
 def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     for record in records:
         headers = record.link.details.get("header_bytes") if record.link else None
@@ -324,47 +324,21 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
             yield {"id": record.id, "header_bytes": headers, **counters.model_dump()}
 
 
-def _bytes_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Ledger and prediction, summed over units; messages are of padding as their unit's elements are."""
-    rows = []
+def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    """Ledger and prediction; messages are of padding as their unit's elements are."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         predicted = record.predicted.ledgers if record.predicted else []
         ledgers = [("ledger", rank, rank.ledger or []) for rank in record.ranks]
         ledgers += [("predicted", *one) for one in zip(record.ranks, predicted, strict=False)]
-        rows += [
-            {
-                "id": record.id,
-                "source": source,
-                "rank": rank.rank,
-                "node": rank.node,
-                **entry.model_dump(),
-                "phase": _phase(record, entry),
-                "padding": entry.bytes * pads.get(entry.unit, 0.0),
-                "headers": record_checks.segmented(entry),
-            }
-            for source, rank, ledger in ledgers
-            for entry in ledger
-        ]
-    frame = pd.DataFrame(rows, columns=[*_BY, *_SUMMED])
-    return frame.groupby(_BY, as_index=False, sort=False)[_SUMMED].sum()
-
-
-def _phase(record: Record, entry: LedgerRow) -> str:
-    """The phase of a row of a ledger; evaluations that are part of a step stand apart from validation."""
-    if entry.phase != "evaluate" or record.trial.get("workload") != "rlhf":
-        return entry.phase
-    return "score" if entry.unit.endswith(FROZEN) else "generate"
-
-
-def _unit_bytes(record: Record) -> dict[tuple[str, str, str], int]:
-    """Bytes to other nodes by (unit, phase, purpose), of the node that sends most of them."""
-    sent: dict[tuple[str, str, str], Counter[int]] = defaultdict(Counter)
-    for rank in record.ranks:
-        for row in rank.ledger or []:
-            if row.link == "inter":
-                sent[row.unit, row.phase, row.purpose][rank.node] += row.bytes
-    return {key: max(nodes.values()) for key, nodes in sent.items()}
+        for source, rank, ledger in ledgers:
+            of = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
+            for entry in ledger:
+                row = entry.model_dump()
+                if entry.phase == "evaluate" and record.trial.get("workload") == "rlhf":
+                    row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"  # parts of a step
+                padding, headers = entry.bytes * pads.get(entry.unit, 0.0), record_checks.segmented(entry)
+                yield of | row | {"padding": padding, "headers": headers}
 
 
 def _memory_rows(records: Iterable[Record]) -> Iterator[tuple[str, int, str, str, int]]:
@@ -383,14 +357,11 @@ def _memory_rows(records: Iterable[Record]) -> Iterator[tuple[str, int, str, str
                 yield from ((record.id, rank.rank, source, part, size) for part, size in sizes.items())
 
 
-def _traces_frame(traces: Iterable[Trace]) -> pd.DataFrame:
-    rows = [
-        (about.trial, rank, span.lane, span.name, span.begin, span.end, about.seconds, about.before)
-        for about, spans in ((trace.otherData, trace.spans()) for trace in traces)
-        for rank, span in spans
-    ]
-    columns = ["id", "rank", "lane", "name", "begin", "end", "seconds", "before"]
-    return pd.DataFrame(rows, columns=columns)
+def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
+    for trace in traces:
+        about = trace.otherData
+        for rank, span in trace.spans():
+            yield about.trial, rank, span.lane, span.name, span.begin, span.end, about.seconds, about.before
 
 
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
@@ -404,13 +375,12 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
     ]
     found = pd.DataFrame(rows, columns=["id", "kind", "requested_mbit", "when", "achieved_mbit"])
     found = found.astype({"requested_mbit": float, "achieved_mbit": float})
-    again = found.duplicated(["kind", "requested_mbit", "when", "achieved_mbit"])
-    return found[~(found["when"].eq("calibrated") & again)]
+    return found[~(found["when"].eq("calibrated") & found.drop(columns="id").duplicated())]
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Each distinct value of each fact (machine, code, what ran) in each pool, with its number of records."""
-    rows = []
+    counts = Counter[tuple[str, str, str]]()
     for record in records:
         facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
         facts["record"] = {"digest": "none" if record.digest is None else "SHA-256, of this content"}
@@ -418,16 +388,9 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
             facts["link"] = {"kind": link.kind, "why": link.why, **link.details}
         for fact, value in flatten(facts):
             text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-            rows.append((record.pool, fact, text))
-    found = pd.DataFrame(rows, columns=["pool", "fact", "value"])
-    return found.groupby(["pool", "fact", "value"]).size().reset_index(name="records")
-
-
-def _without_old_failures(records: list[Record]) -> list[Record]:
-    """The records without failures of other pools than that of the measured records, or of the latest."""
-    measured = {record.pool for record in records if record.measured}
-    kept = measured or {max(records, key=lambda record: record.started).pool}
-    return [record for record in records if record.pool in kept]
+            counts[record.pool, fact, text] += 1
+    rows = [(*fact, count) for fact, count in sorted(counts.items())]
+    return pd.DataFrame(rows, columns=["pool", "fact", "value", "records"])
 
 
 def _check_pools(records: list[Record]) -> None:
@@ -446,9 +409,13 @@ def _check_pools(records: list[Record]) -> None:
             f"together: {pools}. They differ in {'; '.join(told[:6]) or 'facts that are not recorded'}. "
             "Move one pool to a folder of its own"
         )
-    ran = [record for record in measured if "kernels" in record.ran]
-    for device in dict.fromkeys(str(record.ran.get("device")) for record in ran):
-        here = [(str(one.ran["kernels"]), one.id) for one in ran if str(one.ran.get("device")) == device]
+    ran = [
+        (record.ran.get("device"), record.ran["kernels"], record.id)
+        for record in measured
+        if "kernels" in record.ran
+    ]
+    for device in dict.fromkeys(device for device, *_ in ran):
+        here = [(str(kernels), identity) for on, kernels, identity in ran if on == device]
         if len(dict(here)) > 1:
             raise ReportError(
                 f"records of trials on {device} that ran different kernels are not drawn together: "

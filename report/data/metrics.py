@@ -167,27 +167,48 @@ def split(frames: Frames) -> pd.DataFrame:
     return long.dropna(subset=["seconds"])
 
 
-def sent_errors(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Errors of what was sent, of all units together: one row per trial, step, purpose, and hop or end (then
-    ``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
-    """
-    found = frames.communication_errors
-    floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
-    found = found[found["unit"] == ""].astype(floats)
-    found = found.assign(vnmse=found["squared_error"] / found["squared_value"])
-    return table[OF_TRIAL].merge(found, on="id")
-
-
 @dataclass(frozen=True, eq=False)  # one is another's equal only if it is the same: what is cached of it stays
 class Derived:
     """Raw tables with the derived tables that figures share, computed once."""
 
     frames: Frames
-    trials: pd.DataFrame  # of the function of that name, as all below; with a column ``rates_differ``
-    pairs: pd.DataFrame
-    over_papers: pd.DataFrame  # pairs with the paper's baseline in the place of ZeRO-3's
-    differing: dict[str, float]  # of rates_differ
-    generations: pd.DataFrame
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        """:func:`trials`, with a column ``rates_differ``."""
+        table = trials(self.frames)
+        return table.assign(rates_differ=table["cell"].isin(list(self.differing)))
+
+    @cached_property
+    def differing(self) -> dict[str, float]:
+        """:func:`report.data.speedups.rates_differ` of trials that trained."""
+        return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
+
+    @cached_property
+    def pairs(self) -> pd.DataFrame:
+        """:func:`report.data.speedups.pairs` with the baseline."""
+        return speedups.pairs(self.trials, is_baseline(self.trials))
+
+    @cached_property
+    def over_papers(self) -> pd.DataFrame:
+        """The same with the paper's baseline in the place of the suite's."""
+        return speedups.pairs(self.trials, is_preset(self.trials, contender.PAPERS_BASELINE))
+
+    @cached_property
+    def generations(self) -> pd.DataFrame:
+        """:func:`report.data.decoding.generations`."""
+        return generations(self.frames)
+
+    @cached_property
+    def sent_errors(self) -> pd.DataFrame:
+        """Errors of what was sent, of all units together: one row per trial, step, purpose, and hop or end
+        (then ``hop`` is NaN), with ``vnmse`` = sum of squared errors / sum of squared values.
+        """
+        found = self.frames.communication_errors
+        floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
+        found = found[found["unit"] == ""].astype(floats)
+        found = found.assign(vnmse=found["squared_error"] / found["squared_value"])
+        return self.trials[OF_TRIAL].merge(found, on="id")
 
     @cached_property
     def compared(self) -> Comparison:
@@ -205,8 +226,7 @@ class Derived:
     @property
     def disturbed(self) -> frozenset[str]:
         """Ids of finished trials in which others took more than :data:`OTHERS_WITHIN` of the processors."""
-        ran = self.finished
-        return frozenset(str(identity) for identity in ran[ran["taken_share"].gt(OTHERS_WITHIN)]["id"])
+        return frozenset(map(str, self.finished[self.finished["taken_share"].gt(OTHERS_WITHIN)]["id"]))
 
     @property
     def mostly_disturbed(self) -> bool:
@@ -214,11 +234,4 @@ class Derived:
         return 2 * len(self.disturbed) > len(self.finished)
 
 
-def derive(frames: Frames) -> Derived:
-    """Compute all derived tables."""
-    table = trials(frames)
-    differing = speedups.rates_differ(table)
-    table["rates_differ"] = table["cell"].isin(list(differing))
-    papers = speedups.pairs(table, is_preset(table, contender.PAPERS_BASELINE))
-    pairs = speedups.pairs(table, is_baseline(table))
-    return Derived(frames, table, pairs, papers, differing, generations(frames))
+derive = Derived  # of frames

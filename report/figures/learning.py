@@ -6,7 +6,7 @@ from typing import Final
 
 import pandas as pd
 
-from report.data import loss_verdicts, metrics
+from report.data import loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import OF_TRIAL, Derived
 from report.data.text import byte_unit, counted, number, span
@@ -112,7 +112,7 @@ FRONTIER: Final = Figure(
 
 def _sent(derived: Derived) -> pd.DataFrame:
     """Errors of gradients at the last measured step, of hops and end to end; exact messages are left out."""
-    found = metrics.sent_errors(derived.frames, derived.trials)
+    found = derived.sent_errors
     found = found[(found["purpose"] == "gradients") & (found["repeated"] == 1) & found["vnmse"].gt(0)]
     last: pd.DataFrame = found[found["step"] == found.groupby("id")["step"].transform("max")]
     end = last["hop"].isna()
@@ -145,7 +145,7 @@ SENT_ERROR: Final = Figure(
 def _costs(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells with enough contenders whose bytes and errors are known."""
     found = derived.trials
-    sent = metrics.sent_errors(derived.frames, found)
+    sent = derived.sent_errors
     sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
     last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
     vnmse = found["id"].map(last.groupby("id")["vnmse"].max())

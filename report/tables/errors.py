@@ -20,7 +20,7 @@ from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
 def sent_error(derived: Derived) -> Table:
     """Table of the error of what was sent, hop by hop and end to end, at the measured steps."""
-    found, rows = metrics.sent_errors(derived.frames, derived.trials), []
+    found, rows = derived.sent_errors, []
     for *_, of_all in by_cell_and_contender(found):
         for _, mine in groups(of_all, ["step"]):
             first, hops = mine.iloc[0], mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
