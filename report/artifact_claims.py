@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from harness.records.confidence_intervals import FEWEST, Interval, of_another_sweep
 from report.data import loss_verdicts
@@ -38,7 +38,6 @@ def steps(derived: Derived) -> list[tuple[str, ...]]:
 
 def losses(derived: Derived) -> list[tuple[str, ...]]:
     """Rows of :data:`_LOSSES`: of every contender with a verdict."""
-    rows: list[dict[str, Any]] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
     return [
         (
             row["base"],
@@ -47,7 +46,7 @@ def losses(derived: Derived) -> list[tuple[str, ...]]:
             *_told(row["difference"], "+.4f", ratio=False),
             str(row["seeds"]),
         )
-        for row in rows
+        for row in loss_verdicts.losses(derived)
         if row["verdict"] and row["difference"].known and row["seeds"] >= FEWEST
     ]
 

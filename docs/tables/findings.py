@@ -15,8 +15,8 @@ import pandas as pd
 
 from harness.records.confidence_intervals import mean_interval
 from report.answer import by_loss, by_seconds, by_size, effects
+from report.answer.effects import g2, g3, ratio, spelled
 from report.answer.lead import answer
-from report.answer.parts import g2, g3, ratio, spelled
 from report.data import loss_verdicts, speedups
 from report.data.contender import FLAT_FACTOR, NAMES
 from report.data.metrics import Derived

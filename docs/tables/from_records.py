@@ -22,8 +22,8 @@ from harness.records.confidence_intervals import of_another_sweep
 from harness.suites.answering_quantity import Quantity
 from report import artifact_claims, page
 from report.answer import effects
+from report.answer.effects import ratio, seconds, sent
 from report.answer.lead import answer
-from report.answer.parts import ratio, seconds, sent
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import load
 from report.data.metrics import Derived, derive

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST
 from harness.suites.answering_quantity import LEAST_STEPS
-from report.answer import by_seconds, effects, parts
-from report.answer.effects import NO, OPEN, YES
-from report.answer.parts import Found, apart, g3, spelled
+from report.answer import by_seconds, effects
+from report.answer.effects import NO, OPEN, YES, Effect, Found, apart, g3, spelled
 from report.data import loss_verdicts
+from report.data.loss_verdicts import Row
 from report.data.metrics import Derived
 from report.data.text import byte_unit, counted, listed, with_interval
 from report.draw.names_of_rows import titles_of
 
 _BEATEN: Final = 3  # that are named with who beats them
-Row = dict[str, Any]
-_VERDICTS = {"not inferior": YES, "inferior": NO}
-_WORDS = {
+_VERDICTS: Final = {"not inferior": YES, "inferior": NO}
+_WORDS: Final = {
     "not inferior": "not inferior: ",
     "inferior": "inferior: ",
     "cannot tell": "it cannot be told of ",
@@ -32,64 +31,57 @@ _WORDS = {
 
 def rows_of(derived: Derived) -> list[Row]:
     """Rows of :func:`loss_verdicts.losses` of what the suite compares, those that it names first."""
-    found: list[Row] = loss_verdicts.losses(derived).to_dict("records")  # type: ignore[assignment]
-    names = parts.named_first(derived, list(derived.compared.contrast))
-    mine = [row for row in found if row["verdict"] and row["contender"] in names]
+    names = effects.named_first(derived, derived.compared.contrast)
+    mine = [row for row in loss_verdicts.losses(derived) if row["verdict"] and row["contender"] in names]
     return sorted(mine, key=lambda row: names.index(row["contender"]))
 
 
 def loss(derived: Derived) -> Found:
     """By the validation loss at the end."""
-    rows = rows_of(derived)
+    rows, found = rows_of(derived), effects.effects(derived)
     if not rows:
         return by_seconds.step(derived)
     main, failed = rows[0], derived.frames.failures
+    of_main = [one for one in found if one.contender == main["contender"]]
     failed = failed[(failed["contender"] == main["contender"]) & (failed["cell"] == main["cell"])]
     if gone := failed["seed"].nunique():
         name, seeds = spelled(main["contender"]), gone + main["seeds"]
         text = f"Cannot be told by loss: {gone} of {seeds} seeds of {name} ended without one"
-        text += f"; of the others it differs by {nats(main)} nats."
-        return Found(text, [OPEN], effects.effects(derived)[:1])
+        return Found(f"{text}; of the others it differs by {nats(main)} nats.", [OPEN], found[:1])
     if all(row["verdict"].startswith("too") for row in rows):
-        return _no_verdict(derived, rows)
+        return Found(_without_verdict(derived, rows), [OPEN], of_main)
     front = loss_verdicts.front(derived)
     among = derived.trials[derived.trials["contender"].isin(front["contender"])]
     if len(set(front["cell"])) == 1 and len(set(among["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT:
         return _of_front(derived, rows, front)
     rows.sort(key=lambda row: row["verdict"].startswith("too"))
-    several = sum(row["contender"] == rows[0]["contender"] for row in rows) > 1
-    if len(rows) > 1 and (several or not parts.is_named(derived, rows[0]["contender"])):
-        return _of_all(derived, rows)
-    return _of_one(derived, rows)
-
-
-def _of_one(derived: Derived, rows: Sequence[Row]) -> Found:
-    """One contender beside the baseline, and the verdicts on others."""
-    main = rows[0]
+    main, *others = rows
     name, base = spelled(main["contender"]), spelled(main["base"])
-    within = loss_verdicts.allowed(derived)
-    claims = {
+    several = any(row["contender"] == main["contender"] for row in others)
+    if others and (several or not effects.is_named(derived, main["contender"])):
+        return _of_all(derived, rows, found)
+    within, cannot = loss_verdicts.allowed(derived), f"Cannot be told whether {name} trains as well as {base}"
+    claim = {
         "not inferior": f"{name} trains as well as {base} to within {within}",
         "inferior": f"{name} trains worse than {base} by more than {within}",
-    }
-    claim = claims.get(main["verdict"], f"Cannot be told whether {name} trains as well as {base}")
+    }.get(main["verdict"], cannot)
     text = f"{claim}: its validation loss differs by {nats(main)} nats ({_test(derived, main)})."
-    others = by_verdict(derived, rows[1:])
-    more = [f"By validation loss minus {base}'s, in nats, {others}."] if others else []
-    return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], _effects_of(derived, main), more)
+    more = [f"By validation loss minus {base}'s, in nats, {by_verdict(derived, others)}."] if others else []
+    of_main = [one for one in found if one.contender == main["contender"]]
+    return Found(text, [_VERDICTS.get(main["verdict"], OPEN)], of_main, more)
 
 
-def _of_all(derived: Derived, rows: Sequence[Row]) -> Found:
+def _of_all(derived: Derived, rows: Sequence[Row], found: Sequence[Effect]) -> Found:
     """The verdicts on all contenders, and which of the good ones sends least."""
-    found = effects.effects(derived)
     good = {row["contender"] for row in rows if row["verdict"] == "not inferior"}
     known = [one for one in found if one.contender in good and not math.isnan(one.bytes_ratio)]
     least = min(known, key=lambda one: one.bytes_ratio, default=None)
-    kept, more = [least] if least else found[:1], list[str]()
-    if least and len(good) > 1:
-        more = [f"Of those not inferior, {spelled(least.contender)} sends least."]
+    more = (
+        [f"Of those not inferior, {spelled(least.contender)} sends least."] * (len(good) > 1) if least else []
+    )
     first = f"By validation loss minus {spelled(rows[0]['base'])}'s in nats ({_test(derived, rows[0])})"
     verdicts = [_VERDICTS.get(row["verdict"], OPEN) for row in rows]
+    kept = [least] if least else found[:1]
     return Found(f"{first}, {by_verdict(derived, rows)}.", verdicts, kept, more)
 
 
@@ -98,10 +90,10 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
     size, unit = byte_unit(float(front["sent"].max()))
     front = front.assign(sent=front["sent"] / size, name=front["contender"].map(spelled))
     kinds = ("yes", "no", loss_verdicts.OPEN)
-    best, worse, unsure = (front[front["front"] == kind].to_dict("records") for kind in kinds)
+    ahead, worse, unsure = (front[front["front"] == kind].to_dict("records") for kind in kinds)
     told = ["Who has the lowest loss for its bytes between nodes cannot be told."]
-    if best:
-        names = [f"{one['name']} ({g3(one['sent'])} {unit}, loss {one['loss']:.3f})" for one in best]
+    if ahead:
+        names = [f"{one['name']} ({g3(one['sent'])} {unit}, loss {one['loss']:.3f})" for one in ahead]
         told = [f"Nobody who sends as few bytes between nodes has a lower loss than {listed(names)}"]
         told[0] += f"; of {listed([one['name'] for one in unsure])} it cannot be told." if unsure else "."
     if worse:
@@ -114,17 +106,13 @@ def _of_front(derived: Derived, rows: Sequence[Row], front: pd.DataFrame) -> Fou
     saving = [row for row in good if sent[row["contender"]] < sent[row["base"]]]
     if least := min(saving, key=lambda row: sent[row["contender"]], default=None):
         name, base = least["contender"], least["base"]
-        told.insert(
-            0,
+        best = (
             f"{spelled(name)} trains as well as {spelled(base)} and sends least of those: {g3(sent[name])} "
             f"of {g3(sent[base])} {unit} between nodes in a step, at a loss that differs by {nats(least)} "
-            f"nats ({_test(derived, least)}).",
+            f"nats ({_test(derived, least)})."
         )
+        told = [best, *told]
     return Found(told[0], more=told[1:], figure="frontier")
-
-
-def _effects_of(derived: Derived, row: Row) -> list[effects.Effect]:
-    return [one for one in effects.effects(derived) if one.contender == row["contender"]]
 
 
 def _test(derived: Derived, row: Row) -> str:
@@ -142,51 +130,40 @@ def nats(row: Row) -> str:
 
 def by_verdict(derived: Derived, rows: Sequence[Row]) -> str:
     """``not inferior: A +0.01 and B -0.02; inferior: C +1.00``."""
-    told = []
-    named = list(zip(_names(derived, rows), rows, strict=True))
-    for verdict, word in _WORDS.items():
-        said = [
-            f"{name} {row['difference'].estimate:+.4f}"
-            for name, row in named
-            if row["verdict"].startswith(verdict)
-        ]
-        told += [f"{word}{listed(said)}"] if said else []
-    return "; ".join(told)
+    told = {verdict: list[str]() for verdict in _WORDS}
+    for name, row in zip(_names(derived, rows), rows, strict=True):
+        kind = "too" if row["verdict"].startswith("too") else row["verdict"]
+        told[kind].append(f"{name} {row['difference'].estimate:+.4f}")
+    return "; ".join(f"{_WORDS[verdict]}{listed(names)}" for verdict, names in told.items() if names)
 
 
 def _names(derived: Derived, rows: Sequence[Row]) -> list[str]:
     """The contender of each row, with its setting where there are several."""
-    names = apart(derived, [row["contender"] for row in rows]) if rows else {}
+    names = apart(derived, [row["contender"] for row in rows])
     cells = pd.DataFrame(rows, columns=["cell", "where"]).drop_duplicates()
     places = titles_of(cells) if len(cells) > 1 else {}
     return [names[row["contender"]] + (f" on {places[row['cell']]}" if places else "") for row in rows]
 
 
-def _no_verdict(derived: Derived, rows: Sequence[Row]) -> Found:
-    """Losses of too few seeds or steps: how far they are apart."""
-    main, base = rows[0], spelled(rows[0]["base"])
-    why = f"{counted(main['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
-    if main["steps"] < LEAST_STEPS:
-        why = f"{main['steps']} steps, where a verdict takes {LEAST_STEPS}"
+def _without_verdict(derived: Derived, rows: Sequence[Row]) -> str:
+    """How far losses of too few seeds or steps are apart."""
+    why = f"{counted(rows[0]['difference'].n, 'seed')}, where a verdict takes {FEWEST}"
+    if rows[0]["steps"] < LEAST_STEPS:
+        why = f"{rows[0]['steps']} steps, where a verdict takes {LEAST_STEPS}"
     ranked = sorted(rows, key=lambda row: row["difference"].estimate)
     told = [f"{name} {nats(row)}" for name, row in zip(_names(derived, ranked), ranked, strict=True)]
     most = ""
-    if len(told) > parts.MOST_NAMED:
+    if len(told) > effects.MOST_NAMED:
         told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
-    first = f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
-    return Found(first, [OPEN], _effects_of(derived, main))
+    base = spelled(rows[0]["base"])
+    return f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:
     """A sentence on the loss beside an answer by another quantity; empty where none was validated."""
-    row = next((row for row in rows_of(derived) if row["contender"] in names), None)
-    if row is None:
-        steps = derived.frames.validations["step"]
-        few = f"a verdict takes {LEAST_STEPS} steps and {FEWEST} seeds"
-        return "" if steps.empty else f"Validation losses after {steps.max()} steps are not compared: {few}."
-    if row["verdict"].startswith("too"):
-        seeds = counted(row["difference"].n, "seed")
-        few = f"{row['steps']} steps and {seeds}, where a verdict takes {LEAST_STEPS} and {FEWEST}"
-        return f"Validation losses are not compared: {few}."
-    names_ = f"{spelled(row['contender'])} differs from {spelled(row['base'])}"
-    return f"In loss {names_} by {nats(row)} nats: {row['verdict']} ({_test(derived, row)})."
+    steps = derived.frames.validations["step"]
+    told = [row for row in rows_of(derived) if row["contender"] in names]
+    if told and not told[0]["verdict"].startswith("too"):
+        return f"By validation loss minus {spelled(told[0]['base'])}'s, in nats, {by_verdict(derived, told)}."
+    few = f"a verdict takes {LEAST_STEPS} steps and {FEWEST} seeds"
+    return "" if steps.empty else f"Validation losses after {steps.max()} steps are not compared: {few}."

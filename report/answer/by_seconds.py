@@ -9,9 +9,8 @@ import pandas as pd
 
 from harness.records.confidence_intervals import FEWEST, Interval
 from harness.suites.peers import family_of
-from report.answer import effects, parts
-from report.answer.effects import NO, OPEN, Effect
-from report.answer.parts import Found, apart, g3, listed_most, ratio, seconds, spelled, strategy, too_few
+from report.answer import effects
+from report.answer.effects import NO, OPEN, Effect, Found, apart, g3, listed_most, ratio, seconds, spelled
 from report.data import bytes_and_memory, decoding, speedups
 from report.data.contender import NAMES, PROPOSED
 from report.data.frames import groups
@@ -22,19 +21,18 @@ from report.tables import peers
 
 def step(derived: Derived) -> Found:
     """By the seconds of a step."""
-    if not derived.compared.asked:
-        lists = effects.variants(derived)
-        peers_named = any(parts.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
-        if (peers_named or not lists) and (beside := _beside_peers(derived)):
-            return beside
-        if lists:
-            return _of_variants(derived, lists)
-    return faster(derived, ordered(derived, effects.effects(derived)))
+    lists = [] if derived.compared.asked else effects.variants(derived)
+    peers_named = any(effects.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
+    by_peers = not derived.compared.asked and (peers_named or not lists)
+    if by_peers and (beside := _beside_peers(derived)):
+        return beside
+    return _of_variants(derived, lists) if lists else faster(derived, ordered(derived))
 
 
-def ordered(derived: Derived, found: Sequence[Effect]) -> list[Effect]:
-    """Effects of the contenders that the question names first."""
-    names = parts.named_first(derived, list(dict.fromkeys(effect.contender for effect in found)))
+def ordered(derived: Derived) -> list[Effect]:
+    """All effects, those of contenders that the question names first."""
+    found = effects.effects(derived)
+    names = effects.named_first(derived, (effect.contender for effect in found))
     return sorted(found, key=lambda effect: names.index(effect.contender))
 
 
@@ -44,27 +42,26 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     """
     if not found:
         return alone(derived)
-    every: Sequence[Effect] = ()
-    settings = ""
-    others = len({one.contender for one in found})
+    every, settings = found, ""
     by_ratio = sorted(found, key=lambda one: one.ratio.estimate)
-    if len(found) > parts.MOST_NAMED and others > 1 and not parts.is_named(derived, found[0].contender):
-        every, fastest = found, {one.cell: one for one in by_ratio}  # the last of a cell
+    others = len({one.contender for one in found})
+    many = len(found) > effects.MOST_NAMED
+    fastest_alone = many and others > 1 and not effects.is_named(derived, found[0].contender)
+    if fastest_alone:
+        fastest = {one.cell: one for one in by_ratio}  # the last of a cell
         found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
         settings = f"; the fastest of {others} in each setting"
-    elif len(found) > parts.MOST_NAMED:  # the first contender, where it gains least and most
+    elif many:  # the first contender, where it gains least and most
         mine = [one for one in by_ratio if one.contender == found[0].contender]
         settings = f"; the least and the most of {len(mine)} settings" if len(mine) > 2 else ""
         found = [mine[0], mine[-1]] if len(mine) > 1 else found
-    main = found[0]
-    names = list(dict.fromkeys(one.contender for one in found))
-    called = apart(derived, names)
+    main, names = found[0], list(dict.fromkeys(one.contender for one in found))
+    called, pair = apart(derived, names), apart(derived, [main.contender, main.base])
     subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
-    pair = apart(derived, [main.contender, main.base])
     if len(names) == 1 and pair[main.base] != spelled(main.base):
-        subject = f"a step of {strategy(main.contender)} with {pair[main.contender]}"
+        subject = f"a step of {effects.strategy(main.contender)} with {pair[main.contender]}"
         over = f" as with {pair[main.base]}"
-    places = {cell: f" on {title}" if title else "" for cell, title in parts.titles(found).items()}
+    places = {cell: f" on {title}" if title else "" for cell, title in effects.titles(found).items()}
 
     def claim(mine: Sequence[Effect]) -> str:
         """Who is how fast: of the first in words, of others the number alone."""
@@ -83,23 +80,21 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
 
     told = [one for one in found if one.verdict != OPEN]
     unclear = [one for one in found if one.verdict == OPEN]
-    named = [one for one in found if parts.is_named(derived, one.contender)] or found
-    verdicts = [one.verdict for one in named]
-    if not told:
-        text = f"Cannot be told ({parts.would_tell(found)}): {claim(found)}."
-        return Found(text, verdicts, found, [seconds(main)])
-    text = f"{claim(told)} ({told[0].intervals}{settings})"
+    named = [one for one in found if effects.is_named(derived, one.contender)] or found
+    text = f"{claim(told)} ({told[0].intervals}{settings})" if told else ""
     if unclear:
         said = [f"{ratio(one.ratio)} with {called[one.contender]}{places[one.cell]}" for one in unclear]
         # The fastest of a setting that is not told from the baseline: no other one is faster there.
-        word = "nobody is told to be faster, and nearest is" if every else "no difference can be told:"
-        text += f"; {word} {listed(said)} ({parts.would_tell(unclear)})"
-        there = {one.cell for one in unclear}
-        rest = [one for one in every if one.contender == names[0] and one.cell in there]
-        text += "".join(
-            f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest if one not in unclear
+        word = (
+            "nobody is told to be faster, and nearest is" if fastest_alone else "no difference can be told:"
         )
-    return Found(sentence(text), verdicts, found, [seconds(main)])
+        text += f"; {word} {listed(said)} ({effects.would_tell(unclear)})"
+        there = [one.cell for one in unclear if fastest_alone and one.contender != names[0]]
+        rest = [one for one in every if one.contender == names[0] and one.cell in there]
+        text += "".join(f", {spelled(one.contender)} {ratio(one.ratio)}" for one in rest)
+    if not told:
+        text = f"Cannot be told ({effects.would_tell(found)}): {claim(found)}"
+    return Found(sentence(text), [one.verdict for one in named], found, [seconds(main)])
 
 
 def most_compared(table: pd.DataFrame) -> str:
@@ -111,17 +106,15 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
     """Strategies with several codecs or groups: of two the second beside the first, of more the fastest."""
     found: list[Found] = []
     for names in lists:
-        if len(names) == 2:
-            mine = effects.between(derived, names[0], names[1:])
-            found += [faster(derived, mine)] if mine else []
-            continue
         ran = derived.trials[derived.trials["contender"].isin(names)]
         cell = most_compared(ran)
         steps = ran[ran["cell"] == cell].groupby("contender")["step_seconds"].agg(speedups.geometric)
-        best = str(steps.idxmin())
-        others = effects.between(derived, best, [name for name in names if name != best])
-        mine = [effect for effect in others if effect.cell == cell]
-        found += [_fastest(derived, mine, names)] if mine else []
+        best = names[0] if len(names) == 2 else str(steps.idxmin())
+        mine = effects.between(derived, best, set(names) - {best})
+        if len(names) > 2:
+            mine = [effect for effect in mine if effect.cell == cell]
+        if mine:
+            found.append(faster(derived, mine) if len(names) == 2 else _fastest(derived, mine, names))
     if not found:
         return alone(derived)
     last = found[-1]  # the one with the most techniques
@@ -131,21 +124,21 @@ def _of_variants(derived: Derived, lists: Sequence[Sequence[str]]) -> Found:
 def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) -> Found:
     """The fastest of several values, which others cannot be told from it, and what their ranks hold."""
     called, first = apart(derived, names), found[0]
-    base = called[first.base]
+    base, name = called[first.base], effects.strategy(first.base)
 
     def times(verdict: str) -> str:
         """By which factors those with a verdict take longer."""
-        turned = [(called[one.contender], one.ratio) for one in found if one.verdict == verdict]
-        longer = [(name, Interval(1 / of.estimate, 1 / of.high, 1 / of.low, 0)) for name, of in turned]
-        return listed([f"{ratio(of)} with {name}" for name, of in longer])
+        mine = [(called[one.contender], one.ratio) for one in found if one.verdict == verdict]
+        turned = [(Interval(1 / of.estimate, 1 / of.high, 1 / of.low, 0), name) for name, of in mine]
+        return listed([f"{ratio(longer)} with {name}" for longer, name in turned])
 
     took = g3(speedups.step_interval(first.pairs, "baseline_seconds").estimate)
     place = f" on {first.where}" if len(set(derived.trials["cell"])) > 1 else ""
     if not times(NO):
-        shortest = f"the shortest step of {strategy(first.base)}{place}, {took} s, is that with {base}"
+        shortest = f"the shortest step of {name}{place}, {took} s, is that with {base}"
         others = f"others take longer by a factor of {times(OPEN)}"
-        return Found(f"Cannot be told ({parts.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
-    text = f"{strategy(first.base)} is fastest with {base}, at {took} s a step{place}; "
+        return Found(f"Cannot be told ({effects.would_tell(found)}): {shortest}; {others}.", [OPEN], found)
+    text = f"{name} is fastest with {base}, at {took} s a step{place}; "
     text += f"it takes longer by a factor of {times(NO)}"
     text += f"; it cannot be told from {times(OPEN)}" if times(OPEN) else ""
     held = [f"{effects.device_mib(derived, name):.1f} MiB with {called[name]}" for name in names]
@@ -155,11 +148,10 @@ def _fastest(derived: Derived, found: Sequence[Effect], names: Sequence[str]) ->
 
 def alone(derived: Derived) -> Found:
     """Without a pair: the steps of those that ran."""
-    table = derived.trials
-    if table.empty:
+    if derived.trials.empty:
         ran = counted(len(derived.finished), "trial")
         return Found(f"Cannot be told: {ran} finished, and no two are compared.", [OPEN])
-    here = table[table["cell"] == most_compared(table)]
+    here = derived.trials[derived.trials["cell"] == most_compared(derived.trials)]
     steps = [
         f"{g3(speedups.step_interval(mine).estimate)} s with {spelled(name)}"
         for (name,), mine in groups(here, ["contender"])
@@ -171,17 +163,16 @@ def alone(derived: Derived) -> Found:
 
 def _beside_peers(derived: Derived) -> Found | None:
     """Ours beside the fastest setting of each family of peers, where several families ran."""
-    ran = {family_of(one) for one in derived.trials["strategy"]}
-    families = [name for name in peers.FAMILIES if name in ran]
+    families = {family_of(one) for one in derived.trials["strategy"]} & peers.FAMILIES.keys()
     rows = peers.peers(derived).data.to_dict("records") if len(families) > 1 else []
     told: dict[tuple[str, str], str] = {}
     for row in rows:
-        over = []
-        for family in families:
-            if isinstance(row.get(f"over_{family}"), Interval):
-                library, _, setting = row[f"best_{family}"].partition(", ")
-                best = f"{library} ({setting})" if setting else library
-                over.append(f"{ratio(row[f'over_{family}'])} times as fast as {best}")
+        gains = {row[f"best_{one}"]: row[f"over_{one}"] for one in peers.FAMILIES if f"over_{one}" in row}
+        over = [
+            f"{ratio(gain)} times as fast as {best.replace(', ', ' (', 1)}{')' * (', ' in best)}"
+            for best, gain in gains.items()
+            if isinstance(gain, Interval)
+        ]
         if over:
             name, carried = row["contender"], row["carried"]
             told[name, carried] = f"{name}, carried by {carried}, is {listed(over)}"
@@ -196,42 +187,39 @@ def _beside_peers(derived: Derived) -> Found | None:
 
 def rate(derived: Derived) -> Found:
     """By the rate from which on the baseline is as fast."""
-    found = ordered(derived, effects.effects(derived))
+    found = ordered(derived)
     if not found:
         return alone(derived)
     name, base = found[0].contender, spelled(found[0].base)
-    mine = sorted(
-        (one for one in found if one.contender == name), key=lambda one: one.pairs["achieved_mbit"].median()
-    )
+    mine = [one for one in found if one.contender == name]
+    mine.sort(key=lambda one: one.pairs["achieved_mbit"].median())
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     others: list[str] = []  # break-evens of further contenders
-    for row in speedups.break_even(derived.pairs).to_dict("records"):
-        at: Interval = row["break_even_mbit"]
-        size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
-        size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
+    for row in speedups.break_even(derived.pairs).itertuples():
+        at: Interval = row.break_even_mbit
+        size = f"on {row.nodes}x{row.ranks_per_node} ranks with {row.tokens_per_rank} tokens a rank"
+        size += "".join(f", {part}" for part in row.elsewhere.split(", ")[2:])
         crossing = with_interval(at, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
-        break_even = f"{crossing} Mbit/s {size}"
-        if row["contender"] != name:
+        if row.contender != name:
             bounded = math.isfinite(at.low) or math.isfinite(at.high)
-            others += [f"{spelled(row['contender'])} at {break_even}"] if bounded else []
+            others += [f"{spelled(row.contender)} at {crossing} Mbit/s {size}"] if bounded else []
             continue
-        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
+        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row.elsewhere]
         verdicts += [one.verdict for one in here]
-        if not math.isnan(at.estimate):
-            crossed.append(break_even)
-        else:
-            times = "" if kept else f" times as fast as {base}'s"
-            kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
-            unsure += [size] if here[-1].verdict == OPEN else []
         slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
+        if not math.isnan(at.estimate):
+            crossed.append(f"{crossing} Mbit/s {size}")
+            continue
+        times = "" if kept else f" times as fast as {base}'s"
+        kept.append(f"{ratio(here[-1].ratio)}{times} {size} at {rate_of(here[-1])}")
+        unsure += [size] if here[-1].verdict == OPEN else []
     if not slow:
         return faster(derived, found)
     text = f"{spelled(name)} is as fast as {base} at {listed(crossed)}" if crossed else ""
     if kept:
-        text += "; else no" if text else "No"
-        text += " break-even was found up to the highest rate, where a step of "
-        text += f"{spelled(name)} is {listed(kept)}"
+        up_to = "break-even was found up to the highest rate, where a step of"
+        text += f"{'; else no' if text else 'No'} {up_to} {spelled(name)} is {listed(kept)}"
         text += f"; whether it pays there cannot be told {listed(unsure)}" if unsure else ""
     more = [f"At the lowest rates it is {listed(slow)} ({found[0].intervals})."]
     more += [f"Of others, as fast as {base} is {listed_most(others)}."] if others else []
@@ -252,20 +240,17 @@ def nodes(derived: Derived) -> Found:
     if rows.empty:
         return step(derived)
     changes = []
-    for (kind, _), all_of_kind in groups(rows, ["kind", "title"]):
-        told = []
-        common = set.intersection(*(set(mine["nodes"]) for _, mine in groups(all_of_kind, ["contender"])))
-        of_kind = all_of_kind[all_of_kind["nodes"].isin(common)]
-        for (name,), mine in groups(of_kind, ["contender"]):
-            middle = mine.groupby("nodes")["tokens_per_second"].agg(speedups.geometric)
-            told.append(f"{middle.iloc[-1] / middle.iloc[0]:.2f} with {spelled(name)}")
+    for (kind, _), mine in groups(rows, ["kind", "title"]):
+        middles = mine.pivot_table("tokens_per_second", "contender", "nodes", speedups.geometric, sort=False)
+        common = middles.dropna(axis=1).sort_index(axis=1)
+        first, last = common.columns[[0, -1]]
+        told = [f"{of:.2f} with {spelled(name)}" for name, of in (common[last] / common[first]).items()]
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
-        changes.append(f"{listed(told)} from {min(common)} to {max(common)} nodes at {batch}")
+        changes.append(f"{listed(told)} from {first} to {last} nodes at {batch}")
     least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())
     few = f" (geometric means of {counted(least, 'repeat')}, where an interval takes {FEWEST})"
-    first = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
-    first += f"{few if least < FEWEST else ''}."
-    return Found(first, [], ordered(derived, effects.effects(derived))[:1])
+    text = f"Tokens per second of all ranks change by a factor of {'; of '.join(changes)}"
+    return Found(f"{text}{few if least < FEWEST else ''}.", [], ordered(derived)[:1])
 
 
 def tokens(derived: Derived) -> Found:
@@ -278,18 +263,21 @@ def tokens(derived: Derived) -> Found:
     base, several = spelled(derived.compared.baseline), len(set(rows["cell"])) > 1
     rows = rows[rows["cell"] == most_compared(rows)]
     place = f" on {rows['where'].iloc[0]}" if several else ""
-    mine = {str(name): of for (name,), of in groups(rows, ["contender"])}
-    speeds = {name: decoding.speedup(mine[name]) for name in parts.named_first(derived, list(mine))}
+    names = effects.named_first(derived, rows["contender"])
+    speeds = {name: decoding.speedup(rows[rows["contender"] == name]) for name in names}
     (first, best), *others = speeds.items()
+    mine = rows[rows["contender"] == first]
     told = [f"{ratio(best)} times as fast as {base}"]
     told += [f"{ratio(one)} with {spelled(name)}" for name, one in others]
     columns = ("tokens_per_second", "baseline_tokens_per_second")
-    ours, theirs = (speedups.step_interval(mine[first], name).estimate for name in columns)
-    named = [name for name in speeds if parts.is_named(derived, name)] or list(speeds)
-    pace = f"decodes {g3(ours)} tokens per second and rank where {base} decodes {g3(theirs)}"
-    more = [f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')})."]
-    later = mine[first]["later_bytes"].max()
-    more += [f"For a token after the first, its ranks send {later:.0f} bytes between nodes."]
-    few = "" if best.known else f" ({too_few(best)})"
+    ours, theirs = (g3(speedups.step_interval(mine, name).estimate) for name in columns)
+    pace = f"decodes {ours} tokens per second and rank where {base} decodes {theirs}"
+    later = f"{mine['later_bytes'].max():.0f} bytes between nodes"
+    more = [
+        f"{spelled(first)} {pace} (geometric means of {counted(best.n, 'pair')}).",
+        f"For a token after the first, its ranks send {later}.",
+    ]
+    few = "" if best.known else f" ({effects.too_few(best)})"
+    named = [name for name in names if effects.is_named(derived, name)] or names
     verdicts = [effects.is_faster(speeds[name]) for name in named]
     return Found(f"{spelled(first)} decodes{place} {listed_most(told)}{few}.", verdicts, [], more)

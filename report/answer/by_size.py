@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import FEWEST
-from report.answer import by_seconds, effects, parts
-from report.answer.effects import NO, OPEN, YES
-from report.answer.parts import Found, apart, g2, g3, listed_most, spelled
+from report.answer import by_seconds, effects
+from report.answer.effects import NO, OPEN, YES, Found, apart, g2, g3, listed_most, spelled
 from report.data import bytes_and_memory, speedups
 from report.data.frames import groups
 from report.data.metrics import Derived
@@ -59,7 +58,7 @@ def error(derived: Derived) -> Found:
     told = [
         f"{g2(one)} with {name} ({g3(step)} s, {g3(size / 1e6)} MB a step)" for one, step, size, name in rows
     ]
-    left_out = f" ({len(told) - 3} between them)" if len(told) > parts.MOST_NAMED else ""
+    left_out = f" ({len(told) - 3} between them)" if len(told) > effects.MOST_NAMED else ""
     shown = [told[0], told[len(told) // 2], told[-1]] if left_out else told
     place, least = here["where"].iloc[0], int(here.groupby("contender").size().min())
     first = f"The error of the gradients end to end (vNMSE) on {place} is {listed(shown)}{left_out}."
@@ -81,7 +80,7 @@ def memory(derived: Derived) -> Found:
         return Found("Cannot be told: the memory of no two contenders of our engine is on record.", [OPEN])
     told, copied = [], []
     for names in lists:
-        called, strategy = apart(derived, names), parts.strategy(names[0])
+        called, strategy = apart(derived, names), effects.strategy(names[0])
         base, *others = (effects.device_mib(derived, name) for name in names)
         held = zip(names[1:], others, strict=True)
         rest = [f"{size:.1f} ({size / base:.2f} of it) with {called[name]}" for name, size in held]
@@ -125,9 +124,8 @@ def trials(derived: Derived) -> Found:
 
 def bytes_(derived: Derived) -> Found:
     """By the bytes between nodes."""
-    found = by_seconds.ordered(derived, effects.effects(derived))
-    known = [effect for effect in found if not math.isnan(effect.bytes_ratio)]
+    known = [one for one in by_seconds.ordered(derived) if not math.isnan(one.bytes_ratio)]
     if not known:
         return Found("Cannot be told: no bytes between nodes are on record of two that are compared.", [OPEN])
     verdicts = [YES if effect.bytes_ratio < 1 else NO for effect in known]
-    return Found(parts.sent(known), verdicts, known, [parts.seconds(known[0])])
+    return Found(effects.sent(known), verdicts, known, [effects.seconds(known[0])])

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from harness.suites.answering_quantity import Quantity, quantity
-from report.answer import by_loss, by_seconds, by_size, effects, parts
-from report.answer.effects import NO, OPEN, YES, Effect
-from report.answer.parts import Found, apart, is_named, ratio, spelled
+from report.answer import by_loss, by_seconds, by_size, effects
+from report.answer.effects import NO, OPEN, YES, Effect, Found, apart, is_named, ratio, spelled
 from report.data import metrics, speedups
 from report.data.frames import load
 from report.data.metrics import Derived, derive
@@ -83,7 +82,7 @@ def _polar(derived: Derived) -> bool:
     if not words or not all(one and one[0] in _POLAR for one in words):
         return False
     compared = derived.compared
-    first = parts.named_first(derived, [compared.baseline, *compared.contrast])[0]
+    first = effects.named_first(derived, [compared.baseline, *compared.contrast])[0]
     turned = first == compared.baseline and is_named(derived, first)
     return not turned and not any(_WORSE & {*one} for one in words)
 
@@ -93,7 +92,7 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
     if not found:
         return []
     names = list(dict.fromkeys(effect.contender for effect in found))
-    told = [] if asked == "bytes" else [parts.sent(found)]
+    told = [] if asked == "bytes" else [effects.sent(found)]
     if asked in ("loss", "memory", "trials") and not derived.mostly_disturbed:
         main = found[0]
         told.append(
@@ -106,10 +105,9 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
         told.append(by_size.within_memory(derived))
     if asked != "error":
         called, errors = apart(derived, names), effects.errors(derived).groupby(level="contender").median()
-        mine = [f"{parts.g2(float(errors[name]))} with {called[name]}" for name in names if name in errors]
-        told += (
-            [f"The error of the gradients end to end (vNMSE) is {parts.listed_most(mine)}."] if mine else []
-        )
+        mine = [f"{effects.g2(float(errors[name]))} with {called[name]}" for name in names if name in errors]
+        said = f"The error of the gradients end to end (vNMSE) is {effects.listed_most(mine)}."
+        told += [said] if mine else []
     return told
 
 

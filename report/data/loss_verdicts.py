@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,11 +24,12 @@ FEWEST_OF_FRONT = 8  # contenders
 OPEN = "cannot be told"
 MARGIN = 0.01  # of the baseline's loss: how much more a contender's may be and not count as inferior
 LAST = 0.25  # of training, over which the loss of a step is taken where a suite's margin is in steps
+Row = dict[str, Any]
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 
 @lru_cache(maxsize=32)  # the answer, tables and figures ask for it
-def losses(derived: Derived) -> pd.DataFrame:
+def losses(derived: Derived) -> tuple[Row, ...]:
     """One row per contender and cell whose trials ended in a validation.
 
     Beside a baseline of the same seeds ``difference`` (more is worse), ``margin``, ``power``, ``verdict``;
@@ -37,18 +39,17 @@ def losses(derived: Derived) -> pd.DataFrame:
     """
     found = derived.trials.dropna(subset=["validation_loss"])
     found = found.assign(is_base=is_baseline(derived.trials)[found.index])
-    rows = [
+    return tuple(
         _row(derived, mine, of_cell[of_cell["is_base"]])
         for _, of_cell in groups(found, ["cell"])
         for _, mine in groups(of_cell, ["contender"])
-    ]
-    return pd.DataFrame(rows)
+    )
 
 
-def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> dict[str, object]:
+def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> Row:
     ours, theirs, first = by_seed(mine), by_seed(base), mine.iloc[0]
     steps = int(first["validation_step"])
-    row: dict[str, object] = {
+    row: Row = {
         **{name: first[name] for name in ("where", "cell", "strategy", "contender", "place", "first")},
         "id": " ".join(sorted(mine["id"])),
         "base": "" if base.empty else base["contender"].iloc[0],

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
+
+import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from report.data import caveats, decoding, published, speedups
@@ -31,24 +32,27 @@ def parity(derived: Derived) -> Table:
             "parity": (found := speedups.parity_interval(group)),
             "pairs": len(group),
             "verdict": verdict(found),
-            **_behind(derived, {*group["id"], *group["baseline"]}),
+            **_behind(derived, [*group["id"], *group["baseline"]]),
         }
         for key, group in groups(speedups.parity(derived.trials), keys)
     ]
+    theirs = published.parity() if rows else pd.DataFrame()
     rows += [
         {
-            "setting": f"published, {row['model']} on {row['gpus']} {row['gpu']}",
-            "low": f"{row['low_gbps']:g} Gbit/s",
-            "high": f"{row['high_gbps']:g} Gbit/s",
-            "ours": float(row["zeropp"]),
-            "base": float(row["zero3"]),
+            "setting": f"published, {row.model} on {row.gpus} {row.gpu}",
+            "low": f"{row.low_gbps:g} Gbit/s",
+            "high": f"{row.high_gbps:g} Gbit/s",
+            "ours": row.zeropp,
+            "base": row.zero3,
             "unit": "TFLOPs/GPU",
-            "parity": row["parity"],
+            "parity": row.parity,
             "pairs": 1,
-            **dict.fromkeys(("verdict", "trials"), NOTHING),
-            **dict.fromkeys(("_taken", "_rates"), ""),
+            "verdict": NOTHING,
+            "trials": NOTHING,
+            "_taken": "",
+            "_rates": "",
         }
-        for row in (published.parity().to_dict("records") if rows else [])
+        for row in theirs.itertuples()
     ]
     return made(
         "parity",
@@ -74,16 +78,16 @@ def verdict(found: Interval) -> str:
     return "held" if found.low >= 1 else "missed" if found.high < 1 else "cannot tell"
 
 
-def _behind(derived: Derived, records: Iterable[object]) -> dict[str, Any]:
+def _behind(derived: Derived, records: list[str]) -> dict[str, Any]:
     """The number of the trials with these ids, their marks, and the CPU time that others took."""
-    behind = derived.trials[derived.trials["id"].isin(list(records))]
+    behind = derived.trials[derived.trials["id"].isin(records)]
     return {**counted(behind), "_rates": caveats.rates(behind), "taken_share": behind["taken_share"].max()}
 
 
 def break_even(derived: Derived) -> Table:
     """Table of break-even rates, above which a contender is no longer faster than the baseline."""
-    found: list[dict[str, Any]] = speedups.break_even(derived.pairs).to_dict("records")  # type: ignore[assignment]
-    rows = [row | {"where": row["elsewhere"], **_behind(derived, row["records"].split())} for row in found]
+    found = speedups.break_even(derived.pairs)
+    behind = pd.DataFrame([_behind(derived, ids.split()) for ids in found["records"]])
 
     def told(mbit: float) -> str:
         return number(3)(mbit) if math.isfinite(mbit) else "above" if mbit > 0 else "below"
@@ -91,7 +95,7 @@ def break_even(derived: Derived) -> Table:
     return made(
         "break_even",
         "Break-even",
-        rows,
+        found.assign(where=found["elsewhere"]).join(behind),
         CONTENDER,
         TRIALS,
         Column("break_even_mbit", "Break-even, Mbit/s", told, formula("break-even"), "_rates"),

@@ -19,11 +19,7 @@ from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 _COPY: Final = {"copy_frames_mib": "hpZ's copy as frames", "copy_halves_mib": "in 16 bits"}
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
-
-_BY: Final = {
-    "predicted": "predicted_bytes", "ledger": "sent_bytes", "interface": "interface_bytes",
-    "segment": "segment_bytes",
-}  # fmt: skip
+_SENT: Final = {"predicted": "predicted", "ledger": "sent", "interface": "interface", "segment": "segment"}
 
 
 def volume(derived: Derived) -> Table:
@@ -39,7 +35,7 @@ def volume(derived: Derived) -> Table:
             **row,
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
             **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
-            **{name: (mine[sent] / mine["m_bytes"]).median() for name, sent in _BY.items()},
+            **{name: (mine[f"{sent}_bytes"] / mine["m_bytes"]).median() for name, sent in _SENT.items()},
             "published": published.total(first["strategy"], row["contender"]),
             "m_bytes": mine["m_bytes"].median(),
         })  # fmt: skip
@@ -93,13 +89,13 @@ def memory(derived: Derived) -> Table:
     """Table of memory of the rank that holds most: engine beside formula, by part, and the process."""
     places = ["nodes", "ranks_per_node", "shape"]
     found = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
-    rows = [
+    rows = pd.DataFrame(
         {"where": f"{nodes}x{ranks} ranks, {model}", "contender": contender, **_memory_row(derived, mine)}
         for (nodes, ranks, model), here in groups(found, places)
         for contender, mine in by_contender(here)
-    ]
-    if not any(row["beyond_mib"] for row in rows):  # then Sum says it all
-        rows = [row | {"beyond_mib": math.nan, "covered_mib": math.nan} for row in rows]
+    )
+    if len(rows) and not rows["beyond_mib"].any():  # then Sum says it all
+        rows[["beyond_mib", "covered_mib"]] = math.nan
     held = set(found[(found["source"] == "engine") & (found["bytes"] > 0)]["part"].str.replace("_", " "))
     rank = {part: (part.startswith("host "), place) for place, part in enumerate(VARIED)}
     parts = sorted(held, key=lambda part: (*rank.get(part, (True, len(rank))), part))
@@ -129,18 +125,17 @@ def memory(derived: Derived) -> Table:
 def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
     """MiB of one contender by source and part, and sums: of parts with and without a formula too."""
     medians = mine.groupby(["source", "part"])["bytes"].median() / 2**20
-    of_source = {str(name): of.droplevel(0) for name, of in medians.groupby(level="source")}
     row = {
-        f"{name}_{part}_mib": float(size)
-        for name, of in of_source.items()
-        if not name.startswith("copied")
-        for part, size in of.items()
+        f"{source}_{part}_mib": float(size)
+        for (source, part), size in medians.items()
+        if not source.startswith("copied")
     }
-    for name in ("engine", "formula", "copied", "copied_formula"):
-        if name in of_source:
-            row[f"{name}{'_step' if name.startswith('copied') else ''}_mib"] = of_source[name].sum()
+    of_source = {source: of.droplevel(0) for source, of in medians.groupby(level="source")}
+    for source in ("engine", "formula", "copied", "copied_formula"):
+        if source in of_source:
+            row[f"{source}{'_step' * source.startswith('copied')}_mib"] = of_source[source].sum()
     engine, formula = (of_source.get(source, medians.iloc[:0]) for source in ("engine", "formula"))
     beyond = float(engine[~engine.index.isin(formula.index)].sum())
     either = [bytes_and_memory.secondary_either_way(derived.frames, str(one)) for one in mine["id"].unique()]
-    copy = dict(zip(_COPY, (np.array(either).max(axis=0) / 2**20).tolist(), strict=True))
+    copy = dict(zip(_COPY, np.max(either, axis=0) / 2**20, strict=True))
     return row | {"beyond_mib": beyond, "covered_mib": float(engine.sum()) - beyond, **copy}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import pandas as pd
 
@@ -136,16 +136,17 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
 
 def losses(derived: Derived) -> Table:
     """Table of the last validation losses, their difference from the baseline's, and time to its loss."""
-    found = loss_verdicts.losses(derived)
-    base = listed([one for one in dict.fromkeys(found.get("base", [])) if one]) or "the baseline"
-    margins = found["margin"].dropna() if len(found) else found
-    margin = f" (here {number(2)(min(margins))} nats)" if len(margins) else ""
-    rows: list[dict[str, Any]] = found.to_dict("records")  # type: ignore[assignment]
-    for row in rows:
+    rows = loss_verdicts.losses(derived)
+    base = listed([one for one in dict.fromkeys(row["base"] for row in rows) if one]) or "the baseline"
+    margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]
+    margin = f" (here {number(2)(min(margins))} nats)" if margins else ""
+
+    def told(row: loss_verdicts.Row) -> loss_verdicts.Row:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]
         gain = with_interval(row["gain"], "{:.2f}".format) if row["gain"].n else NOTHING
-        row["_gain"] = f"{row['reached']} of {row['seeds']} reach it" if few else gain
-        row["verdict"] = row["verdict"] or NOTHING
+        reached = f"{row['reached']} of {row['seeds']} reach it"
+        return row | {"verdict": row["verdict"] or NOTHING, "_gain": reached if few else gain}
+
     verdict = (
         f"Verdict: against a margin of {loss_verdicts.allowed(derived)} of {base}'s "
         f"{'training' if derived.frames.margin else 'loss'}{margin}; not inferior: the interval ends below "
@@ -154,7 +155,7 @@ def losses(derived: Derived) -> Table:
     return made(
         "losses",
         "Losses",
-        rows,
+        [told(row) for row in rows],
         CONTENDER,
         Column("seeds", "Seeds", str),
         Column("loss", "Validation loss", number(4)),

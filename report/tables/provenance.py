@@ -15,7 +15,7 @@ from report.data.frames import Frames
 from report.data.metrics import Derived
 from report.data.text import called, counted, listed, number
 from report.quantities import formula
-from report.tables.table import CONTENDER, TRIALS, Column, Table, made, medians, rows_of
+from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
 HELD: Final = "¶"  # beside trials whose GPUs were held down, or shared
 _HELD_FROM: Final = 0.05  # share of samples
@@ -31,7 +31,7 @@ def energy(derived: Derived) -> Table:
     rows: list[dict[str, Any]] = []
     for who, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((mine["throttled"].gt(_HELD_FROM) | mine["gpu_others"].gt(0)).sum())
-        row = who | medians(mine, "watts", "utilisation", "clock_mhz", "throttled")
+        row = who | dict(mine[["watts", "utilisation", "clock_mhz", "throttled"]].median())
         row["_taken"] += f" ({held} {HELD})" if held else ""
         if len(known := mine.dropna(subset=["joules_per_token"])):
             row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))

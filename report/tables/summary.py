@@ -14,12 +14,12 @@ from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.quantities import formula
-from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, medians, rows_of
+from report.tables.table import CONTENDER, RATIO, STEP, TRIALS, Column, Table, made, rows_of
 
-_MEDIANS: Final = (
+_MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "validation_loss", "m_bytes",
-)  # fmt: skip
+]  # fmt: skip
 _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with two, no median of their own
 
 
@@ -95,7 +95,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[s
     mark = f" {labels.INTERFACES}" if by_interfaces else ""
     row: dict[str, Any] = {
         "step_seconds": step,
-        **medians(mine, *_MEDIANS),
+        **mine[_MEDIANS].median(),
         **{key: (mine[key] * mine["step_seconds"]).median() / step.estimate for key in _PER_SECOND},
         **{key: mine[key].max() for key in ("others_share", "steal_share", "taken_share")},
         "sent_mb": interface if by_interfaces else ledger,
@@ -104,7 +104,7 @@ def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[s
         "_rates": caveats.rates(mine),
         "pairs": len(paired),
         "_pairs": NOTHING,
-        **medians(paired, "bytes_ratio", "interface_ratio"),
+        **paired[["bytes_ratio", "interface_ratio"]].median(),
         "over_papers": speedups.over_itself(over),
     }
     if isinstance(speedup, Interval) and not paired["id"].eq(paired["baseline"]).all():

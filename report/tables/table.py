@@ -12,7 +12,7 @@ from typing import Any, Final
 import pandas as pd
 import rich.table
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 
 from harness.errors import Refusal, suggestion
@@ -65,11 +65,10 @@ class Column:
 
     def told(self, value: Any) -> str:
         """A value as printed."""
+        if isinstance(value, Interval) and self.ends and value.known:
+            return with_interval(value, self.form)
         estimate = value.estimate if isinstance(value, Interval) else value
-        if isinstance(estimate, float) and math.isnan(estimate):
-            return NOTHING
-        ends = isinstance(value, Interval) and self.ends
-        return with_interval(value, self.form) if ends else self.form(estimate)
+        return NOTHING if isinstance(estimate, float) and math.isnan(estimate) else self.form(estimate)
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ class Table:
 
     def column(self, asked: str) -> Column:
         """The printed column of this title or name; a Refusal names those there are."""
-        for one in self.columns:
-            if asked in (one.title, one.key, one.name):
-                return one
+        if found := [one for one in self.columns if asked in (one.title, one.key, one.name)]:
+            return found[0]
         titles = "; ".join(one.title for one in self.columns if one.title)
         raise Refusal(f"no column {asked!r} in {self.name}: expected one of {titles}")
 
@@ -133,10 +131,8 @@ class Table:
     def csv(self) -> str:
         """Raw values as CSV; an interval in three columns."""
         found: dict[str, Any] = {}
-        for key, values in self.data.items():
-            if str(key).startswith(_PRINTED):
-                continue
-            found[str(key)] = values
+        for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
+            values = found[key] = self.data[key]
             if values.map(lambda value: isinstance(value, Interval)).any():
                 for end, of in (("", "estimate"), ("_low", "low"), ("_high", "high")):
                     found[f"{key}{end}"] = [getattr(value, of, value) for value in values]
@@ -148,32 +144,26 @@ class Table:
 
     def markdown_rows(self) -> str:
         """The same without title and caption; a place stands in the first of the rows that share it."""
+        rows, places = self.rows(), self.places
         lines = [
             [markdown(column.title) for column in self.columns],
             ["---:" if column.numeric else ":---" for column in self.columns],
         ]
-        places, above = self.places, [""]
-        for row in self.rows():
+        for above, row in zip([[], *rows], rows, strict=False):
             shared = places if row[:places] == above[:places] else 0
             lines.append([*[""] * shared, *map(markdown, row[shared:])])
-            above = row
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def show(self, out: Console) -> None:
         """Print it in a terminal, each place as a table of its own, under its title."""
         columns, places = self.by_place()
         for place, rows in places:
-            printed = rich.table.Table(
-                box=box.SIMPLE_HEAD,
-                title=escape(f"{self.title}: {place}" if place else self.title),
-                title_justify="left",
-                padding=(0, 1, 0, 0),
-                pad_edge=False,
-            )
+            title = escape(f"{self.title}: {place}" if place else self.title)
+            printed = rich.table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+            printed.padding = (0, 1, 0, 0)
             for column in columns:
-                printed.add_column(
-                    column.title, justify="right" if column.numeric else "left", overflow="fold"
-                )
+                side: JustifyMethod = "right" if column.numeric else "left"
+                printed.add_column(column.title, justify=side, overflow="fold")
             for row in rows:
                 printed.add_row(*map(escape, row))
             out.print(printed)
@@ -230,11 +220,6 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
     for _, here in groups(table, list(keys or ("cell",))):
         for contender, mine in by_contender(here):
             yield {"where": mine["where"].iloc[0], "contender": contender, **counted(mine)}, mine
-
-
-def medians(mine: pd.DataFrame, *names: str) -> dict[str, float]:
-    """Of each of these columns."""
-    return {name: mine[name].median() for name in names}
 
 
 def counted(mine: pd.DataFrame) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import pytest
 
 from harness.records.record import Record
 from harness.suites.trial import Cluster, PolicyChanges, Trial
+from report.answer.effects import listed_most
 from report.answer.lead import Answer, answer
-from report.answer.parts import listed_most
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from tests.report.records import (

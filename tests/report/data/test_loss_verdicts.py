@@ -40,8 +40,7 @@ def records(
 
 
 def of(found: list[Record], contender: str = "ZeRO++") -> Any:
-    table = losses(derive(frames_of(found))).set_index("contender")
-    return table.loc[contender]
+    return next(row for row in losses(derive(frames_of(found))) if row["contender"] == contender)
 
 
 BASE = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0]
@@ -131,5 +130,5 @@ def test_a_single_validation_of_few_steps_is_no_loss() -> None:
         for strategy in ("zero3", "zeropp")
     ]
     derived = derive(frames_of(once))
-    assert losses(derived).empty
+    assert not losses(derived)
     assert "Validation loss" not in {column.title for column in all_tables.summary(derived).columns}
