@@ -12,103 +12,69 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-# Distributions whose modules the stages import, by the module's name.
-NEEDED: Final = {
-    "torch": "torch", "cupy": "cupy-cuda13x", "numpy": "numpy", "pydantic": "pydantic",
-    "pydantic_core": "pydantic-core", "typing_inspection": "typing-inspection",
-    "annotated_types": "annotated-types", "typer": "typer", "click": "click", "rich": "rich",
-    "markdown_it": "markdown-it-py", "mdurl": "mdurl", "pygments": "pygments", "psutil": "psutil",
-    "pyroute2": "pyroute2", "safetensors": "safetensors", "scipy": "scipy", "pandas": "pandas",
-    "seaborn": "seaborn", "matplotlib": "matplotlib", "jinja2": "jinja2", "filelock": "filelock",
-    "pynvml": "nvidia-ml-py", "hypothesis": "hypothesis", "sortedcontainers": "sortedcontainers",
-    "pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "pytest_timeout": "pytest-timeout",
-    "xdist": "pytest-xdist", "execnet": "execnet",
-}  # fmt: skip
 ARCHIVE: Final = "gpu-campaign.tar.gz"
 _DRAWN: Final = {"figures", "tables", "report.html"}  # which are not brought back: records draw them again
 _REPOSITORY: Final = Path(__file__).resolve().parents[1]
 
-_SUITE: Final = """\
-name = "{name}"
-question = "{question}"
-
-[defaults]
-model.name = "{model}"
-sequence = {sequence}
-tokens_per_rank = {tokens}
-steps = {steps}
-warmup = 2
-validate_every = 0
-validation_batches = 1
-{more}
-
-[defaults.cluster]
-nodes = {nodes}
-ranks_per_node = {nodes}
-device = "{device}"
-transport = "{transport}"
-link = "{link}"
-
-[matrix]
-strategy = {strategies}
-{axis}
-"""
-_HOOKS: Final = "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?"
-_HOST: Final = "What does an offloaded optimizer free on a GPU, and cost?"
-_HALF: Final = "Does fp16 with a loss scale train on a GPU?"
-_SHARED: Final = "What does each part of ZeRO++ bring to 2x2 ranks that share a GPU, at three rates?"
-_PAIR: Final = "Does ZeRO++ learn on a GPU what ZeRO-3 learns?"
-# Without FSDP2, which stage c has: NCCL refuses a second rank on a GPU, and over gloo FSDP2 would send past
-# our wire, whose pacer alone holds the link to a rate.
-_PARTS: Final = ("zero3", "qwz", "hpz", "qgz", "zeropp")
-_BF16: Final = 'policy.compute = "bf16"'
-_ONE: Final = f'{_BF16}\npeer.compute = "bf16"\nactivation_checkpointing = true'  # rank
-_OFFLOAD: Final = f"{_BF16}\nactivation_checkpointing = true\npolicy.offload_optimizer = 1.0"
-_FP16: Final = 'policy.compute = "fp16"\npolicy.loss_scale = "dynamic"\nactivation_checkpointing = true'
-_HUNDRED: Final = "model.arguments = { layers = 12, width = 768, heads = 12 }"  # million parameters
-_PADDED: Final = "policy.max_padding = 0.3"  # a tiny model's
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A suite that a stage runs."""
-
-    letter: str  # of its stage
-    name: str
-    seconds: float  # at most
-    question: str
-    # that it compares; of those on several ranks a CPU runs the first and the last
-    strategies: tuple[str, ...]
-    more: str  # what its defaults say besides
-    # model, sequence, tokens and steps on a GPU, and what else is said there
-    sizes: tuple[str, int, int, int, str]
-    nodes: int = 1  # as many as ranks on each; more than one share the GPU
-    axis: str = ""  # of its matrix
-
-
-_SUITES: Final = (
-    Asked("c", "gpu-engine", 240, _HOOKS, ("single", "fsdp2", "zero3", "zeropp"), _ONE,
-          ("gpt-1.5b", 1024, 4096, 12, "")),
-    Asked("c", "gpu-offload", 150, _HOST, ("zero3",), _OFFLOAD, ("gpt-1.5b", 1024, 4096, 4, "")),
-    Asked("c", "gpu-fp16", 100, _HALF, ("zero3",), _FP16, ("gpt-1.5b", 1024, 4096, 12, "")),
-    Asked("d", "gpu-shared", 320, _SHARED, _PARTS, _BF16, ("gpt-medium", 512, 2048, 4, _HUNDRED), 2,
-          'cluster.rate = ["1 Gbit/s", "4 Gbit/s", "10 Gbit/s"]'),
-    Asked("e", "gpu-pair", 200, _PAIR, ("zero3", "zeropp"), _BF16,
-          ("gpt-medium", 256, 2048, 300, "optimizer.schedule.warmup = 20"), 2),
-)  # fmt: skip
-_TINY: Final = ("gpt-tiny", 16, 32, 3, _PADDED)  # on a CPU
+_ONE: Final = {  # rank, of a GPU to itself
+    "model.name": "gpt-1.5b", "sequence": 1024, "tokens_per_rank": 4096, "steps": 12,
+    "policy.compute": "bf16", "activation_checkpointing": True, "cluster.nodes": 1,
+    "cluster.ranks_per_node": 1, "cluster.transport": "nccl", "cluster.link": "none",
+}  # fmt: skip
+_SHARED: Final = {  # by 2x2 ranks
+    "model.name": "gpt-medium", "tokens_per_rank": 2048, "policy.compute": "bf16", "cluster.nodes": 2,
+    "cluster.ranks_per_node": 2, "cluster.transport": "staged", "cluster.link": "none",
+}  # fmt: skip
+_TINY: Final = {  # on a CPU
+    "model.name": "gpt-tiny", "sequence": 16, "tokens_per_rank": 32, "steps": 3, "policy.max_padding": 0.3,
+    "cluster.transport": "gloo",
+}  # fmt: skip
+# Seconds at most, question, contenders and what else is said, by stage and name.  Ranks share a GPU without
+# FSDP2: NCCL refuses a second rank on it, and over gloo FSDP2 would send past our wire, whose pacer alone
+# holds the link to a rate.
+_SUITES: Final[dict[str, tuple[float, str, tuple[str, ...], dict[str, object]]]] = {
+    "c engine": (
+        240, "What do our hooks cost on one rank, beside plain PyTorch and FSDP2, in time and in memory?",
+        ("single", "fsdp2", "zero3", "zeropp"), _ONE | {"peer.compute": "bf16"},
+    ),
+    "c offload": (
+        150, "What does an offloaded optimizer free on a GPU, and cost?",
+        ("zero3",), _ONE | {"steps": 4, "policy.offload_optimizer": 1.0},
+    ),
+    "c fp16": (
+        100, "Does fp16 with a loss scale train on a GPU?",
+        ("zero3",), _ONE | {"policy.compute": "fp16", "policy.loss_scale": "dynamic"},
+    ),
+    "d shared": (
+        320, "What does each part of ZeRO++ bring to 2x2 ranks that share a GPU, at three rates?",
+        ("zero3", "qwz", "hpz", "qgz", "zeropp"),
+        _SHARED | {
+            "model.arguments.layers": 12, "model.arguments.width": 768, "model.arguments.heads": 12,
+            "sequence": 512, "steps": 4, "cluster.link": "paced",
+            "matrix.cluster.rate": ["1 Gbit/s", "4 Gbit/s", "10 Gbit/s"],
+        },
+    ),
+    "e pair": (
+        200, "Does ZeRO++ learn on a GPU what ZeRO-3 learns?",
+        ("zero3", "zeropp"), _SHARED | {"sequence": 256, "steps": 300, "optimizer.schedule.warmup": 20},
+    ),
+}  # fmt: skip
 _OTHERS: Final = {  # quantisers, by the module without which they are left out
     "torch.compile": "triton", "torchao": "torchao", "bitsandbytes": "bitsandbytes", "deepspeed": "deepspeed",
 }  # fmt: skip
@@ -132,8 +98,14 @@ class Ended:
 
 
 def missing() -> list[str]:
-    """Distributions of :data:`NEEDED` whose modules are not here."""
-    return [named for module, named in NEEDED.items() if importlib.util.find_spec(module) is None]
+    """Distributions that pyproject.toml asks for, with tests and CUDA 13, and that are not here."""
+    project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    named = [
+        re.split(r"[^\w-]", one)[0] for one in project["dependencies"] + extras["test"] + extras["cuda13"]
+    ]
+    here = {re.sub("[_.]", "-", one.name.lower()) for one in importlib.metadata.distributions()}
+    return [one for one in named if one not in here]
 
 
 def stages(device: str, results: Path) -> Iterator[Stage]:
@@ -141,12 +113,18 @@ def stages(device: str, results: Path) -> Iterator[Stage]:
     gpu = device == "cuda"
     yield from _tests(device)
     yield from _benches(device, results)
-    for asked in _SUITES:
-        suite = results / f"{asked.name}.toml"
-        suite.write_text(_text(asked, device), encoding="utf-8")
+    for name, (seconds, question, strategies, said) in _SUITES.items():
+        few = strategies if gpu or said["cluster.nodes"] == 1 else strategies[:1] + strategies[-1:]
+        keys = {key: said[key] for key in said if gpu or not key.startswith(("model.", "optimizer."))}
+        keys |= {"cluster.device": device, "warmup": 2, "validate_every": 0, "validation_batches": 1}
+        keys |= {"matrix.strategy": few} | ({} if gpu else _TINY)
+        suite = results / f"gpu-{name[2:]}.toml"
+        head = {"name": suite.stem, "question": question}
+        tables = {key if key.startswith("matrix.") else f"defaults.{key}": keys[key] for key in keys}
+        lines = [f"{key} = {json.dumps(value)}\n" for key, value in (head | tables).items()]
+        suite.write_text("".join(lines), encoding="utf-8")
         command = ("-m", "harness.cli", "run", "--no-report", str(suite), "--results", str(results))
-        name = f"{asked.letter} {asked.name.removeprefix('gpu-')}"
-        yield Stage(name, command, asked.seconds if gpu else 240)
+        yield Stage(name, command, seconds if gpu else 240)
 
 
 def _tests(device: str) -> Iterator[Stage]:
@@ -188,19 +166,6 @@ def _benches(device: str, results: Path) -> Iterator[Stage]:
     for other, module in _OTHERS.items() if gpu else [("torch.compile", "torch")]:
         kind = "fp16" if other == "deepspeed" else "bf16"
         yield of(other, "--backend", device, "--backend", other, "--kind", kind, *beside, needs=module)
-
-
-def _text(asked: Asked, device: str) -> str:
-    gpu, shares = device == "cuda", asked.nodes > 1
-    model, sequence, tokens, steps, more = asked.sizes if gpu else _TINY
-    few = shares and not gpu  # many trials take long
-    strategies = (asked.strategies[0], asked.strategies[-1]) if few else asked.strategies
-    return _SUITE.format(
-        name=asked.name, question=asked.question, model=model, sequence=sequence, tokens=tokens, steps=steps,
-        more=f"{asked.more}\n{more}", nodes=asked.nodes, device=device, axis=asked.axis,
-        transport=("staged" if shares else "nccl") if gpu else "gloo",
-        link="paced" if asked.axis else "none", strategies=str(list(strategies)).replace("'", '"'),
-    )  # fmt: skip
 
 
 def run(stage: Stage, log: Path, seconds: float) -> Ended:

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from harness.laws.laws import Case, Duty, Violation, attempt
 from harness.laws.subject import of_codec
@@ -49,7 +50,6 @@ HOPS: Final = (
 SOURCES: Final = 8
 ENGINES: Final = ("plain", "fsdp2", "zero3", "zeropp")
 Found = dict[str, Any]
-Question = tuple[Found, Callable[[], Found]]  # what is asked, and who answers
 
 
 def noise_of(codec: Codec) -> Noise | None:
@@ -57,22 +57,9 @@ def noise_of(codec: Codec) -> Noise | None:
     return Noise((1, 2, 3, 4)) if codec.stochastic else None
 
 
-def seconds_of(device: torch.device, operation: Callable[[], object], rounds: int) -> float:
-    """Median seconds of an operation, by events on a GPU, where launches queue ahead."""
-    for _ in range(3):
-        operation()
-    if device.type == "cpu":
-        clock = [time.perf_counter()]
-        for _ in range(rounds):
-            operation()
-            clock.append(time.perf_counter())
-        return statistics.median(b - a for a, b in itertools.pairwise(clock))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    for mark in marks:
-        mark.record()
-        operation()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
+def seconds_of(operation: Callable[[], object], seconds: float) -> float:
+    """Median of an operation, called for so long; on a GPU launches queue ahead."""
+    return Timer("call()", globals={"call": operation}).blocked_autorange(min_run_time=seconds).median
 
 
 def of_device(device: torch.device) -> Found:
@@ -105,7 +92,7 @@ def are_reference(codec: Codec, kind: Dtype, device: torch.device) -> Found:
     return {"equal": True}
 
 
-def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, rounds: int) -> Found:
+def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, seconds: float) -> Found:
     """GB/s of a codec's operations on elements, every byte counted that one has to read and write once, and
     their share of a copy's of the elements; eight sources are summed, each of an eighth of them.
     """
@@ -129,10 +116,10 @@ def rates(text: str, kind: Dtype, mebibytes: int, device: torch.device, rounds: 
         again = torch.zeros(onward.frame_bytes(part), dtype=torch.uint8, device=device)
         fused = partial(ops.decode_sum_encode, codec, onward, frames, again, part, noise=noise_of(onward))
         timed[f"to_{onward}"] = frames.nbytes + again.nbytes, fused
-    copy = 2 * x.nbytes / seconds_of(device, partial(back.copy_, x), rounds)
+    copy = 2 * x.nbytes / seconds_of(partial(back.copy_, x), seconds)
     found: Found = {"copy_gb": round(copy / 1e9, 1)}
     for name, (moved, operation) in timed.items():
-        rate = moved / seconds_of(device, operation, rounds)
+        rate = moved / seconds_of(operation, seconds)
         found |= {f"{name}_gb": round(rate / 1e9, 1), f"{name}_of_copy": round(rate / copy, 3)}
     return found
 
@@ -185,35 +172,28 @@ def engine(name: str, tokens: int, device: torch.device) -> Found:
         masters = shard(model, mesh=Mesh.create(Topology(1, 1), device), policy=policy).param_groups()
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=gpu)
     batch = torch.randint(256, (max(1, tokens // 1024), min(tokens, 1024)), device=device)
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []  # read last: nothing here waits for the device
 
-    def passes() -> None:
+    def passes(*, stepping: bool) -> None:
         loss = nn.functional.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
         loss.backward()
-        if len(losses) < 2:
-            losses.append(float(loss.detach()))
-
-    def step() -> None:
-        passes()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def without_step() -> None:
-        passes()
+        losses.append(loss.detach())
+        if stepping:
+            optimizer.step()
         optimizer.zero_grad()
 
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-    whole, took = (seconds_of(device, each, 7 if gpu else 2) for each in (step, without_step))
-    peak = torch.cuda.max_memory_allocated() if gpu else 0
+    whole, took = (seconds_of(partial(passes, stepping=one), 2.0 if gpu else 0.01) for one in (True, False))
     return {
         "parameters": parameters, "passes_ms": round(1e3 * took, 2), "step_ms": round(1e3 * whole, 2),
-        "losses": losses, "peak_bytes": peak,
+        "losses": [float(loss) for loss in losses[:2]],
+        "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
     }  # fmt: skip
 
 
-def questions(device: torch.device) -> Iterator[Question]:
-    """Everything, correctness first."""
+def questions(device: torch.device) -> Iterator[tuple[Found, Callable[[], Found]]]:
+    """What is asked, and who answers: correctness first."""
     gpu = device.type == "cuda"
     yield {"ask": "device"}, partial(of_device, device)
     for text, kind in itertools.product(CODECS, DTYPES):
@@ -221,7 +201,7 @@ def questions(device: torch.device) -> Iterator[Question]:
         yield asked, partial(are_reference, parse(text), kind, device)
     for mebibytes, text in itertools.product((64, 256) if gpu else (1,), CODECS if gpu else CODECS[:3]):
         asked = {"ask": "rates", "codec": text, "mebibytes": mebibytes}
-        yield asked, partial(rates, text, "bf16", mebibytes, device, 31 if gpu else 3)
+        yield asked, partial(rates, text, "bf16", mebibytes, device, 0.02 if gpu else 1e-4)
     yield {"ask": "launch", "codec": "int8:2048"}, partial(launch, "int8:2048", device)
     for tokens, name in itertools.product((4096, 16384) if gpu else (64,), ENGINES):
         yield {"ask": "engine", "engine": name, "tokens": tokens}, partial(engine, name, tokens, device)
