@@ -12,12 +12,11 @@ Not shown: the host runs ahead of a CUDA stream, but not of this one once it wai
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -85,14 +84,16 @@ class Call(dist.Work):
     destinations: list[Tensor]  # that it writes, at :meth:`wait`
     sent: dict[int, Tensor]  # bytes for each rank of the group that takes part
     finish: Callable[[dict[int, Tensor]], Sequence[Tensor]]  # of rows by rank: bytes of the destinations
-    told: dict[int, Told]  # to the other ranks
-    ended: Callable[[Call], None]  # is told once it was waited for
+    told: dict[int, Told]  # to the other ranks, in their order
     carried: Future[Sequence[Tensor]] = field(default_factory=Future)
+    delivered: bool = False
     _read: list[Tensor] = field(default_factory=list)  # sources as they were posted
-    _delivered: bool = False
 
     def __post_init__(self) -> None:
         dist.Work.__init__(self)
+        for tensor in self.sources + self.destinations:
+            if tensor.dtype not in _MOVED:
+                raise NcclRuleError("datatype", f"{self.kind} of {tensor.dtype}")
         self._read = [source.clone() for source in self.sources]
         self.sent = {rank: part.clone() for rank, part in self.sent.items()}
         for target in self.destinations:
@@ -105,15 +106,14 @@ class Call(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:  # the group's holds
         """Wait for the stream to pass it, and give out what it brought, or raise what went wrong."""
         brought = self.carried.result()
-        if not self._delivered:
-            self._delivered = True
+        if not self.delivered:
+            self.delivered = True
             for source, then in zip(self.sources, self._read, strict=True):
                 apart = not any(overlap(source, target) for target in self.destinations)
                 if apart and not torch.equal(as_bytes(source), as_bytes(then)):
                     raise NcclRuleError("buffer", f"what {self.kind} sends was written before its wait()")
             for target, value in zip(self.destinations, brought, strict=True):
                 as_bytes(target).copy_(as_bytes(value))
-            self.ended(self)
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -137,7 +137,7 @@ class Communicator(_Group):  # type: ignore[misc]
         self._store = store
         self._me, self._size, self._limit = rank, size, timeout
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._first = True
+        self._rule = "creation"  # by which the next call is waited for
         self._failed: BaseException | None = None
         self._stream = ThreadPoolExecutor(1)
         world = dist.group.WORLD
@@ -241,21 +241,15 @@ class Communicator(_Group):  # type: ignore[misc]
         )
         if len(sends) + len(receives) < len(operations) or any(one.tag for one in operations):
             raise NcclRuleError("tags", "messages with tags, or several of one direction between two ranks")
-        told, none = {}, torch.empty(0, dtype=torch.uint8)
-        for peer in sends | receives:
+        told, none, kind = {}, torch.empty(0, dtype=torch.uint8), "batch_isend_irecv"
+        for peer in sorted(sends | receives):
             out, into = sends.get(peer, none), receives.get(peer, none)
             types = sorted({str(one.dtype) for one in (out, into) if one is not none})
-            told[peer] = Told("batch_isend_irecv", out.nbytes, into.nbytes, ", ".join(types))
+            told[peer] = Told(kind, out.nbytes, into.nbytes, ", ".join(types))
+        rows = {peer: as_bytes(sends.get(peer, none)) for peer in told}
+        given, into = list(sends.values()), list(receives.values())
         return self._enqueue(
-            Call(
-                "batch_isend_irecv",
-                self._movable("batch_isend_irecv", [*sends.values()]),
-                self._movable("batch_isend_irecv", [*receives.values()]),
-                {peer: as_bytes(sends.get(peer, none)) for peer in told},
-                lambda rows: [rows[peer] for peer in receives],
-                told,
-                self._under_way.remove,
-            )
+            Call(kind, given, into, rows, lambda came: [came[peer] for peer in receives], told)
         )
 
     # As torch 2.11 calls them.
@@ -281,7 +275,6 @@ class Communicator(_Group):  # type: ignore[misc]
         come: Sequence[int] | None = None,  # bytes from each rank, unless as many as are sent to it
         detail: str = "",
     ) -> dist.Work:
-        self._movable(kind, [given, *outputs])
         come = come or [part.nbytes for part in sent]
         detail = f"{given.dtype} {detail}".removeprefix("torch.").rstrip()
         told = {}
@@ -289,10 +282,10 @@ class Communicator(_Group):  # type: ignore[misc]
             self._positions[rank] += 1
             if index != self._me:
                 told[index] = Told(kind, sent[index].nbytes, come[index], detail, self._positions[rank])
-        ended = self._under_way.remove
-        return self._enqueue(Call(kind, [given], outputs, dict(enumerate(sent)), finish, told, ended))
+        return self._enqueue(Call(kind, [given], outputs, dict(enumerate(sent)), finish, told))
 
     def _enqueue(self, call: Call) -> dist.Work:
+        self._under_way[:] = [other for other in self._under_way if not other.delivered]
         for other in self._under_way:
             pairs = [
                 *itertools.product(call.destinations, other.destinations + other.sources),
@@ -311,7 +304,13 @@ class Communicator(_Group):  # type: ignore[misc]
         if self._failed is not None:
             raise self._failed
         try:
-            self._agree(call)
+            rule, self._rule = self._rule, "order"
+            others = [rank for rank in range(self._size) if rank != self._me]
+            if rule == "creation" and len(call.told) < len(
+                others
+            ):  # all take part: it makes the communicator
+                self._agree(dict.fromkeys(others, Told("the group's first call", 0, 0, "")), rule)
+            self._agree(call.told, rule)
             rows = dict(call.sent)
             come = {peer: torch.empty(told.received, dtype=torch.uint8) for peer, told in call.told.items()}
             works = [self._gloo.recv([row], peer, _DATA) for peer, row in come.items() if row.numel()]
@@ -323,46 +322,28 @@ class Communicator(_Group):  # type: ignore[misc]
             self._failed = error
             raise
 
-    def _agree(self, call: Call) -> None:
-        """Tell the other ranks of a call what it is; raise where they call something else, or nothing within
-        the time limit.
-        """
-        first, self._first = self._first, False
-        if first and len(call.told) < self._size - 1:  # all take part, since it makes the communicator
-            creation = Told("the group's first call", 0, 0, "")
-            self._tell({rank: creation for rank in range(self._size) if rank != self._me}, "creation")
-        self._tell(call.told, "creation" if first else "order")
-
-    def _tell(self, told: Mapping[int, Told], rule: str) -> None:
-        """Tell each rank what is told to it, all at once, and raise the rule by which two do not fit."""
-        heard = {peer: torch.empty(_TOLD_BYTES, dtype=torch.uint8) for peer in told}
-        works = []
+    def _agree(self, told: Mapping[int, Told], rule: str) -> None:
+        """Hear from each rank, lower ones first, what it calls; raise if two do not fit, or one is late."""
+        heard = {}
         for peer, mine in told.items():
-            with self._waiting(rule, mine, peer):
-                text = bytearray(json.dumps(mine).encode().ljust(_TOLD_BYTES))
+            text = bytearray(json.dumps(mine).encode().ljust(_TOLD_BYTES))
+            theirs = torch.empty(_TOLD_BYTES, dtype=torch.uint8)
+            try:
                 send = self._gloo.send([torch.frombuffer(text, dtype=torch.uint8)], peer, _TELL)
-                works.append((peer, mine, [send, self._gloo.recv([heard[peer]], peer, _TELL)]))
-        for peer, mine, both in works:
-            with self._waiting(rule, mine, peer):
-                for work in both:
+                for work in (send, self._gloo.recv([theirs], peer, _TELL)):
                     work.wait(self._limit)
-        for peer, mine in told.items():
-            theirs = Told(*json.loads(bytes(heard[peer].tolist())))
+            except RuntimeError as error:
+                limit = f"which did not call it within {self._limit}, or ended"
+                why = f"{mine.kind} waited for rank {self._ranks[peer]}, {limit}"
+                raise NcclRuleError(rule, why) from error
+            heard[peer] = Told(*json.loads(bytes(theirs.tolist())))
+        for peer, theirs in heard.items():
+            mine = told[peer]
             words = f"rank {self._ranks[self._me]} calls {mine}, rank {self._ranks[peer]} calls {theirs}"
             if theirs[:4] != (mine.kind, mine.received, mine.sent, mine.detail):
                 raise NcclRuleError("order", words)
             if mine.position != theirs.position:
                 raise NcclRuleError("communicators", words)
-
-    @contextlib.contextmanager
-    def _waiting(self, rule: str, told: Told, peer: int) -> Iterator[None]:
-        """An error of gloo inside is one of the rule."""
-        try:
-            yield
-        except RuntimeError as error:
-            limit = f"which did not call it within {self._limit}, or ended"
-            why = f"{told.kind} waited for rank {self._ranks[peer]}, {limit}"
-            raise NcclRuleError(rule, why) from error
 
     # What is refused where it is called.
 
@@ -372,12 +353,6 @@ class Communicator(_Group):  # type: ignore[misc]
         if sum(counts) != tensor.shape[0]:
             raise NcclRuleError("order", f"all_to_all of {tensor.shape[0]} rows in parts {counts}")
         return list(map(as_bytes, tensor.split(counts)))
-
-    def _movable(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
-        for tensor in tensors:
-            if tensor.dtype not in _MOVED:
-                raise NcclRuleError("datatype", f"{kind} of {tensor.dtype}")
-        return tensors
 
     def _whole(self, kind: str, *, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self._size * part.numel():

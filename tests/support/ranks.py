@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import multiprocessing
-import os
 import pickle
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from harness.cluster.rank_processes import start_server
+from harness.cluster.port import Port
+from harness.cluster.rank import Rank
+from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from tests.support import nccl_rules
@@ -43,41 +44,34 @@ def on_threads(
         multi_threaded_pg.ThreadLocalWorld.comms = property(lambda _: [])
     multi_threaded_pg._install_threaded_pg()
     store = dist.HashStore()
-    results: list[Any] = [None] * topology.world
-    errors: list[BaseException | None] = [None] * topology.world
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> Any:
         try:
             dist.init_process_group(
                 backend, rank=rank, world_size=topology.world, store=store, timeout=timedelta(seconds=seconds)
             )
             with torch.autograd.set_multithreading_enabled(False):
-                results[rank] = body(Mesh.create(topology), *args)
+                return body(Mesh.create(topology), *args)
         except BaseException as error:
-            errors[rank] = error
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
+            raise
         finally:
             dist.destroy_process_group()
 
+    threads = ThreadPoolExecutor(topology.world)
     try:
-        threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(topology.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-            if thread.is_alive():
-                raise TimeoutError("a thread rank did not finish within 120 s")
+        ranks = [threads.submit(rank_main, rank) for rank in range(topology.world)]
+        errors = [rank.exception(timeout=120) for rank in ranks]
     finally:
+        threads.shutdown(wait=False)
         multi_threaded_pg._uninstall_threaded_pg()
         multi_threaded_pg.ProcessLocalGroup.reset()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         sys.excepthook = excepthook
-    real = [
-        error for error in errors if error is not None and not isinstance(error, threading.BrokenBarrierError)
-    ]
-    if real:
-        raise real[0]
-    return results
+    for error in errors:
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [rank.result() for rank in ranks]
 
 
 def each_rank(
@@ -110,44 +104,20 @@ def _unwrapped(mesh: Mesh, test: Any, given: dict[str, Any]) -> None:
 
 def on_processes(topology: Topology, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``body(mesh, *args)``, which must be importable, on every rank, as processes joined by gloo."""
-    start_server()  # the one of trials, whichever test comes first: a process has one
-    context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        queue = context.Queue()
-        ranks = [
-            context.Process(
-                target=_process_rank, args=(topology, rank, folder, queue, body, args), daemon=True
-            )
-            for rank in range(topology.world)
-        ]
-        for rank in ranks:
-            rank.start()
-        results: dict[int, Any] = {}
+        ports = (Port("lo", "127.0.0.1"),) * topology.nodes
+        launch = Launch(topology, ports, None, threads=1, timeout_seconds=180, log=Path(folder, "log"))
         try:
-            for _ in ranks:
-                rank, value, error = queue.get(timeout=180)
-                if error is not None:
-                    raise AssertionError(f"rank {rank}:\n{error}")
-                results[rank] = pickle.loads(value)  # noqa: S301  # our own child's
-        finally:
-            for process in ranks:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-    return [results[rank] for rank in range(topology.world)]
+            found = run_ranks(_in_process, (body, args), launch)
+        except LaunchError as error:
+            log = "" if error.log is None else error.log.read_text(errors="replace")
+            raise AssertionError(f"{error}\n{log}") from error
+    return [pickle.loads(value) for value in found]  # noqa: S301  # our own children's
 
 
-def _process_rank(  # noqa: PLR0917  # multiprocessing passes by position
-    topology: Topology, rank: int, folder: str, queue: Any, body: Any, args: Any
-) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process is an entry point
-    try:
-        store = dist.FileStore(os.path.join(folder, "store"), topology.world)  # noqa: PTH118
-        dist.init_process_group("gloo", rank=rank, world_size=topology.world, store=store)
-        value = body(Mesh.create(topology), *args)
-        dist.barrier()
-        dist.destroy_process_group()
-        queue.put((rank, pickle.dumps(value), None))  # by value, not through torch's shared memory
-    except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
+def _in_process(rank: Rank, told: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes:
+    """Pickled: what a body returns, by value, not through torch's shared memory."""
+    body, args = told
+    value = pickle.dumps(body(Mesh.create(rank.topology), *args))
+    dist.barrier()
+    return value
