@@ -8,7 +8,7 @@ from typing import Final
 
 from docs.tables.markdown import table
 from impl.codecs.codec import FORMATS
-from tests.support.cubin import DEVICES, FORMAT, VARIANTS, Cubin, Prediction, predictions, works
+from tests.support.cubin import DEVICES, FORMAT, VARIANTS, Cubin, compiled, main_paths, works
 
 ARCHITECTURE: Final = 90
 _PLAIN: Final = (
@@ -20,11 +20,12 @@ _CODED: Final = (("encode", "Bf16"), ("decode", "Bf16"), ("decode", "Fp32"))
 
 def render() -> str:
     """The tables, in Markdown; compiles every kernel, for which nothing may be ``missing``."""
-    every = [each for file in VARIANTS for each in predictions(file, ARCHITECTURE)]
     plain = [
-        (each.kernel, (*_resources(each), *_accesses(each.main)))
-        for each in every
-        if each.main and not FORMAT.fullmatch(each.kernel)
+        (kernel, (*_resources(cubin), *_accesses(mains[kernel])))
+        for file, kernels in VARIANTS.items()
+        for mains in [main_paths(file, ARCHITECTURE)]
+        for kernel, cubin in compiled(file, kernels, ARCHITECTURE).items()
+        if kernel in mains and not FORMAT.fullmatch(kernel)
     ]
     shares = ("kernels", *(f"`sm_{architecture}`" for architecture in DEVICES))
     columns = ("format", "encode bf16", "decode bf16", "sum to fp32")
@@ -50,8 +51,8 @@ def _formats() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield text, tuple("memory" if one[1] == "memory" else f"{one[0]:.0%} {one[1]}" for one in found)
 
 
-def _resources(each: Prediction) -> tuple[str, ...]:
-    return ", ".join(map(str, each.threads)), str(each.cubin.registers), f"{each.occupancy:.0%}"
+def _resources(cubin: Cubin) -> tuple[str, ...]:
+    return ", ".join(map(str, cubin.threads)), str(cubin.registers), f"{cubin.occupancy[0]:.0%}"
 
 
 def _accesses(main: Cubin) -> Iterator[str]:

@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -131,9 +131,9 @@ class Access:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What one kernel asks for on one architecture."""
+    """What one kernel of :data:`VARIANTS` asks for on one architecture."""
 
-    architecture: int
+    kernel: str  # as C++ writes it
     registers: int  # of a thread
     shared: int  # bytes of shared memory of a thread block; the kernels have no dynamic ones
     local: int  # bytes of local memory of a thread: the stack, with spilled registers
@@ -159,28 +159,36 @@ class Cubin:
         counted = [Counter(names[i] for i in range(a, b + 1) if i not in slow) for a, b in loops]
         return counted[0] - sum(counted[1:], Counter()), sum(counted[1:], Counter())
 
-    def limits(self, threads: int) -> dict[str, int]:
-        """Thread blocks of ``threads`` that a multiprocessor of sm_90 holds, by what limits them, as the CUDA
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """The sizes of its thread blocks as :mod:`impl.cuda.kernels` launches it, ascending."""
+        name, _, values = self.kernel.partition("<")
+        if name == "encode_general" and values.endswith(", 2>"):
+            return (512,)
+        teams = name in {"encode_general", "decode_sum_encode", "decode_sum_encode_general"}
+        return (256, 512) if teams or self.kernel.startswith("encode_held<Fp32") else (256,)
+
+    @property
+    def occupancy(self) -> tuple[float, str]:
+        """The least share of a multiprocessor's warps that it holds on sm_90, and what limits it, as the CUDA
         toolkit's ``cuda_occupancy.h`` has it for whole warps.
         """
-        warps = threads // WARP
-        quarter = (
-            REGISTERS // 4 // _up(self.registers * WARP, 256)
-        )  # warps of it, which has its own registers
-        return {
-            "registers": quarter * 4 // _up(warps, 4),
-            "shared memory": SHARED
-            // _up(self.shared + 1024, 128),  # a thread block has 1 KiB beside its own
-            "warps": WARPS // warps,
-            "blocks": THREAD_BLOCKS,
-        }
-
-    def occupancy(self, threads: int) -> float:
-        return min(self.limits(threads).values()) * threads / WARP / WARPS
+        quarter = REGISTERS // 4 // _up(self.registers * WARP, 256)  # warps of it, with registers of its own
+        found = []
+        for warps in (threads // WARP for threads in self.threads):
+            blocks = {
+                "registers": quarter * 4 // _up(warps, 4),
+                "shared memory": SHARED // _up(self.shared + 1024, 128),  # a block has 1 KiB beside its own
+                "warps": WARPS // warps,
+                "blocks": THREAD_BLOCKS,
+            }
+            found += [(count * warps / WARPS, what) for what, count in blocks.items()]
+        return min(found, key=lambda one: one[0])
 
 
+@functools.cache
 def compiled(
-    file: str, kernels: Sequence[str], architecture: int, sources: Path = SOURCES, *, main: bool = False
+    file: str, kernels: tuple[str, ...], architecture: int, sources: Path = SOURCES, *, main: bool = False
 ) -> dict[str, Cubin]:
     """Kernels of one file of ``sources``, as C++ writes them, compiled together, or their main paths."""
     options = ["--ptxas-options=-v", "--generate-line-info", *(["-DMAIN_PATH"] if main else [])]
@@ -191,12 +199,11 @@ def compiled(
         counted = (
             rf"properties for {re.escape(lowered)}\n.*? (\d+) bytes stack.*?Used (\d+) registers([^\n]*)"
         )
-        facts = re.search(counted, made.log, re.DOTALL)
-        if facts is None:
+        if (facts := re.search(counted, made.log, re.DOTALL)) is None:
             raise RuntimeError(f"{kernel}: ptxas counted nothing in {made.log}")
         shared = re.search(r"(\d+) bytes smem", facts[3])
         resources = int(facts[2]), int(shared[1]) if shared else 0, int(facts[1])
-        found[kernel] = Cubin(architecture, *resources, lowered, made.image, sources)
+        found[kernel] = Cubin(kernel, *resources, lowered, made.image, sources)
     return found
 
 
@@ -303,25 +310,6 @@ def _function(path: Path, line: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """A kernel of :data:`VARIANTS`."""
-
-    kernel: str
-    threads: tuple[int, ...]  # of its thread blocks, as they are launched
-    cubin: Cubin  # what is launched
-    main: Cubin | None  # its main path compiled alone; None for general kernels
-
-    @property
-    def occupancy(self) -> float:
-        return min(map(self.cubin.occupancy, self.threads))
-
-    @property
-    def limit(self) -> str:
-        limits = self.cubin.limits(self.threads[-1])
-        return min(limits, key=limits.__getitem__)
-
-
-@dataclass(frozen=True, slots=True)
 class Work:
     """What a plain kernel does for eight elements on its main path, in blocks of 256, of 8 sources if any."""
 
@@ -369,29 +357,13 @@ def _coded(bits: str) -> float:
     return int(bits) + OCTET * 4 / BLOCK
 
 
-def threads_of(kernel: str) -> tuple[int, ...]:
-    """The sizes of the thread blocks that :mod:`impl.cuda.kernels` launches ``kernel`` with, ascending."""
-    name, _, values = kernel.partition("<")
-    if name == "encode_general" and values.endswith(", 2>"):
-        return (512,)
-    teams = name in {"encode_general", "decode_sum_encode", "decode_sum_encode_general"}
-    return (256, 512) if teams or kernel.startswith("encode_held<Fp32") else (256,)
-
-
-@functools.cache
-def predictions(file: str, architecture: int) -> tuple[Prediction, ...]:
-    kernels = VARIANTS[file]
-    cubins, alone = compiled(file, kernels, architecture), _main_paths(file, architecture)
-    return tuple(Prediction(each, threads_of(each), cubins[each], alone.get(each)) for each in kernels)
-
-
-@functools.cache
-def _main_paths(file: str, architecture: int) -> dict[str, Cubin]:
-    plain = [kernel for kernel in VARIANTS[file] if PLAIN.fullmatch(kernel)]
+def main_paths(file: str, architecture: int) -> dict[str, Cubin]:
+    """Those of a file's plain kernels, compiled alone."""
+    plain = tuple(kernel for kernel in VARIANTS[file] if PLAIN.fullmatch(kernel))
     return compiled(file, plain, architecture, main=True)
 
 
 @functools.cache
 def works(architecture: int) -> dict[str, Work]:
-    paths = [each for file in VARIANTS for each in _main_paths(file, architecture).items()]
+    paths = [each for file in VARIANTS for each in main_paths(file, architecture).items()]
     return {kernel: _work(kernel, main) for kernel, main in paths}

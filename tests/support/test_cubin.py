@@ -17,17 +17,16 @@ from tests.impl.codecs.properties import garbage, noise_of
 from tests.support.cubin import (
     DEVICES,
     FORMAT,
-    PLAIN,
     VARIANTS,
-    Prediction,
+    Cubin,
     _disassembler,
     compiled,
-    predictions,
-    threads_of,
+    main_paths,
     works,
 )
 
 pytestmark = pytest.mark.xdist_group("cubins")  # which the page's test compiles too: by one process, once
+Predicted = tuple[dict[str, Cubin], dict[str, Cubin]]
 LEAST = 0.5  # occupancy
 # Kernels that miss it, with what they reach: two octets a thread with error feedback need some 100 registers,
 # and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.
@@ -73,43 +72,35 @@ def test_no_kernel_is_slower_than_is_stated(architecture: int) -> None:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def predicted(request: pytest.FixtureRequest) -> tuple[Prediction, ...]:
-    return predictions(request.param, 90)
+def predicted(request: pytest.FixtureRequest) -> Predicted:
+    """The kernels of a file for an H100 as they are launched, and main paths of the plain ones."""
+    return compiled(request.param, VARIANTS[request.param], 90), main_paths(request.param, 90)
 
 
-def test_no_kernel_has_local_memory(predicted: tuple[Prediction, ...]) -> None:
-    """No thread has a stack or spilled registers."""
-    assert not {each.kernel: each.cubin.local for each in predicted if each.cubin.local}
+def test_half_of_all_warps_are_held_and_nothing_is_in_local_memory(predicted: Predicted) -> None:
+    """No thread has a stack or spilled registers; half of all warps are held, but by kernels listed above."""
+    cubins = predicted[0].values()
+    assert not {each.kernel: each.local for each in cubins if each.local}
+    low = {each.kernel: each.occupancy for each in cubins if each.occupancy[0] < LEAST}
+    assert low == {kernel: (MISSES[kernel], "registers") for kernel in predicted[0] if kernel in MISSES}
 
 
-def test_half_of_all_warps_are_held(predicted: tuple[Prediction, ...]) -> None:
-    """Half of a multiprocessor's warps are held at a time, but by kernels that are listed."""
-    low = {each.kernel: (each.occupancy, each.limit) for each in predicted if each.occupancy < LEAST}
-    listed = {each.kernel: (MISSES[each.kernel], "registers") for each in predicted if each.kernel in MISSES}
-    assert low == listed
-
-
-def test_elements_are_loaded_and_stored_16_bytes_at_a_time(predicted: tuple[Prediction, ...]) -> None:
+def test_elements_are_loaded_and_stored_16_bytes_at_a_time(predicted: Predicted) -> None:
     """All that reaches elements has 16 bytes a thread, but for what goes one by one."""
-    for each in predicted:
-        widths = {access.width for access in each.cubin.accesses if access.purpose == "elements"}
-        assert widths == (set() if each.kernel.startswith("decode_sum_encode<") else {16}), each.kernel
+    for kernel, launched in predicted[0].items():
+        widths = {access.width for access in launched.accesses if access.purpose == "elements"}
+        assert widths == (set() if kernel.startswith("decode_sum_encode<") else {16}), kernel
 
 
-def test_nothing_goes_one_by_one_on_the_main_path(predicted: tuple[Prediction, ...]) -> None:
+def test_nothing_goes_one_by_one_on_the_main_path(predicted: Predicted) -> None:
     """Where all octets are whole and aligned, plain kernels reach elements and codes only as whole octets."""
-    for each in predicted:
-        assert (each.main is not None) == bool(PLAIN.fullmatch(each.kernel))
-        if each.main is not None:
-            assert each.main.local == 0
-            purposes = {access.purpose for access in each.main.accesses}
-            sums = each.kernel.startswith("decode_sum_encode<")
-            scales = set() if "<BF16SR" in each.kernel else {"scales"}
-            assert purposes - {"padding", "extents"} == {"codes"} | scales | (
-                set() if sums else {"elements"}
-            ), each.kernel
-            widths = {access.width for access in each.main.accesses if access.purpose == "codes"}
-            assert widths <= {4, 8} or FORMAT.fullmatch(each.kernel)
+    for kernel, main in predicted[1].items():
+        assert main.local == 0
+        wanted = {"codes"} | ({"scales"} if "<BF16SR" not in kernel else set())
+        wanted |= {"elements"} if not kernel.startswith("decode_sum_encode<") else set()
+        assert {access.purpose for access in main.accesses} - {"padding", "extents"} == wanted, kernel
+        widths = {access.width for access in main.accesses if access.purpose == "codes"}
+        assert widths <= {4, 8} or FORMAT.fullmatch(kernel)
 
 
 def _flushed(folder: Path, image: bytes) -> int:
@@ -144,14 +135,14 @@ def test_narrow_accesses_are_found(tmp_path: Path) -> None:
     narrow, kernel = "if (count != kOctet || !vectors) return", "encode_held<Bf16, 8, false>"
     assert text.count(narrow) == 1
     (tmp_path / "frames.cuh").write_text(text.replace(narrow, "return"), encoding="utf-8")
-    found = compiled("quantize.cu", [kernel], 90, tmp_path, main=True)[kernel].accesses
+    found = compiled("quantize.cu", (kernel,), 90, tmp_path, main=True)[kernel].accesses
     assert {access.width for access in found if access.purpose == "elements, one by one"} == {2}
     elsewhere = text.replace("load_singly(", "load_elsewhere(").replace("load_singly<", "load_elsewhere<")
     folder = tmp_path / "elsewhere"
     shutil.copytree(SOURCES, folder)
     (folder / "frames.cuh").write_text(elsewhere, encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"frames.cuh.*: LDG.* in load_elsewhere, which is not known"):
-        _ = compiled("quantize.cu", [kernel], 90, folder)[kernel].accesses
+        _ = compiled("quantize.cu", (kernel,), 90, folder)[kernel].accesses
 
 
 def test_thread_blocks_are_those_that_are_launched() -> None:
@@ -175,4 +166,5 @@ def test_thread_blocks_are_those_that_are_launched() -> None:
             two = frames.expand(2, *frames.shape).contiguous()
             kernels.decode_sum(codec, two, x)
             kernels.decode_sum_encode(codec, codec, two, frames.clone(), x.numel(), noise=noise_of(codec, ()))
-    assert {kernel: threads_of(kernel) for kernel in seen} == {k: tuple(sorted(v)) for k, v in seen.items()}
+    predicted = {kernel: Cubin(kernel, 0, 0, 0, "", b"", SOURCES).threads for kernel in seen}
+    assert predicted == {kernel: tuple(sorted(threads)) for kernel, threads in seen.items()}

@@ -36,7 +36,7 @@ def test_kernels_compile_without_spills(architecture: int, step: int) -> None:
     for file, pairs in itertools.groupby(
         every[ARCHITECTURES.index(architecture) % step :: step], lambda r: r[0]
     ):
-        found |= compiled(file, [variant for _, variant in pairs], architecture)
+        found |= compiled(file, tuple(variant for _, variant in pairs), architecture)
     for variant, cubin in found.items():
         print(f"{variant}: {cubin.registers} registers, {cubin.local} bytes of local memory")
     assert not {variant: cubin.local for variant, cubin in found.items() if cubin.local}
