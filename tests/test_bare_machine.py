@@ -69,7 +69,7 @@ def without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.long
 def test_the_engine_trains_on_a_bare_machine() -> None:
     """All of impl is imported, and the README's loop trains, without what the harness needs."""
-    loop = python_example("zero.step(optimizer")
+    loop = python_example("loop.py")
     for ours, alone in ALONE.items():
         assert ours in loop
         loop = loop.replace(ours, alone)

@@ -1,10 +1,9 @@
-"""The texts say what is so: two lines do everything, and examples are what the code does."""
+"""The texts say what is so: two lines do everything, what they name is there, examples are what code does."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,49 +15,79 @@ from harness.suites.suite_file import load
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
+TEXTS = {page: page.read_text(encoding="utf-8") for page in PAGES}
+VERDICTS = {"measured", "measured in part", "tested", "modelled", "not available"}
+NAMED = re.compile(r"`((?:impl|harness|report|tests|suites|docs)(?:/[\w.]+)+/?)`")
 
 
-def shell_blocks(heading: str) -> list[str]:
-    """Fenced shell blocks under a heading of the README."""
-    section = re.split(r"^## ", README, flags=re.MULTILINE)
-    (body,) = [part for part in section if part.startswith(f"{heading}\n")]
-    return re.findall(r"^```sh\n(.*?)^```$", body, flags=re.MULTILINE | re.DOTALL)
+def fenced(language: str) -> list[str]:
+    """The README's blocks of code in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("heading", "words"), [("Quickstart", "zeropp run suites/quickstart.toml"), ("Tests", "tox")]
-)
-def test_one_line_each(heading: str, words: str) -> None:
-    """Quickstart and Tests are each followed by exactly one fenced shell block of one line."""
-    (block,) = shell_blocks(heading)
-    assert block.count("\n") == 1
-    assert words in block
-    assert "-c constraints.txt" in block
+def test_two_lines_do_everything() -> None:
+    """Quickstart and Tests each have a shell block of one line, there is no third line to type, and that
+    of Tests is what continuous integration runs.
+    """
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^## ", README, flags=re.MULTILINE)}
+    quickstart, tests = blocks = fenced("sh")
+    for block, section, words in (
+        (quickstart, "Quickstart", "zeropp run suites/quickstart.toml"),
+        (tests, "Tests", "tox"),
+    ):
+        assert block in sections[section]
+        assert words in block
+    assert all(block.count("\n") == 1 and "-c constraints.txt" in block for block in blocks)
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (extract,) = re.findall(r"^line=\$\((.*)\)$", script, flags=re.MULTILINE)
+    done = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == tests
 
 
-def test_no_other_shell_block() -> None:
-    """There is no third line to type."""
-    assert len(re.findall(r"^```sh$", README, flags=re.MULTILINE)) == 2
+def test_what_texts_name_is_there() -> None:
+    """Every link leads to a file, and so does each path that a page names in code."""
+    link = re.compile(r"\]\((?!\w+://)([^)#]+)")
+    links = [(page, page.parent / to) for page in PAGES for to in link.findall(TEXTS[page])]
+    paths = [(page, ROOT / path) for page in PAGES for path in NAMED.findall(TEXTS[page])]
+    assert len(paths) > 20
+    assert [(page, to) for page, to in links + paths if not to.exists()] == []
 
 
-def test_links() -> None:
-    """Every link of every text leads to a file that is there."""
-    texts = [ROOT / "README.md", ROOT / "results" / "README.md", *(ROOT / "docs").rglob("*.md")]
-    for text in texts:
-        for target in re.findall(r"\]\(([^)#]+)", text.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (text.parent / target).exists(), f"{text.name}: {target}"
-
-
-def test_every_suite_is_listed() -> None:
-    """The README lists every shipped suite."""
+def test_the_readme_lists_all_suites_and_commands() -> None:
+    """Every shipped suite by a link, and every command by its name."""
     for suite in (ROOT / "suites").glob("*.toml"):
         assert f"](suites/{suite.name})" in README
+    for command in app.registered_commands:
+        assert f"`zeropp {command.name or command.callback.__name__}" in README
+
+
+def test_every_item_of_the_paper_has_a_verdict() -> None:
+    """One of those that the page explains."""
+    text = TEXTS[ROOT / "docs" / "paper.md"]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")
+    ]
+    items = rows[2:]
+    assert len(items) >= 20
+    assert all(len(row) == 4 and row[1] in VERDICTS and row[2] and row[3] for row in items)
+    assert all(f"`{verdict}`: " in text for verdict in VERDICTS)
+
+
+def test_the_documents_are_short_and_text() -> None:
+    """All together have at most so many words, by ``wc -w``, and docs/results.md so many lines; no dot is
+    escaped in what is written from records.
+    """
+    words = {str(page.relative_to(ROOT)): len(text.split()) for page, text in TEXTS.items()}
+    assert sum(words.values()) <= 40_000, sorted(words.items(), key=lambda item: -item[1])
+    results, claims = (TEXTS[ROOT / "docs" / name] for name in ("results.md", "claims.md"))
+    assert "\\." not in results + claims
+    assert results.count("\n") <= 600
 
 
 def test_example_suite(tmp_path: Path) -> None:
     """The README's suite compares two weight codecs of ZeRO++ with one ZeRO-3 and one DDP."""
-    (block,) = re.findall(r"^```toml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    (block,) = fenced("toml")
     (tmp_path / "mine.toml").write_text(block, encoding="utf-8")
     trials = load(tmp_path / "mine.toml").trials
     cells = {(trial.strategy, trial.policy.weights) for trial in trials}
@@ -67,69 +96,38 @@ def test_example_suite(tmp_path: Path) -> None:
     assert len(trials) == 6 * len(cells)
 
 
-def test_commands_are_named() -> None:
-    """The README names every command."""
-    for command in app.registered_commands:
-        assert f"`zeropp {command.name or command.callback.__name__}" in README
-
-
-def test_ci_runs_the_tests_line() -> None:
-    """Continuous integration runs exactly the line under Tests."""
-    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    (extract,) = re.findall(r"^line=\$\((.*)\)$", script, flags=re.MULTILINE)
-    done = subprocess.run(["bash", "-c", extract], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [done.stdout] == shell_blocks("Tests")
-
-
-def python_example(word: str) -> str:
-    """The README's one Python example that holds ``word``."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    (code,) = [block for block in blocks if word in block]
-    return code
-
-
-# Ranks with torchrun's variables, forked after torch was imported once.
-RANKS = """
-import os, sys
-import torch
-
-for rank in range(4):
-    if os.fork() == 0:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        exec(sys.argv[1], {"__name__": "__main__"})
-        sys.exit(0)
-sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)))
-"""
-
-
-def _ran(code: str) -> list[str]:
-    """What four ranks print that run ``code``."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    told = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def torchrun(program: Path, ranks: int) -> list[str]:
+    """What ranks print that torchrun starts in the program's folder; each of them imports torch: seconds."""
     done = subprocess.run(
-        [sys.executable, "-c", RANKS, code],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", program],
+        cwd=program.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **told, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
+def python_example(name: str) -> str:
+    """The README's Python example that is saved under a name."""
+    assert f"Save this as `{name}` and start it with `torchrun --nproc-per-node 4 {name}`:" in README
+    word = {"loop.py": "zero.step(optimizer", "collectives.py": "quantized_all_gather"}[name]
+    (code,) = [block for block in fenced("python") if word in block]
+    return code
+
+
 @pytest.mark.long
-def test_the_loop_trains_as_shown() -> None:
-    """The README's loop runs as it stands: five steps of four ranks, with falling losses."""
-    said = [line.split() for line in _ran(python_example("zero.step(optimizer"))]
+def test_examples_run_as_shown(tmp_path: Path) -> None:
+    """The loop trains five steps with falling losses; the collectives print the stated shapes and types."""
+    for name in ("loop.py", "collectives.py"):
+        (tmp_path / name).write_text(python_example(name), encoding="utf-8")
+    said = [line.split() for line in torchrun(tmp_path / "loop.py", 4)]
     assert [step for step, _ in said] == ["0", "1", "2", "3", "4"]
     assert float(said[-1][1]) < float(said[0][1])
-
-
-@pytest.mark.long
-def test_the_collectives_stand_alone_as_shown() -> None:
-    """The README's two lines gather weights and reduce a gradient; it prints the stated shapes and types."""
-    code = python_example("quantized_all_gather")
+    code = python_example("collectives.py")
     assert "(4, 100, 3)" in code
     assert "(50, 2) fp32" in code
-    assert _ran(code) == ["(4, 100, 3) torch.float32 (50, 2) torch.float32"]
+    wanted = ["(4, 100, 3) torch.float32 (50, 2) torch.float32"]
+    assert torchrun(tmp_path / "collectives.py", 4) == wanted

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from impl.zero import shard
 from tests.impl.deepspeed.test_recipe import SNIPPETS, ZERO
 from tests.support.ranks import each_rank
 from tests.support.training import booked
+from tests.test_readme import torchrun
 
 PAGES = Path(__file__).parents[1] / "docs" / "guide"
 FILES = re.compile(r"^cat > (\S+) <<'JSON'\n(.*?)^JSON\n", re.DOTALL | re.MULTILINE)
@@ -78,21 +76,11 @@ def test_the_toy_s_blocks_travel_as_int8_and_int4(mesh: Mesh) -> None:
 
 @pytest.mark.long
 def test_the_script_of_the_zero_tutorial_runs_under_torchrun(tmp_path: Path) -> None:
-    """As it stands there, on two ranks; torchrun and two imports of torch take seconds."""
+    """As it stands there, on two ranks."""
     text = (PAGES / "zero.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(# own\.py.*?)```", text, re.DOTALL)
     (tmp_path / "own.py").write_text(script, encoding="utf-8")
     (tmp_path / "ds_zero_stage_1.json").write_text(json.dumps(configurations("zero.md")[0]), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "own.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(PAGES.parents[1])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = (
-        float(loss) for loss in re.findall(r"^step \d: loss ([\d.]+)$", done.stdout, re.MULTILINE)
-    )
+    said = "\n".join(torchrun(tmp_path / "own.py", 2))
+    first, second = map(float, re.findall(r"^step \d: loss ([\d.]+)$", said, re.MULTILINE))
     assert second < first

@@ -78,12 +78,3 @@ def check_one_number_for_a_step(found: Mapping[str, Derived]) -> None:
         assert rows[said[1]][speedup].split(" (")[0] in lead[0], suite
         compared += 1
     assert compared >= 2
-
-
-def test_documents_are_text_and_no_longer_than_one_reads() -> None:
-    """No dot is escaped in what is written from records, and docs/results.md has at most 600 lines."""
-    results, claims = (
-        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "claims.md")
-    )
-    assert "\\." not in results + claims
-    assert results.count("\n") <= 600

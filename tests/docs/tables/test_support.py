@@ -51,31 +51,31 @@ def follows(topology: Topology, policy: Policy) -> None:
     assert mean_losses(results) == pytest.approx(alone(topology.world), rel=tolerance(policy))
 
 
+def combined(*names: str) -> Policy | str:
+    return support.combined(EXACT, *(PARTS[name] for name in names))
+
+
 def covering() -> list[tuple[str, ...]]:
     """Few combinations in which every accepted pair occurs: each grows from a pair that is missing."""
-    missing = {(one, other) for one, other, found in PAIRS if isinstance(found, Policy)}
+    missing = {frozenset((one, other)) for one, other, found in PAIRS if isinstance(found, Policy)}
     chosen = []
-    while missing:
-        names = list(min(missing, key=lambda pair: [list(PARTS).index(name) for name in pair]))
-        for name in PARTS:
-            said = {field for each in names for field in PARTS[each]}
-            fits = not said & PARTS[name].keys()
-            new = any(pair in missing for pair in itertools.product(names, [name])) or any(
-                pair in missing for pair in itertools.product([name], names)
-            )
-            wider = support.combined(EXACT, *(PARTS[each] for each in names), PARTS[name]) if fits else ""
-            if fits and new and isinstance(wider, Policy):
-                names.append(name)
-        missing -= set(itertools.permutations(names, 2))
-        chosen.append(tuple(sorted(names, key=list(PARTS).index)))
+    for pair in [(one, other) for one, other, _ in PAIRS]:
+        if {*pair} in missing:
+            names = [*pair]
+            for name in PARTS:
+                fits = PARTS[name].keys().isdisjoint(field for each in names for field in PARTS[each])
+                new = any({name, each} in missing for each in names)
+                if fits and new and isinstance(combined(*names, name), Policy):
+                    names.append(name)
+            missing -= set(map(frozenset, itertools.combinations(names, 2)))
+            chosen.append(tuple(names))
     return chosen
 
 
 @pytest.mark.parametrize("names", covering(), ids=", ".join)
 def test_pairs_train(names: tuple[str, ...]) -> None:
     """Every pair that is accepted, in combinations with others, follows a single process."""
-    policy = support.combined(EXACT, *(PARTS[name] for name in names))
-    follows(Topology(2, 2), policy)
+    follows(Topology(2, 2), combined(*names))
 
 
 @given(st.lists(st.sampled_from(list(PARTS)), min_size=3, unique=True), st.sampled_from(FIVE))
