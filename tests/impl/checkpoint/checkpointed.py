@@ -34,7 +34,7 @@ POLICIES = {
     **{name: replace(policy, memory=ROOMY) for name, policy in PRESETS.items()},
     "stochastic": Policy(weights=NOISY, gradients=(NOISY, NOISY), secondary="node", memory=ROOMY),
     "feedback": Policy(
-        gradients=(INT4, NOISY), feedback=Feedback(decay=0.5, reset=3, hops="all"), memory=ROOMY
+        gradients=(INT4, NOISY), memory=ROOMY, feedback=Feedback(decay=0.5, reset=3, hops="all", state="bf16")
     ),
     # The scale falls and rises, and steps are skipped, before and after the save.
     "fp16": Policy(compute="fp16", loss_scale=LossScale(initial=2.0**18, window=1), memory=ROOMY),

@@ -47,7 +47,7 @@ def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     assert same(again.state(), run.state())
 
 
-RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit"]
+RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit", "budget"]
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *nightly(*(name for name in POLICIES if name not in RESUMED))])

@@ -22,7 +22,7 @@ from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import blocks_of_values, engine_codecs, topologies
-from tests.support.training import batch, sgd, update
+from tests.support.training import batch, sgd
 
 STEPS = 40
 NET = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 8))
@@ -93,31 +93,6 @@ def _loss(zero: Zero, step: int, rank: int, scale: float = 1.0) -> Tensor:
 
 def _engine(mesh: Mesh, policy: Policy) -> Zero:
     return shard(copy.deepcopy(NET), mesh=mesh, policy=policy, seed=5)
-
-
-def _train(zero: Zero, steps: range, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and communication state after these steps."""
-    optimizer = sgd(zero.param_groups())
-    for step in steps:
-        update(optimizer, _loss(zero, step, rank))
-    return zero.full_state_dict(), zero.communication_state()
-
-
-@pytest.mark.parametrize("text", ["int4:8", "int4:8:stochastic"])
-@pytest.mark.parametrize("feedback", [None, Feedback(hops="all"), Feedback(decay=0.8, reset=3, state="bf16")])
-@each_rank(2, 2)
-def test_a_resumed_run_equals_an_uninterrupted_one(mesh: Mesh, text: str, feedback: Feedback | None) -> None:
-    """With weights and communication state restored, training goes on bit for bit as it would have."""
-    codec = parse(text)
-    policy = replace(INT4, weights=codec, gradients=(codec, codec), feedback=feedback)
-    whole, half, again = (_engine(mesh, policy) for _ in range(3))
-    through, end = _train(whole, range(4), mesh.rank)
-    weights, state = _train(half, range(2), mesh.rank)
-    again.load_full_state_dict(weights)
-    again.load_communication_state(state)
-    resumed, last = _train(again, range(2, 4), mesh.rank)
-    assert all(torch.equal(through[name], resumed[name]) for name in through)
-    assert all(torch.equal(end[name], last[name]) for name in end)
 
 
 def _any_error(zero: Zero) -> bool:

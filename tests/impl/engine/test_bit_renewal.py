@@ -141,22 +141,6 @@ def test_gradients_that_are_not_finite_choose_nothing(mesh: Mesh) -> None:
     assert chosen(zero) == []
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
-@each_rank(2, 2)
-def test_a_resumed_run_goes_on_in_the_chosen_codecs(mesh: Mesh, stop: int) -> None:
-    """Loaded into a new engine, the state makes it send, choose and train the same bits."""
-    policy = preset("hpz", **OWN, budget=BOTH)
-    history, other = begun(mesh, policy), begun(mesh, policy)
-    for number in range(stop):
-        history.act("train", number)
-    other.zero.load_full_state_dict(history.zero.full_state_dict())
-    other.zero.load_communication_state(history.zero.communication_state())
-    for number in range(stop, 6):
-        history.act("train", number)
-        other.act("train", number)
-    assert all(map(torch.equal, gathered(history.zero), gathered(other.zero)))
-
-
 @each_rank(2, 1)
 def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
     """By a policy without one, and, without one, by a policy that has."""
