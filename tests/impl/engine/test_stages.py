@@ -68,27 +68,6 @@ def test_odd_models_train_at_every_stage(stage: Stage) -> None:
     assert torch.equal(results[0][1]["frozen"], net.frozen)
 
 
-def _crossings(mesh: Mesh, policy: Policy, accumulation: int) -> list[int]:
-    """Bytes of one step: of weights in forward and in backward, and of gradients."""
-    zero = train(mesh, model(depth=4), policy, 1, accumulation)[2]
-    weights = [booked(zero, purpose="weights", phase=phase) for phase in ("forward", "backward")]
-    return [*weights, booked(zero, purpose="gradients", phase="backward")]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_each_stage_sends(stage: Stage) -> None:
-    """Stages 0 to 2 send 2 M a step, stage 3, where it keeps nothing for backward, 3 M (facts A10); 0 and 1
-    whatever the accumulation.
-    """
-    policy = replace(EXACT, stage=stage, memory=replace(ROOMY, max_reuse=0))
-    one, three = (on_threads(Topology(1, 4), _crossings, policy, n)[0] for n in (1, 3))
-    scatter = on_threads(Topology(1, 4), _crossings, EXACT, 1)[0][2]
-    gather = 0 if stage == 0 else scatter
-    assert one == [gather, scatter if stage == 3 else 0, 2 * scatter if stage == 0 else scatter]
-    assert three[2] == (3 if stage >= 2 else 1) * one[2]
-    assert three[0] == (3 if stage == 3 else 1) * gather
-
-
 @pytest.mark.parametrize("micro_batches", [2, *nightly(1)])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(

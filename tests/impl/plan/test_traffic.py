@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.plan.memory import memory
-from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Offload, Policy, preset
+from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Offload, Policy, Stage, preset
 from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import ON_DEVICE, Event, passes, placements_of, predict
@@ -81,10 +82,20 @@ def test_one_hop_sends_a_nodes_ranks_times_more_between_nodes(ranks: int) -> Non
     )
 
 
-def test_accumulation_and_evaluation_reuse_the_secondary() -> None:
-    """With hpZ one gather between nodes serves all passes on the same weights."""
-    topology = Topology(2, 2)
-    policy = PRESETS["hpz"]
+@pytest.mark.parametrize(("stage", "one", "three"), [(0, 2, 2), (1, 2, 2), (2, 2, 4), (3, 3, 9)])
+def test_volumes_of_stages_are_the_published_ones(stage: Stage, one: int, three: int) -> None:
+    """In M (facts A10) a step of one micro-batch sends so much, and one of three."""
+    policy, topology = preset("exact", stage=stage), Topology(4, 1)
+    shards = 3 * 4 * (1 << 22)  # each rank's to three others, or as much of its gradients
+    for count, volumes in ((1, one), (3, three)):
+        assert inter_bytes(policy, topology, passes(policy, micro_batches=count)) == volumes * shards
+
+
+@pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
+def test_accumulation_and_evaluation_reuse_the_secondary(secondary: Any) -> None:
+    """With hpZ inside a node one gather between nodes serves all passes on the same weights."""
+    topology = Topology(2, 4)
+    policy = preset("hpz", secondary=secondary)
     once = inter_bytes(policy, topology, passes(policy))
     gather = once / 2  # one gather and one reduction, the same size in 16 bits
     assert inter_bytes(policy, topology, passes(policy, micro_batches=3)) == gather + 3 * gather
