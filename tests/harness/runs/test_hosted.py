@@ -50,17 +50,6 @@ def test_a_hosted_trial_runs(text: str, tmp_path: Path, name: str) -> None:  # t
     assert planned.padded == sum(padded for _, _, padded in found.units)
 
 
-def test_exact_hosts_have_the_losses_of_peers(text: str, tmp_path: Path) -> None:
-    """DDP with our fp32 messages has DDP's losses within 1e-6, in the first step to the bit."""
-    own, ours = (
-        [[step.loss for step in rank.steps] for rank in result(trial(text, name), tmp_path / "log").ranks]
-        for name in ("ddp", "ddp+exact")
-    )
-    for one, other in zip(own, ours, strict=True):
-        assert one[0] == other[0]
-        assert one == pytest.approx(other, abs=1e-6)
-
-
 def test_suites_of_hosts(tmp_path: Path) -> None:
     """Hosts stand beside peers and policies; keys that a host does not carry stay away from it, and are
     told; a host's trial is not our engine's of the same policy.
