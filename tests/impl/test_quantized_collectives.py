@@ -33,60 +33,38 @@ def values(rank: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
 
 
-def bound(codec: Codec, top: float) -> float:
-    """Largest error of one encoding of values up to ``top``."""
-    return codec.error_bound(-top, top)
-
-
 @given(
     topologies(6),
     st.one_of(raw_codecs, engine_codecs),
     st.sampled_from(["flat", "hierarchical"]),
+    st.sampled_from(["two_hop", "one_hop", "ring"]),
     st.sampled_from([(), (0,), (1,), (7,), (33, 3), (2, 3, 50)]),
 )
-def test_a_gather_is_within_the_codecs_bound_and_equal_everywhere(
-    topology: Topology, codec: Codec, gather: str, shape: tuple[int, ...]
+def test_tensors_of_any_shape_arrive_within_the_bound_of_their_hops(
+    topology: Topology, codec: Codec, gather: str, reduce: str, shape: tuple[int, ...]
 ) -> None:
-    """Every rank gets every rank's tensor, of any shape, within one encoding's error, bit-equal."""
+    """Every rank gets every rank's tensor, bit-equal everywhere, and its part of the mean."""
+    whole = (*(topology.world * first for first in shape[:1]), *shape[1:])
 
-    def gathered(mesh: Mesh) -> torch.Tensor:
-        return quantized_all_gather(values(mesh.rank, *shape), codec, mesh, gather=gather, key=KEY)
+    def both(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+        x = values(mesh.rank, *whole)
+        mean = quantized_reduce_scatter(x, codec, mesh, reduce=reduce, key=KEY) if shape else x[None]
+        return quantized_all_gather(x, codec, mesh, gather=gather, key=KEY), mean
 
-    results = on_threads(topology, gathered)
-    wanted = torch.stack([values(rank, *shape) for rank in range(topology.world)])
-    for got in results:
-        assert got.shape == wanted.shape
-        assert torch.equal(got, results[0])
-        if got.numel():
-            assert (got - wanted).abs().max() <= bound(codec, wanted.abs().max().item())
-
-
-def _scattered(mesh: Mesh, codec: Codec, options: dict, shape: tuple[int, ...]) -> torch.Tensor:
-    x = values(mesh.rank, mesh.topology.world * shape[0], *shape[1:])
-    return quantized_reduce_scatter(x, codec, mesh, key=KEY, **options)
-
-
-@given(
-    topologies(6),
-    st.one_of(raw_codecs, engine_codecs),
-    st.sampled_from([{"reduce": "two_hop"}, {"reduce": "one_hop"}, {"reduce": "ring"}]),
-    st.sampled_from([(0,), (1,), (7,), (33, 3), (2, 3, 50)]),
-)
-def test_a_reduction_is_the_mean_within_the_bound_of_its_hops(
-    topology: Topology, codec: Codec, options: dict, shape: tuple[int, ...]
-) -> None:
-    """Every rank gets its part of the mean of tensors of any shape."""
-    world = topology.world
-    results = on_threads(topology, _scattered, codec, options, shape)
-    everything = torch.stack([values(rank, world * shape[0], *shape[1:]) for rank in range(world)])
-    wanted = everything.double().mean(0)
-    if wanted.numel() == 0:
+    gathered, means = zip(*on_threads(topology, both), strict=True)
+    every = torch.stack([values(rank, *whole) for rank in range(topology.world)])
+    assert all(torch.equal(each, gathered[0]) for each in gathered)
+    assert gathered[0].shape == every.shape
+    if every.numel() == 0:
         return
-    top = world * (everything.abs().max().item() + bound(codec, everything.abs().max().item()))
-    error = 2 * bound(codec, top) + 1e-4
-    got = torch.cat(results).double()
-    assert got.shape == wanted.shape
-    assert (got - wanted).abs().max() <= error
+    top = every.abs().max().item()
+    once = codec.error_bound(-top, top)
+    assert (gathered[0] - every).abs().max() <= once
+    if shape:
+        most = topology.world * (top + once)
+        assert torch.cat(means).shape == every[0].shape
+        error = (torch.cat(means).double() - every.double().mean(0)).abs().max()
+        assert error <= 2 * codec.error_bound(-most, most) + 1e-4
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])

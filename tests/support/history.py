@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class History(Training):
                 if not self.policy.reduces_each_micro_batch:
                     self.act("drop", number)
                 self.optimizer.zero_grad()
-                with zero.wire.observed(Nobody()), zero.rehearsing():
+                with zero.wire.observed(Mock()), zero.rehearsing():
                     self.net(x).backward()
                 self.events.append("forgotten")
             case "drop":
@@ -129,13 +130,3 @@ def formula_held(zero: Zero, policy: Policy, topology: Topology, micro_batches: 
     for part in formula.keys() - {"optimizer", "host_optimizer"}:  # torch's own
         assert measured.get(part, 0) == formula[part], part
     return formula
-
-
-class Nobody:
-    """An observer that looks at nothing."""
-
-    def local(self, *_: object) -> None: ...
-
-    def encoded(self, *_: object) -> None: ...
-
-    def averaged(self, *_: object) -> None: ...
