@@ -28,7 +28,7 @@ from tests.impl.deepspeed.test_recipe import SNIPPETS
 ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 LINE = re.compile(
-    r"step \d+/2 \| loss (?P<loss>[\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
+    r"step \d+/[24] \| loss ([\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
     r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| process peak [\d.]+ MB"
 )
 
@@ -45,14 +45,7 @@ def config(folder: Path, snippet: str) -> str:
 
 
 def losses(output: str) -> list[float]:
-    return [float(found["loss"]) for found in LINE.finditer(output)]
-
-
-def trained(capfd: pytest.CaptureFixture[str], *flags: str) -> list[float]:
-    """Losses of two steps on two nodes of two ranks."""
-    ranks = ["--nodes", "2", "--ranks-per-node", "2", "--steps", "2"]
-    assert main(["train", *TOY, *ranks, *flags]) == 0
-    return losses(capfd.readouterr().out)
+    return list(map(float, LINE.findall(output)))
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -60,31 +53,6 @@ def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
     text = capfd.readouterr().err
     assert text.count("\n") == 1
     return text
-
-
-def test_zeropp_tutorial_launch_line_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Its flags, at toy scale: two steps, each with loss, time split, rates and memory."""
-    found = trained(
-        capfd, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1",
-        "--batch-size", "1", "--zero-stage", "3", "--deepspeed_config", config(tmp_path, "zeropp_tutorial"),
-        "--deepspeed-activation-checkpointing", "--fp16", "--checkpoint-activations",
-    )  # fmt: skip
-    assert len(found) == 2
-    assert all(abs(loss - 5.55) < 0.3 for loss in found)  # ln 256 and a little
-
-
-def test_zero_tutorial_launch_lines_train_alike(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Stage 1 and, with activation checkpoints, stage 2: the same losses, as all is in fp32."""
-    first = trained(
-        capfd, "--model-parallel-size", "1", "--batch-size", "1",
-        "--deepspeed_config", config(tmp_path, "zero_tutorial stage 1"),
-    )  # fmt: skip
-    second = trained(
-        capfd, "--model-parallel-size", "1", "--batch-size", "1",
-        "--deepspeed_config", config(tmp_path, "zero_tutorial stage 2"), "--checkpoint-activations",
-    )  # fmt: skip
-    assert len(first) == 2
-    assert first == pytest.approx(second, abs=2e-6)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
