@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.memory import memory
 from impl.plan.policy import Policy
-from impl.plan.topology import Topology
 from impl.plan.traffic import Book, Event, predict
 from impl.zero import Zero
 from tests.support.training import Training, batch
@@ -120,13 +118,3 @@ def gathered(zero: Zero) -> list[Tensor]:
         found += [member.parameter.detach().clone() for member in unit.members]
         unit.reshard()
     return found
-
-
-def formula_held(zero: Zero, policy: Policy, topology: Topology, micro_batches: int) -> dict[str, int]:
-    """What a rank holds at most by the formula, which is what the engine held, to the byte."""
-    units = [unit.geometry for unit in zero.units]
-    formula, measured = memory(policy, topology, units, micro_batches=micro_batches), zero.memory()
-    assert measured.keys() <= formula.keys()
-    for part in formula.keys() - {"optimizer", "host_optimizer"}:  # torch's own
-        assert measured.get(part, 0) == formula[part], part
-    return formula

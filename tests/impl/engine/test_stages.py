@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from impl.codecs.codec import IntCodec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import MemoryLimits, Policy, Stage, preset
+from impl.plan.memory import ADAM_BYTES
+from impl.plan.memory import memory as formula_of
+from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
-from tests.support.history import formula_held, lived
+from tests.support.history import lived
 from tests.support.models import Odd
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes, on_threads
@@ -25,6 +27,8 @@ from tests.support.training import batch, booked, close, mean_losses, model, sgd
 
 STAGES: list[Stage] = [0, 1, 2, 3]
 NET = model(depth=4)
+ALL = Offload(optimizer=1, weights=1)
+INT4 = (parse("int4:32"),) * 2
 
 
 def follows(topology: Topology, policy: Policy) -> None:
@@ -70,27 +74,42 @@ def test_odd_models_train_at_every_stage(stage: Stage) -> None:
 
 @pytest.mark.parametrize("micro_batches", [2, *nightly(1)])
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("offload", [Offload(), ALL], ids=str)
 @pytest.mark.parametrize(
     "changes",
     [
         *({}, {"group": 2}, {"reduce_every": "step"}, {"frozen": parse("int8:32")}, {"compute": "bf16"}),
         *({"secondary": "node"}, {"secondary": "node", "weights": parse("int8:32")}),
         {"secondary": "node", "weights": parse("int8:32"), "secondary_format": "bf16"},
+        *({"offload": Offload(weights=1)}, {"offload": Offload(optimizer=0.5)}),
+        {"feedback": Feedback(state="bf16"), "gradients": INT4},
+        {"feedback": Feedback(hops="all"), "gradients": INT4},
     ],
     ids=str,
 )
 def test_memory_is_the_formulas_at_every_stage(
-    stage: Stage, changes: dict[str, Any], micro_batches: int
+    stage: Stage, offload: Offload, changes: dict[str, Any], micro_batches: int
 ) -> None:
-    """What the engine held at most, by part, is what the formula says, to the byte."""
+    """What device and host held at most, by part, is what the formula says, to the byte; of what is offloaded
+    whole the device holds nothing but staging.
+    """
     if (stage == 0 and "group" in changes) or (stage < 3 and "secondary" in changes):
         pytest.skip("nothing is sharded so")
-    net = model(depth=4)
+    net, topology = model(depth=4), Topology(2, 2)
     for block in net.blocks:
         block.up.bias.requires_grad_(requires_grad=False)
-    policy = replace(EXACT, stage=stage, memory=replace(ROOMY, prefetch=0), **changes)
-    zero = on_threads(Topology(2, 2), train, net, policy, 2, micro_batches)[0][2]
-    formula_held(zero, policy, Topology(2, 2), micro_batches)
+    memory = replace(ROOMY, prefetch=0)
+    policy = replace(EXACT, **{"stage": stage, "memory": memory, "offload": offload, **changes})
+    zero = on_threads(topology, train, net, policy, 2, micro_batches)[0][2]
+    units = [unit.geometry for unit in zero.units]
+    formula, measured = formula_of(policy, topology, units, micro_batches=micro_batches), zero.memory()
+    assert measured.keys() <= formula.keys()
+    for part in formula.keys() - {"optimizer", "host_optimizer"}:  # torch's own
+        assert measured.get(part, 0) == formula[part], part
+    if policy.offload == ALL:
+        assert [formula[part] for part in ("masters", "gradients", "optimizer", "frames")] == [0] * 4
+        assert formula["staging"] == 2 * 4 * max(unit.shard for unit in units if unit.trainable)
+        assert formula["host_optimizer"] == ADAM_BYTES * sum(master.numel() for master in zero.masters)
 
 
 @each_rank(1, 2)

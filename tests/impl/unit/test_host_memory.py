@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.engine.engine import describe
-from impl.plan.memory import ADAM_BYTES
 from impl.plan.policy import Feedback, LossScale, Offload, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import Copied, CopyKey
 from impl.transport.side_stream import Arrival
 from impl.unit.context import ACCOUNTING, HostMemory
 from impl.zero import shard
-from tests.support.history import History, formula_held, lived
+from tests.support.history import History, lived
 from tests.support.models import Odd
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY, policies, topologies
@@ -100,39 +99,6 @@ def test_what_is_kept_between_steps_stays_in_step(changes: dict[str, Any]) -> No
     policy = Policy(**{"memory": ROOMY, "offload": ALL, **changes})  # type: ignore[arg-type]
     between = "spike" if policy.loss_scale else "accumulate"
     equal(Topology(2, 2), frozen_parts(model()), policy, ["train", "evaluate", between, "train"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "micro_batches", "offload"),
-    [
-        *(({"stage": stage}, 2, ALL) for stage in (0, 1, 2, 3)),
-        ({}, 1, ALL),
-        ({}, 2, Offload(weights=1)),
-        ({}, 2, Offload(optimizer=0.5)),
-        ({"group": 2}, 2, ALL),
-        ({"secondary": "node"}, 2, ALL),
-        ({"reduce_every": "step"}, 2, ALL),
-        ({"frozen": parse("int8:32")}, 2, ALL),
-        ({"feedback": Feedback(state="bf16")}, 2, ALL),
-        ({"feedback": Feedback(hops="all"), "gradients": (parse("int4:32"),) * 2}, 2, Offload()),
-    ],
-    ids=str,
-)
-def test_memory_is_the_formulas_with_offload(
-    changes: dict[str, Any], micro_batches: int, offload: Offload
-) -> None:
-    """What host and device held at most, by part, is what the formula says, to the byte; of what is offloaded
-    whole the device holds nothing but staging.
-    """
-    policy = Policy(memory=replace(ROOMY, prefetch=0), offload=offload, **changes)
-    passes = (["accumulate"] * (micro_batches - 1) + ["train"]) * 2
-    zero = on_threads(Topology(2, 2), lived, frozen_parts(model(depth=4)), policy, passes)[0].zero
-    formula = formula_held(zero, policy, Topology(2, 2), micro_batches)
-    if offload == ALL:
-        assert [formula[part] for part in ("masters", "gradients", "optimizer", "frames")] == [0] * 4
-        assert formula["staging"] == 2 * 4 * max(u.geometry.shard for u in zero.units if u.geometry.trainable)
-    held = [master.numel() for master in zero.masters if offload == ALL]
-    assert not held or formula["host_optimizer"] == ADAM_BYTES * sum(held)
 
 
 @pytest.mark.parametrize("offload", SHARES, ids=str)
