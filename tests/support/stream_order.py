@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -91,27 +91,24 @@ class Detector(TorchDispatchMode):
     def note(self, values: Iterable[object], what: str, *, writes: bool, stream: int | None = None) -> None:
         """Note accesses of the tensors among ``values``, by the current stream unless another is named."""
         stream = self.current if stream is None else stream
-        for tensor in values:
-            if isinstance(tensor, Tensor) and tensor.device.type == "cpu" and tensor.numel():
-                self._access(tensor, what, writes, stream)
-
-    def _access(self, tensor: Tensor, what: str, writes: bool, stream: int) -> None:
         clock = self.clocks[stream]
-        clock[stream] = clock.get(stream, 0) + 1
-        low = tensor.data_ptr()
-        extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        new = Access(low, low + (1 + extent) * tensor.itemsize, writes, stream, clock[stream], what)
-        kept = []
-        address = self._keep(tensor)
-        for old in self.accesses[address]:
-            ordered = clock.get(old.stream, 0) >= old.time
-            if not ordered and (old.writes or writes) and old.low < new.high and new.low < old.high:
-                raise RaceError(
-                    f"{new.what} on stream {new.stream} is in no order with {old.what} on stream {old.stream}"
-                )
-            if not (ordered and writes and new.low <= old.low and old.high <= new.high):
-                kept.append(old)
-        self.accesses[address] = [*kept, new]
+        for tensor in values:
+            if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or not tensor.numel():
+                continue
+            clock[stream] = clock.get(stream, 0) + 1
+            low, kept = tensor.data_ptr(), []
+            extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            new = Access(low, low + (1 + extent) * tensor.itemsize, writes, stream, clock[stream], what)
+            address = self._keep(tensor)
+            for old in self.accesses[address]:
+                ordered = clock.get(old.stream, 0) >= old.time
+                if not ordered and (old.writes or writes) and old.low < new.high and new.low < old.high:
+                    raise RaceError(
+                        f"{what} on stream {stream} is in no order with {old.what} on stream {old.stream}"
+                    )
+                if not (ordered and writes and new.low <= old.low and old.high <= new.high):
+                    kept.append(old)
+            self.accesses[address] = [*kept, new]
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor's storage, which is not freed before the detector is."""
@@ -173,46 +170,36 @@ def _as_current(stream: Stream) -> Iterator[None]:
         detector.current = before
 
 
-def _post(carried: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Of an exchange, whose message and rows the collective accesses on a stream of its own."""
-
-    def post(self: Any) -> None:
-        carried(self)
-        detector, number = _here.detector, next(_numbers)
-        detector.join(number, detector.clocks[detector.current])
-        detector.note([self.send], "a collective", writes=False, stream=number)
-        detector.note([self._received], "a collective", writes=True, stream=number)
-        _collectives[self] = number
-
-    return post
-
-
-def _wait(carried: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-    """Of an exchange: the current stream comes after the collective."""
-
-    def wait(self: Any) -> Tensor:
-        detector = _here.detector
-        if (number := _collectives.pop(self, None)) is not None:
-            detector.join(detector.current, detector.clocks[number])
-        return carried(self)
-
-    return wait
-
-
-_collectives: dict[Any, int] = {}  # the stream of each that was not waited for
-
-
 def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines on CPU tensors do as on a GPU with NCCL, whose streams and events are those of this file.
 
     Each rank runs inside a :class:`Detector`, with backend ``nccl_rules`` of
     :func:`tests.support.ranks.on_threads`.
     """
+    carried = exchanges.Distributed
+    post, wait = carried.post, carried.wait
+    collectives: dict[Any, int] = {}  # the stream of each exchange that was not waited for
+
+    def posting(self: Any) -> None:
+        """Its message and rows are accessed on a stream of its own."""
+        post(self)
+        detector, number = _here.detector, next(_numbers)
+        detector.join(number, detector.clocks[detector.current])
+        detector.note([self.send], "a collective", writes=False, stream=number)
+        detector.note([self._received], "a collective", writes=True, stream=number)
+        collectives[self] = number
+
+    def waiting(self: Any) -> Tensor:
+        """The current stream comes after the collective."""
+        if (number := collectives.pop(self, None)) is not None:
+            _here.detector.join(_here.detector.current, _here.detector.clocks[number])
+        return wait(self)
+
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", _as_current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: Stream(number=_here.detector.current))
     monkeypatch.setattr(wire, "waits_on_streams", lambda *_: True)
     monkeypatch.setattr(ops, "_choose", lambda _: (REFERENCE, None))  # whose operations are torch's
-    monkeypatch.setattr(exchanges.Distributed, "post", _post(exchanges.Distributed.post))
-    monkeypatch.setattr(exchanges.Distributed, "wait", _wait(exchanges.Distributed.wait))
+    monkeypatch.setattr(carried, "post", posting)
+    monkeypatch.setattr(carried, "wait", waiting)

@@ -13,7 +13,6 @@ from harness.cluster.port import Port
 from harness.cluster.rank import Rank, exchange
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
-from tests.golden import record
 from tests.support.nccl_rules import RULES, NcclRuleError
 from tests.support.ranks import on_threads
 
@@ -141,24 +140,6 @@ def test_collectives_bring_what_they_should() -> None:
     """On three ranks, what those of threads bring; nothing is seen before it was waited for."""
     topology = Topology(3, 1)
     assert on_threads(topology, _collectives, backend=RULE) == on_threads(topology, _collectives)
-
-
-def _all_policies(mesh: Mesh) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return {
-        name: record.run(mesh, "backend", policy, ragged=False, steps=1)
-        for name, policy in record.policies().items()
-    }
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "topology", [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(4, 1)], ids=str
-)
-def test_every_policy_trains_as_without_the_rules(topology: Topology) -> None:
-    """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
-    ours = on_threads(topology, _all_policies, backend=RULE)
-    assert ours == on_threads(topology, _all_policies)
 
 
 def _probed(mesh: Mesh) -> list[float]:

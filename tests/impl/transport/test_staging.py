@@ -16,6 +16,8 @@ from tests.golden import record
 from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.training import model
 
+SHAPES = (Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(4, 1))
+
 
 def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[str, Any]:
     torch.set_num_threads(1)
@@ -26,10 +28,20 @@ def _all_policies(mesh: Mesh, transport: str, names: tuple[str, ...]) -> dict[st
 
 
 @pytest.mark.nightly
-def test_every_policy_trains_as_without_staging() -> None:
-    """Every preset and algorithm: ledgers and losses of each rank are the same to the bit."""
-    staged, plain = (on_threads(Topology(2, 2), _all_policies, way, ()) for way in ("staged", "backend"))
-    assert staged == plain
+@pytest.mark.parametrize(
+    ("topology", "transport", "backend"),
+    [
+        (Topology(2, 2), "staged", "threaded"),
+        *((topology, "backend", "nccl_rules") for topology in SHAPES),
+    ],
+    ids=str,
+)
+def test_every_policy_trains_as_over_the_backend(topology: Topology, transport: str, backend: str) -> None:
+    """Every preset and algorithm, through host memory or by NCCL's rules: ledgers and losses of all ranks are
+    the same to the bit.
+    """
+    found = on_threads(topology, _all_policies, transport, (), backend=backend)
+    assert found == on_threads(topology, _all_policies, "backend", ())
 
 
 def test_over_gloo_too() -> None:
