@@ -36,7 +36,10 @@ PEERS: Final = {
     "ddp": Peer("ddp", "DDP as shipped"),
     "ddp-tuned": Peer("ddp", "DDP with `gradient_as_bucket_view` and `static_graph`", tuned=True),
     "ddp-bf16": Peer(
-        "ddp", "`ddp-tuned` whose gradients travel in bf16 (`bf16_compress_hook`)", tuned=True, compressed=True
+        "ddp",
+        "`ddp-tuned` whose gradients travel in bf16 (`bf16_compress_hook`)",
+        tuned=True,
+        compressed=True,
     ),
     "fsdp2": Peer("fsdp2", "FSDP2 as shipped: the root stays gathered until backward, blocks do not"),
     "fsdp2-prefetch": Peer(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from impl.codecs.codec import CodecError, own, parse
 from impl.codecs.reference import DTYPES, REFERENCE, Carried
@@ -16,11 +17,53 @@ from impl.ops import operations_of
 from impl.plan.policy import LossScale, MemoryLimits, PolicyError, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
-from tests.support.own_codecs import Claims4, OnGpu, Sixteenths
 from tests.support.ranks import each_rank, on_threads
 from tests.support.training import model, train
 
-HERE = "tests.support.own_codecs"
+
+class Claims:
+    """Does what a codec of ours does, by the reference, and says so."""
+
+    codec = "int8:64"
+    kinds: ClassVar = ["fp32", "bf16", "fp16"]
+
+    def encode(self, x: Tensor, frame: Tensor) -> None:
+        REFERENCE.encode(parse(self.codec), x, frame)
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        REFERENCE.decode(parse(self.codec), frame, out)
+
+
+class Claims4(Claims):
+    """The same, of gradients."""
+
+    codec = "int4:32"
+
+    def decode_sum(self, frames: Tensor, out: Tensor) -> None:
+        REFERENCE.decode_sum(parse(self.codec), frames, out)
+
+
+class Sixteenths:
+    """Elements in fp32 rounded to a sixteenth, in int8, saturated at +-7.9375; frames of any length."""
+
+    laws: ClassVar = ["zero", "sign", "idempotent"]
+    block = 1
+
+    def frame_bytes(self, numel: int) -> int:
+        return numel
+
+    def encode(self, x: Tensor, frame: Tensor) -> None:
+        frame.view(torch.int8).copy_((x * 16).round().clamp(-127, 127))
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        out.copy_(frame.view(torch.int8) / 16)
+
+
+class OnGpu(Sixteenths):
+    device = "cuda"
+
+
+HERE = __name__
 ROOMY = MemoryLimits(max_padding=1.0)
 BACKENDS = [operations_of(name) for name in ("reference", "cpu")]
 
