@@ -17,11 +17,11 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
 from impl.parameters import access
 from impl.plan.memory import memory
-from impl.plan.policy import PRESETS, Policy, preset
+from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
-from tests.support.history import History, gathered, lived
+from tests.support.history import gathered, lived
 from tests.support.models import Odd
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_threads
@@ -83,37 +83,24 @@ def test_exact_is_exact(secondary: int, accumulation: int, options: dict[str, An
     assert close(results[0][1], net.state_dict(), 1e-4)
 
 
-def _replicas(mesh: Mesh, policy: Policy) -> list[Tensor]:
-    history, seen = History(mesh, model(), policy, optimize=sgd), list[Tensor]()
-    for step in range(3):
-        history.act("train", step)
-        seen += gathered(history.zero)
-    return seen
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_replicas_are_bit_equal_after_every_step(name: str) -> None:
-    """After every step all ranks gather the same bits, whatever the codec."""
-    first, *others = on_threads(Topology(2, 2), _replicas, preset(name, memory=ROOMY))
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
 PASSES = st.lists(
     st.sampled_from(["train", "train", "accumulate", "evaluate", "norm"]), min_size=1, max_size=5
 )
 
 
-def _ledger(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int) -> None:
+def _passed(mesh: Mesh, net: nn.Module, policy: Policy, passes: list[str], width: int) -> list[Tensor]:
     history = lived(mesh, net, policy, passes, width=width, optimize=sgd)
     wanted = history.foreseen(buffer_bytes=history.zero.buffers.nbytes).sent
     got = history.zero.wire.ledger.rows()
     assert got == wanted, got.items() ^ wanted.items()
+    return gathered(history.zero)
 
 
 @given(st.data(), PASSES)
-def test_the_ledger_equals_the_prediction_to_the_byte(data: st.DataObject, passes: list[str]) -> None:
-    """For any policy, topology, model shape and sequence of passes, bytes sent are bytes foreseen."""
+def test_bytes_are_those_foreseen_and_replicas_equal(data: st.DataObject, passes: list[str]) -> None:
+    """For any policy, topology, model and sequence of passes the ledger is the prediction, to the byte, and
+    all ranks gather the same bits.
+    """
     topology = data.draw(topologies(6))
     policy = data.draw(as_published(data.draw(policies(topology))))
     net, width = model(Odd), 7
@@ -126,7 +113,9 @@ def test_the_ledger_equals_the_prediction_to_the_byte(data: st.DataObject, passe
             tied=data.draw(st.booleans()),
             recompute=data.draw(st.booleans()) and policy.planes == 1,  # else refused
         )
-    on_threads(topology, _ledger, net, policy, passes, width)
+    first, *others = on_threads(topology, _passed, net, policy, passes, width)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_plan_equals_what_is_sharded() -> None:

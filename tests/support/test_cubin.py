@@ -32,9 +32,9 @@ LEAST = 0.5  # occupancy
 # and with 64 they spill.  Theirs are blocks of 4,097 to 8,192 elements of codecs that are not plain.
 MISSES = {"encode_general<Scheme<0>, 2>": 0.25, "encode_general<Floats<0>, 2>": 0.25}
 # Shares of a copy that an H100 is predicted to reach at least, by the first that a kernel begins with.
-# Random bits for fp16 are held by Philox and by widening in integers, the sum of int4 that is encoded in int4 again by
-# issue: 553 instructions for eight elements of eight sources.  Of formats NF4 is held by comparing each quotient
-# with 15 limits, spikes by searching a block six times.
+# Random bits for fp16 are held by Philox and by widening in integers, the sum of int4 that is encoded in int4
+# again by issue: 553 instructions for eight elements of eight sources.  Of formats NF4 is held by comparing
+# each quotient with 15 limits, spikes by searching a block six times.
 SHARES = {
     "encode_held<Fp16, 4, true": 0.60,
     "encode_held<Fp16, 8, true": 0.68,
