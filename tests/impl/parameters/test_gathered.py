@@ -85,11 +85,8 @@ def test_elements_that_were_not_changed_keep_their_masters(mesh: Mesh, name: str
 def test_a_change_without_modifier_is_an_error_on_all_ranks(mesh: Mesh) -> None:
     """One rank's write makes all ranks raise, naming it, and the values are what they were."""
     net, zero = made(mesh, EXACT)
-    with (
-        pytest.raises(ZeroError, match="1 of 2 gathered parameters were changed, on ranks 1, without"),
-        GatheredParameters([weight(net), net.get_parameter("head.bias")]),
-        torch.no_grad(),
-    ):
+    changed = pytest.raises(ZeroError, match="1 of 2 gathered parameters were changed, on ranks 1, without")
+    with changed, torch.no_grad(), GatheredParameters([weight(net), net.get_parameter("head.bias")]):
         weight(net).mul_(1 - mesh.rank)
     assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
 
@@ -116,17 +113,14 @@ def test_contexts_nest_and_overlap_by_parameter(mesh: Mesh) -> None:
     """Two parameters of one unit may be in two contexts, left in any order; one cannot be in both."""
     net, zero = made(mesh, EXACT)
     bias = net.get_parameter("blocks.1.up.bias")
-    outer = GatheredParameters(weight(net), modifier_rank=0)
-    inner = GatheredParameters(bias, modifier_rank=1)
-    with torch.no_grad():
-        outer.__enter__()
+    outer, inner = GatheredParameters(weight(net), modifier_rank=0), GatheredParameters(bias, modifier_rank=1)
+    with torch.no_grad(), outer:
         inner.__enter__()
         weight(net).fill_(1.0 + mesh.rank)
         bias.fill_(1.0 + mesh.rank)
         with pytest.raises(ZeroError, match="inside another one of it"):
             GatheredParameters([net.get_parameter("head.bias"), bias]).__enter__()
-        outer.__exit__(None, None, None)
-        inner.__exit__(None, None, None)
+    inner.__exit__(None, None, None)
     state = zero.full_state_dict()
     assert (state[NAME] == 1).all()
     assert (state["blocks.1.up.bias"] == 2).all()
@@ -147,10 +141,8 @@ def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
     with pytest.raises(ZeroError, match=inside):
         net(batch(0, 0))
     net, _ = made(mesh, EXACT)
-    with (
-        pytest.raises(ZeroError, match=r"a pass inside GatheredParameters of 'blocks.1.up.weight'"),
-        GatheredParameters(weight(net)),
-    ):
+    passing = pytest.raises(ZeroError, match=r"a pass inside GatheredParameters of 'blocks.1.up.weight'")
+    with passing, GatheredParameters(weight(net)):
         net(batch(0, mesh.rank))
     with pytest.raises(ZeroError, match="modifier_rank 2 of 2 ranks"):
         enter(modifier_rank=2)
