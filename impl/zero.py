@@ -54,23 +54,21 @@ def shard(
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
     Args:
-        model: with the same architecture and values on every rank, which are compared; each rank keeps its
-            own slice of them.  What :class:`~impl.parameters.init.Init` cut is taken over as it is; a model
-            on the meta device is given its values block by block.
+        model: with the same values on every rank, which are compared.  What
+            :class:`~impl.parameters.init.Init` cut is taken over as it is; a model on the meta device is
+            given its values block by block.
         mesh: the ranks.
         policy: what is sent, held and computed.
         wire: what sends; a plain one by default.
-        blocks: modules that are gathered and released as a whole; by default the children of the
-            outermost ``ModuleList`` and ``Sequential``, cut to the policy's ``largest_unit``.
+        blocks: modules that are gathered and released as a whole; by default :func:`find_blocks`.
         group_of: optimizer group of a parameter by name (weight decay, learning rate).
         seed: of stochastic codecs; the same on all ranks.
-        initialise: gives a module of a model on the meta device the values of its own parameters and
-            buffers; ``reset_parameters()`` by default.
+        initialise: gives a module on the meta device the values of its own parameters and buffers;
+            ``reset_parameters()`` by default.
 
     Raises:
         PolicyError: if the policy does not fit the topology.  GeometryError: if a unit is padded too much.
-        ZeroError: for what is no policy or mesh, or is sharded already, modules without shapes, blocks that
-            overlap or are others', parameters that cannot be sharded, or values that differ between ranks.
+        ZeroError: for what cannot be sharded, is sharded already, or differs between ranks.
     """
     for value, kind in ((policy, Policy), (mesh, Mesh)):
         if not isinstance(value, kind):

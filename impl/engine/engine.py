@@ -32,10 +32,7 @@ from impl.unit.unit import Unit
 class Zero:
     """The engine of one sharded model on one rank; made by :func:`impl.zero.shard`.
 
-    Attributes:
-        units: the root's first, then in model order.
-        clock: what stochastic codecs and feedback go by.
-        scaler: the loss scale.
+    ``units`` are the root's first, then in model order; ``scaler`` is the loss scale.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
@@ -216,10 +213,7 @@ class Zero:
     # State
 
     def weights_changed(self) -> None:
-        """Call after writing masters by hand: what was gathered of them is no longer true.
-
-        Optimizer steps and :meth:`load_full_state_dict` do it themselves.
-        """
+        """Call after writing masters by hand: what was gathered of them is no longer true."""
         for unit in self.units:
             unit.weights_changed()
 
@@ -229,14 +223,11 @@ class Zero:
             unit.weights_changed("unchanged")
 
     def optimizer_stepped(self, held: set[int]) -> None:
-        """An optimizer that holds tensors, by :func:`id`, has stepped; called by the watch.
-
-        Several optimizers that step after one backward pass are one step.  Frozen weights did not change.
-        """
+        """An optimizer that holds these tensors has stepped; several after one backward pass are one step."""
         first = self.clock.micro_batch > 0
         if first:
             self.clock.step, self.clock.micro_batch = self.clock.step + 1, 0
-        self.masters.stepped(held)
+        self.masters.unused -= held
         for unit in self.units:
             if unit.geometry.trainable:
                 unit.weights_changed("stepped")

@@ -33,8 +33,7 @@ from impl.unit.unit import Unit
 class Hooks:
     """The passes of one sharded model on one rank; ``finished`` are its backward passes so far.
 
-    ``units`` are the root's first, then in model order; ``modules`` those that they travel with.  Inputs are
-    cast if the model was given in another type than it computes in.
+    ``units`` are the root's first, then in model order; ``modules`` those that they travel with.
     """
 
     def __init__(
@@ -249,14 +248,11 @@ class Hooks:
         return arrived
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Once the gradients of a block's inputs are there, its weights are not needed any more.
-
-        Units that count gradients are resharded before; this is for frozen and unused parameters.
-        Leaves are left out: they outlive the pass, and so would the hook.
-        """
+        """Reshard a block, whose parameters may be frozen or unused, once its inputs' gradients are there."""
         tensors: list[Tensor] = []
         for value in inputs:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
+        # Leaves are left out: they outlive the pass, and so would the hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
         # One that never comes for a call without any: its backward may be yet to come.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
@@ -328,7 +324,7 @@ class Hooks:
         self._inputs_left.clear()
         passes.in_backward = False
         context.clock.micro_batch += 1
-        self.masters.arrived()
+        self.masters.unused.update(self.masters.numbers)
         self.scaler.passed()
         self.finished += 1
         if passes.written:
@@ -382,8 +378,7 @@ class Hooks:
         """Lead out of a pass that failed: :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
         self._passes.written.clear()
-        if self.saved.active:
-            self.saved.end()
+        self.saved.end()
         self._called_alone = None
         self._reductions.drop_failed()
         for unit in self._units:

@@ -30,7 +30,7 @@ class Masters:
         self._units = units
         self._all = [master for unit in units for _, master in unit.master_shard.masters]
         self.numbers = frozenset(map(id, self._all))
-        self._unused: set[int] = set()  # of them, those that no optimizer has stepped since a gradient came
+        self.unused: set[int] = set()  # of these, those that no optimizer has stepped since a gradient came
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._all)
@@ -106,18 +106,10 @@ class Masters:
                 "with a loss scale, give all optimizers to one step()"
             )
 
-    def arrived(self) -> None:
-        """A backward pass has brought all of them gradients."""
-        self._unused.update(self.numbers)
-
-    def stepped(self, held: set[int]) -> None:
-        """An optimizer that holds these tensors has stepped."""
-        self._unused -= held
-
     @property
     def unused_gradients(self) -> int:
         """Those whose gradient waits for its optimizer's step."""
-        return sum(master.grad is not None and id(master) in self._unused for master in self)
+        return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

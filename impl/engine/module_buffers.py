@@ -16,9 +16,8 @@ _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are 
 class ModuleBuffers:
     """The persistent buffers (running means, counters) of one model on one rank.
 
-    Each rank's forward passes change its own.  Before the first pass after such a one, all ranks take the
-    mean of floating-point buffers over ranks, and rank 0's values of all others (torch's DDP takes rank 0's
-    of all).  Buffers that are not persistent are derived from something else and left alone.
+    Each rank's forward passes change its own.  Before the next pass all ranks take the mean over ranks of
+    floating-point buffers, and rank 0's values of others (torch's DDP takes rank 0's of all).
     """
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:

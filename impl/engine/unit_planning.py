@@ -37,8 +37,8 @@ class Draft(NamedTuple):
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
     """Children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
 
-    Where a block, or what lies outside all blocks, has more elements than ``most`` (0: no limit), its parts
-    take its place, and theirs theirs, until they fit or have none.
+    A block, or what lies outside all blocks, of more elements than ``most`` (0: no limit) is replaced by its
+    parts, and they by theirs, until they fit or have none.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -107,10 +107,8 @@ def drafts_of(
 ) -> list[Draft]:
     """Every parameter in exactly one draft: the root's if it is shared between blocks or outside them.
 
-    ``blocks`` None are those that :func:`find_blocks` finds within the policy's ``largest_unit``.  Small
-    parameters form a draft of their own, the root's neighbour, as far as ``persist_most`` allows.
-
-    A ZeroError refuses blocks, units larger than ``largest_unit``, and types that cannot be.
+    Small parameters form a draft of their own, the root's neighbour, as far as ``persist_most`` allows.  A
+    ZeroError refuses blocks, units larger than ``largest_unit``, and types that cannot be.
     """
     check_shapes(model)
     if blocks is None:
@@ -204,9 +202,6 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """The units that :func:`impl.zero.shard` would make, as it raises; the root's come first.
-
-    ``model`` may be on the meta device and larger than any machine at hand.
-    """
+    """The units that :func:`impl.zero.shard` would make, as it raises; the root's come first."""
     policy.check(topology)
     return geometries_of(drafts_of(model, blocks, group_of, policy), topology, policy)

@@ -39,12 +39,7 @@ _WAIT, _WAKE = 0, 1  # of words that processes share
 _ALL: Final = 2**31 - 1
 
 
-class _Span(ctypes.Structure):
-    """A timespec."""
-
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
+_Timespec = ctypes.c_long * 2  # seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -53,18 +48,12 @@ class SharedMemoryError(RuntimeError):
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """What ``Work.wait`` of a backend is given to wait no longer than ``limit``.
-
-    gloo alone takes a limit: NCCL's would block the host, and thread ranks' raises.
-    """
+    """What ``Work.wait`` is given: gloo takes a limit, NCCL would block the host, thread ranks raise."""
     return (limit,) if backend == "gloo" else ()
 
 
 def shared_file(group: Group, timeout: float, total: int) -> int:
-    """An anonymous file of ``total`` zeros that all ranks of a group have open; all must call it.
-
-    Returns this rank's handle, which the caller closes; a SharedMemoryError says why there is none.
-    """
+    """This rank's handle of an anonymous file of ``total`` zeros, which all ranks of a group must open."""
     if _libc is None or not _FUTEX:
         raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
     address, handle = torch.zeros(2, dtype=torch.int64), -1
@@ -80,11 +69,10 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            who = f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]}"
-            why = (
-                f"({path}: {error.strerror}): unless on one machine, under one user, use transport 'backend'"
-            )
-            raise SharedMemoryError(f"{who} {why}") from error
+            raise SharedMemoryError(
+                f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
+                f"{error.strerror}): unless on one machine, under one user, use transport 'backend'"
+            ) from error
     opened = dist.barrier(group=group.process_group, async_op=True)
     opened.wait(*limit)  # the first rank's handle must outlive the opening
     return handle
@@ -93,8 +81,8 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 class Arena:
     """Slots shared by the ranks of one group on one node, for messages of up to ``row_bytes`` a rank.
 
-    All ranks of the group must construct it together; a SharedMemoryError says why it cannot be.  A rank that
-    is missing for ``timeout`` seconds is an error.
+    All ranks must construct it together; a SharedMemoryError says why it cannot be.  A rank that is missing
+    for ``timeout`` seconds is an error.
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
@@ -112,15 +100,14 @@ class Arena:
         # Views made once, (rank, byte) by slot: making one takes longer than reading a flag.
         self._whole = list(whole[flags:].view(SLOTS, size, self.row_bytes).unbind())
         self._mine: list[Tensor] = [rows[group.index] for rows in self._whole]
-        self._count = 0
-        self._free = list(range(SLOTS))
+        self._count, self._free = 0, list(range(SLOTS))
         self._slots: dict[int, int] = {}  # of the exchanges under way, by number
         self._last = [0] * SLOTS  # number of the exchange that used the slot last
 
     def claim(self) -> int:
         """Take a slot for the next exchange, once all have read what it held; returns its number.
 
-        Raises SharedMemoryError: if all slots are in use by this rank itself.  Else as :meth:`wait`.
+        A SharedMemoryError if all slots are in use by this rank itself.
         """
         if not self._free:
             axis = self.group.axis.name
@@ -143,10 +130,7 @@ class Arena:
         self._posted.set(self._slots[number], self.group.index, number)
 
     def wait(self, number: int) -> Tensor:
-        """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`.
-
-        Raises TimeoutError: naming who is missing.
-        """
+        """(ranks, row_bytes) all rows of the exchange, once posted; valid until :meth:`done`."""
         slot = self._slots[number]
         self._posted.wait(slot, number, "did not send")
         return self._whole[slot]
@@ -189,14 +173,15 @@ class Flags:
                     late = ranks_in_words([one for one, reached in arrived if reached < number])
                     raise TimeoutError(f"waited {self._timeout:g} s: {late} {what}")
                 nap = min(left, 1.0)  # at most
-                _futex(self._address(slot, rank), _WAIT, seen, _Span(int(nap), int(nap % 1 * 1e9)))
+                span = _Timespec(int(nap), int(nap % 1 * 1e9))
+                _futex(self._address(slot, rank), _WAIT, seen, span)
 
     def _address(self, slot: int, rank: int) -> int:
         """Where one lies."""
         return self._first + (slot * self._size + rank) * LINE
 
 
-def _futex(address: int, operation: int, value: int, span: _Span | None) -> None:
+def _futex(address: int, operation: int, value: int, span: ctypes.Array[ctypes.c_long] | None) -> None:
     """Sleep while the 32 bits at ``address``, which processes share, are ``value``, or wake as many."""
     assert _libc is not None  # noqa: S101  # an arena is there
     word, limit = ctypes.c_uint32(value & 0xFFFFFFFF), None if span is None else ctypes.byref(span)

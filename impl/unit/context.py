@@ -1,8 +1,7 @@
 """What the units of one engine share: wire, policy, counters, memory and host memory, and the pass under way.
 
-On CUDA host memory is pinned, and copies run on two streams of their own, one each way; who needs what they
-bring waits for an :class:`Arrival`.  Where the device is the CPU there is no second memory: the same copies
-run at once, so that what they would move is counted and tested (:data:`ACCOUNTING`).
+On CUDA host memory is pinned, and copies run on two streams of their own, one each way.  Where the device is
+the CPU the same copies run at once, so that what they would move is counted and tested (:data:`ACCOUNTING`).
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class HostMemory:
         return ACCOUNTING if self._up is None else PINNED
 
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
-        """(numel,) of any content, on the host in memory that copies need not stop for, or on the device."""
+        """(numel,) of any content, on the host, pinned where there is a GPU, or on the device."""
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
             return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)

@@ -1,7 +1,7 @@
 """The reduce-scatter of one unit's gradient: the mirror of :mod:`impl.unit.weight_gather`.
 
-The way of a gradient through a ZeRO++ step, told for two nodes of two ranks, in the order in which its files
-are met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
+The way of a gradient through a ZeRO++ step, for two nodes of two ranks, in the order in which its files are
+met.  A unit's P padded elements end as shards of S = P / 4; F is the bytes of a frame of S elements.
 
 1. *Autograd accumulates a parameter's gradient*; :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves it to its place in one flat buffer (P,), in the type of the

@@ -41,15 +41,7 @@ Version = tuple[int, int]  # of weights: changes that were told of, and what tor
 
 
 class MasterShard:
-    """One rank's ``shard`` (S,) fp32 of one unit; the policy of ``context`` is the unit's own.
-
-    Attributes:
-        held: what this rank keeps of its shard: (S,) fp32 masters, or their frame (F,) uint8.
-        codes: that frame, of weights that are held as codes; None of others.
-        masters: leaf views of the master, one per optimizer group, empty where the group has no elements
-            here, so that all ranks have as many: (group, view).
-        arrival: of what the last gather brought from the host, if it ``crosses`` from there.
-    """
+    """One rank's ``shard`` (S,) fp32 of one unit; the policy of ``context`` is the unit's own."""
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, placement: Placement, shard: Tensor
@@ -64,7 +56,8 @@ class MasterShard:
         self._sent: Tensor | None = None  # (F,) the same on the device, unless frames are offloaded too
         self._encoded_of: tuple[Version, int] | None = None  # which master, and noise, it is of
         self._sent_of: tuple[Version, int] | None = None
-        self.arrival = Arrival()
+        self.arrival = Arrival()  # of what the last gather brought from the host, if it crosses from there
+        # (S,) fp32 masters, or of weights that are held as codes their frame (F,) uint8
         self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
         coded = not geometry.trainable and policy.frozen is not None
         if coded:
@@ -72,6 +65,7 @@ class MasterShard:
             ops.encode(self._codec, self.held, codes, noise=self.noise(self._codec))
             self.held = self.codes = codes
         self._meter.add("frozen" if coded else "masters", self.held.nbytes, host=placement.shard)
+        # (group, leaf view of the master), empty where the group has no elements here: all ranks have as many
         self.masters: list[tuple[int, nn.Parameter]] = []
         self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, and where in the shard they lie
         for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():

@@ -25,10 +25,9 @@ scales, has F bytes.  Rank = (node, local).
    the policy sends differences, it encodes how far the master is from its copy in the secondary, and step 3
    adds what came to the copies ([Note: differences] in :mod:`impl.unit.secondary_shard`).
 
-Hooks call :meth:`Unit.pre_forward`, whose ``all_gather`` starts this and what
-:mod:`impl.plan.prefetch_schedule` wants ahead, awaits it, and shows modules the parameters; what a parameter
-is after each event is a table of docs/design/engine.md.  Each way of a gather is a class, whose ``start``
-posts its first hop, and whose ``finish`` does all else.
+:meth:`Unit.all_gather` starts this, and what :mod:`impl.plan.prefetch_schedule` wants ahead, and awaits it;
+what a parameter is after each event is a table of docs/design/engine.md.  Each way of a gather is a class,
+whose ``start`` posts its first hop, and whose ``finish`` does all else.
 """
 
 from __future__ import annotations
