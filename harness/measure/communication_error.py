@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,21 +41,8 @@ class Place(NamedTuple):
     repeated: int = 1
 
 
-@dataclass(slots=True)
-class Sums:
-    """One rank's sums over the elements it compares."""
-
-    error: float = 0.0  # of squared errors
-    value: float = 0.0  # of squared values
-    products: Any = 0.0  # (world, world) array of products of ranks' gradients; 0 for all else
-
-    def add(self, other: Sums) -> None:
-        """Add those of other elements."""
-        self.error += other.error
-        self.value += other.value
-        self.products = self.products + other.products  # a new array: the old one is the other's
-
-
+Sums = NDArray[np.float64]
+"""A rank's sums of squared errors and of squared values, then of products of ranks' gradients, if any."""
 Found = dict[Place, Sums]
 
 
@@ -64,7 +50,7 @@ class Observed(Observer):
     """What one rank is told of reductions: an :class:`impl.comm.wire.Observer`."""
 
     def __init__(self) -> None:
-        self.hops: dict[tuple[str, Hop], Sums] = defaultdict(Sums)  # by unit and hop
+        self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # sums by unit and hop
         self.gradients: dict[str, Tensor] = {}  # by unit, (P,) fp32 sum over the reductions
         self.means: dict[str, tuple[int, Tensor]] = {}  # by unit, first element and (n,) fp32 sum
 
@@ -80,7 +66,7 @@ class Observed(Observer):
         if frames is not None:
             decoded = torch.empty(exact.shape, device=exact.device)
             ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
-        self.hops[unit, hop].add(compared(decoded, exact))
+        self.hops[unit, hop] += compared(decoded, exact)
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
@@ -91,7 +77,7 @@ class Observed(Observer):
 def compared(found: Tensor, exact: Tensor) -> Sums:
     """Sums over the elements of two tensors of equal shape, in fp64."""
     exact = exact.double()
-    return Sums(float((found.double() - exact).square().sum()), float(exact.square().sum()))
+    return np.array([float((found.double() - exact).square().sum()), float(exact.square().sum())])
 
 
 def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
@@ -102,9 +88,9 @@ def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
             found[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
     for unit, (start, mean) in observed.means.items():
         rows = of_all_ranks(observed.gradients[unit], start, mean.numel()).double()  # (world, n)
-        sums = compared(mean, rows.mean(0))
-        sums.products = (rows @ rows.T).cpu().numpy()
-        found[Place(step, "gradients", unit, repeated=repeated)] = sums
+        products = (rows @ rows.T).flatten().cpu().numpy()
+        place = Place(step, "gradients", unit, repeated=repeated)
+        found[place] = np.concatenate([compared(mean, rows.mean(0)), products])
     return found
 
 
@@ -122,48 +108,38 @@ def of_weights(step: int, zero: Zero) -> Found:
     """Errors of what is gathered of each unit, and again of hpZ's secondary; all ranks must call it."""
     found: Found = {}
     for unit in zero.units:
-        exact = _next_ranks(unit.master_shard.master)
+        mine = unit.master_shard.master.detach().contiguous()
+        masters = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(masters, mine)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
             unit.all_gather("forward" if purpose == "weights" else "backward")
             place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
-            found[place] = compared(*_of_next_rank(unit, exact))
+            found[place] = compared(*_of_next_rank(unit, masters))
             unit.reshard()
     return found
 
 
-def _of_next_rank(unit: Unit, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """What this rank gathered of the next rank's shard, and of ``exact`` (S,) the same: padding left out."""
+def _of_next_rank(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What this rank gathered of the next rank's shard, and of its master (S,) the same: padding left out."""
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
-    gathered, masters = [], []
+    gathered, exact = [], []
     for member, slot in zip(unit.members, geometry.slots, strict=True):
         first, end = geometry.overlap(slot, rank)
-        start, stop = geometry.part(slot, rank)
         flat = member.parameter.detach().reshape(-1)
         gathered.append(flat[first - slot.offset : end - slot.offset].float())
-        masters.append(exact[start:stop])
-    return torch.cat(gathered), torch.cat(masters)
-
-
-def _next_ranks(mine: Tensor) -> Tensor:
-    """(n,) fp32 that the next rank has as ``mine`` (n,); all ranks must call it."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    received = mine.detach().clone()
-    messages = [(dist.isend, mine.detach().contiguous(), rank - 1), (dist.irecv, received, rank + 1)]
-    operations = [dist.P2POp(kind, one, peer % world) for kind, one, peer in messages]
-    for work in dist.batch_isend_irecv(operations) if world > 1 else []:
-        work.wait()
-    return received
+        exact.append(masters[rank][slice(*geometry.part(slot, rank))])
+    return torch.cat(gathered), torch.cat(exact)
 
 
 def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]:
     """Combine the sums of all ranks, by unit and of all units; where all values are 0 is no error."""
-    whole: dict[Place, Sums] = defaultdict(Sums)
+    whole: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
         for place, sums in rank.items():
-            whole[place].add(sums)
-            whole[place._replace(unit="")].add(sums)
-    return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums.value != 0]
+            whole[place] += sums
+            whole[place._replace(unit="")] += sums
+    return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums[1] != 0]
 
 
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
@@ -173,14 +149,21 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     what it copies, but for its own rounding.  Not judged are carried errors, budgets, and first differences.
     """
     rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
-    ends = [error for error in errors if error.hop is None and error.repeated == 1 and error.squared_value]
-    weights = {(e.step, e.unit, e.codec): _vnmse(e) for e in ends if e.purpose == "weights"}
+    ends = [
+        (error, error.squared_error / error.squared_value)
+        for error in errors
+        if error.hop is None
+        and error.repeated == 1
+        and error.squared_error is not None
+        and error.squared_value
+    ]
+    weights = {(e.step, e.unit, e.codec): vnmse for e, vnmse in ends if e.purpose == "weights"}
     first: dict[tuple[str, str, str], float] = {}
-    for error in ends:
-        found, copied = _vnmse(error), weights.get((error.step, error.unit, error.codec))
+    for error, found in ends:
+        copied = weights.get((error.step, error.unit, error.codec), math.inf)
         where = error.unit or "all units"
         what = f"in step {error.step} {error.purpose} of {where} err by a vNMSE of {found:.3g}"
-        if error.purpose == "secondary" and copied is not None and not found <= 1.001 * copied + rounding:
+        if error.purpose == "secondary" and found > 1.001 * copied + rounding:
             return f"{what}, and what they are copies of by {copied:.3g}"
         of_gradients = error.purpose == "gradients"
         budgeted = ("gradients" if of_gradients else "weights") in policy.candidates
@@ -188,15 +171,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         if budgeted or (policy.feedback is not None if of_gradients else differs):
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), found), OF_BF16)
-        if not found <= allowed:
+        if found > allowed:
             return f"{what}: more than {allowed:.3g}, as by the first step that was measured"
     return None
-
-
-def _vnmse(error: CommunicationError) -> float:
-    if error.squared_error is None or not error.squared_value:
-        return math.inf
-    return error.squared_error / error.squared_value
 
 
 def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:
@@ -206,17 +183,17 @@ def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:
 
 
 def _error(place: Place, sums: Sums) -> CommunicationError:
-    finite = math.isfinite(sums.error) and math.isfinite(sums.value)
-    error, value = (sums.error, sums.value) if finite else (None, None)
-    cosine = None if np.ndim(sums.products) == 0 else mean_cosine(sums.products)
+    error, value = sums[:2].tolist() if np.isfinite(sums[:2]).all() else (None, None)
+    cosine = mean_cosine(sums[2:]) if len(sums) > 2 else None
     return CommunicationError(**place._asdict(), squared_error=error, squared_value=value, cosine=cosine)
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:
-    """Mean cosine of all pairs of ranks' gradients, from products (world, world); None without a pair."""
-    squares = np.outer(products.diagonal(), products.diagonal())
+    """Mean cosine of all pairs of ranks' gradients, from all (world ** 2,) products; None without a pair."""
+    rows = products.reshape(math.isqrt(len(products)), -1)
+    squares = np.outer(rows.diagonal(), rows.diagonal())
     pairs = np.tril((squares > 0) & np.isfinite(squares), -1)
-    return float((products[pairs] / np.sqrt(squares[pairs])).mean()) if pairs.any() else None
+    return float((rows[pairs] / np.sqrt(squares[pairs])).mean()) if pairs.any() else None
 
 
 def outcomes_differ(policy: Policy) -> bool:

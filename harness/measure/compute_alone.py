@@ -37,37 +37,28 @@ def measure(
 
     And the step of the optimizer that ``stepping`` makes of a rank's share.  All ranks must call it.
     """
+    device, found = batch[0].device, []
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    share = nn.Parameter(torch.zeros(-(-numel // ranks), device=batch[0].device))
+    share = nn.Parameter(torch.zeros(-(-numel // ranks), device=device))
     share.grad = torch.zeros_like(share)
     optimizer = stepping([share])
     with evaluating(model):
-        found = [_sample(model, batch, optimizer, when) for _ in range(count + 1)]
-    model.zero_grad()
-    return found[1:]
-
-
-def _sample(
-    model: nn.Module,
-    batch: tuple[Tensor, Tensor],
-    optimizer: torch.optim.Optimizer,
-    when: Literal["before", "after"],
-) -> Alone:
-    model.zero_grad()
-    dist.barrier()
-    device = batch[0].device
-    begin, computed = now(device), time.process_time()
-    loss: Tensor = model(*batch)
-    forward = now(device)
-    loss.backward()  # type: ignore[no-untyped-call]
-    backward, computed_both = now(device), time.process_time()
-    optimizer.step()
-    end, computed_all = now(device), time.process_time()
-    return Alone(
-        when=when,
-        forward=forward - begin,
-        backward=backward - forward,
-        optimizer=end - backward,
-        cpu_seconds=computed_both - computed,
-        optimizer_cpu_seconds=computed_all - computed_both,
-    )
+        for _ in range(count + 1):
+            dist.barrier()
+            begin, computed = now(device), time.process_time()
+            loss: Tensor = model(*batch)
+            forward = now(device)
+            loss.backward()  # type: ignore[no-untyped-call]
+            backward, computed_both = now(device), time.process_time()
+            optimizer.step()
+            sample = Alone(
+                when=when,
+                forward=forward - begin,
+                backward=backward - forward,
+                optimizer=now(device) - backward,
+                cpu_seconds=computed_both - computed,
+                optimizer_cpu_seconds=time.process_time() - computed_both,
+            )
+            found.append(sample)
+            model.zero_grad()
+    return found[1:]  # the first warms up

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import psutil
 
 from harness.measure.machine import cores
+from harness.records.record import ProcessorUse
 
 SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 _COLUMNS: Final = {  # of psutil; guests are in user and nice
@@ -19,30 +19,20 @@ _COLUMNS: Final = {  # of psutil; guests are in user and nice
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """CPU usage of one interval."""
-
-    seconds: float  # wall-clock
-    computed: float  # CPU seconds of this process, all its threads
-    processors: int  # CPUs that it may use
-    machine: dict[str, float] | None  # what `busy` counted; None if not asked for or not available
-
-
 class ProcessorMeter:
-    """Measures CPU usage from its construction on, if asked the whole machine's too."""
+    """Measures CPU usage from its construction on."""
 
-    def __init__(self, *, machine: bool) -> None:
-        self._machine = busy() if machine else None
-        self._computed, self._begun = time.process_time(), time.perf_counter()
+    def __init__(self) -> None:
+        self._busy, self._ran, self._begun = busy(), time.process_time(), time.perf_counter()
 
-    def spent(self) -> Spent:
-        """The usage so far."""
-        seconds, computed = time.perf_counter() - self._begun, time.process_time() - self._computed
-        found = None
-        if self._machine is not None and (after := busy()) is not None:  # the kernel may correct downwards
-            found = {name: max(after[name] - before, 0.0) for name, before in self._machine.items()}
-        return Spent(seconds, computed, cores(), found)
+    def use(self) -> ProcessorUse | None:
+        """The machine's so far, ``ranks`` of this process alone; None where the kernel does not count it."""
+        seconds, ran, after = time.perf_counter() - self._begun, time.process_time() - self._ran, busy()
+        if self._busy is None or after is None:
+            return None
+        # The kernel may correct a count downwards.
+        spent = {name: max(after[name] - before, 0.0) for name, before in self._busy.items()}
+        return ProcessorUse(seconds=seconds, processors=cores(), ranks=ran, **spent)
 
 
 def busy() -> dict[str, float] | None:

@@ -32,41 +32,41 @@ class _Gpu:
     """One GPU, through ``nvml``, the library's module."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        self._nvml = nvml
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._read: dict[str, list[Any]] = defaultdict(list)  # by what was read, where the GPU reports it
-        self._energy = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        ranks = (one for one in psutil.process_iter(["ppid"]) if one.info["ppid"] == os.getppid())
+        self._ours = {one.pid for one in ranks}
+        self._energy = self._ask("TotalEnergyConsumption")
 
-    def _ask(self, function: str, *arguments: Any) -> Any:
+    def _ask(self, what: str, *arguments: Any) -> Any:
         """What NVML says; None where this GPU or driver does not."""
         try:
-            return getattr(self._nvml, function)(self._handle, *arguments)
+            return getattr(self._nvml, f"nvmlDeviceGet{what}")(self._handle, *arguments)
         except (self._nvml.NVMLError, AttributeError):
             return None
 
     def read(self) -> None:
         """Take a sample."""
-        if (power := self._ask("nvmlDeviceGetPowerUsage")) is not None:
+        if (power := self._ask("PowerUsage")) is not None:
             self._read["seconds"].append(time.monotonic())
             self._read["watts"].append(power / 1e3)
-        if (rates := self._ask("nvmlDeviceGetUtilizationRates")) is not None:
+        if (rates := self._ask("UtilizationRates")) is not None:
             self._read["utilisation"].append(rates.gpu / 100)
-        if (clock := self._ask("nvmlDeviceGetClockInfo", _SM_CLOCK)) is not None:
+        if (clock := self._ask("ClockInfo", _SM_CLOCK)) is not None:
             self._read["clock"].append(clock)
-        self._read["reasons"].append(self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0)
-        processes = self._ask("nvmlDeviceGetComputeRunningProcesses") or []
-        pids = {process.pid for process in processes} - {os.getpid()}
-        self._read["others"].append(sum(_parent(pid) != os.getppid() for pid in pids))  # our ranks' siblings
+        self._read["reasons"].append(self._ask("CurrentClocksEventReasons") or 0)
+        processes = self._ask("ComputeRunningProcesses") or []
+        self._read["others"].append(len({process.pid for process in processes} - self._ours))
 
     def use(self) -> GpuUse:
         """All samples together."""
-        energy, read = self._ask("nvmlDeviceGetTotalEnergyConsumption"), self._read
+        energy, read = self._ask("TotalEnergyConsumption"), self._read
         throttled = {
             reason: _mean([bool(one & bit) for one in read["reasons"]]) for bit, reason in _REASONS.items()
         }
         return GpuUse(
             index=self._nvml.nvmlDeviceGetIndex(self._handle),
-            name=self._ask("nvmlDeviceGetName") or "",
+            name=self._ask("Name") or "",
             samples=len(read["others"]),
             joules=None if None in (energy, self._energy) else (energy - self._energy) / 1e3,
             sampled_joules=float(np.trapezoid(read["watts"], read["seconds"])),
@@ -82,13 +82,6 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _parent(pid: int) -> int | None:
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.Error:  # of another container: the pid means nothing here
-        return None
-
-
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
     """Sample a node's GPUs, by UUID, in a thread while the body runs; the list is filled at its end."""
@@ -99,14 +92,13 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
         return
 
     def sample() -> None:
-        done = False
-        while not done:
-            done = stop.wait(SECONDS)
+        while True:
             for device in devices:
                 device.read()
+            if stop.is_set():
+                return
+            stop.wait(SECONDS)
 
-    for device in devices:
-        device.read()
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harness.measure.unsharded_loss import packed, padded
 from impl.adapters.traffic import GroupGeometry
-from impl.codecs.codec import Codec, Dtype
+from impl.codecs.codec import Codec, Dtype, common_grain
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
@@ -28,21 +28,23 @@ from impl.plan.topology import Topology
 SAMPLED: Final = 65536
 # Of the window's largest magnitude: sums of the same products, rounded in another order.
 ROUNDING: Final[dict[Dtype, float]] = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-8}
-_WINDOW: Final = 32  # elements, at least
+_WINDOW: Final = common_grain()  # elements, at least
 _TINY: Final = 1e-30  # absolute: far below any gradient that matters, above all floors of scales
 
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """One rank's reduced gradient of one unit beside a single process's, where they differ most."""
+    """A rank's reduced gradient of a unit before a step, beside a single process's, where ``share``, that is
+    ``|found - expected| / allowed``, is largest of ``elements``.
+    """
 
     unit: str
-    elements: int  # that were compared
-    share: float  # the largest ``|found - expected| / allowed``
-    found: float  # there, as are the next two
+    elements: int
+    share: float
+    found: float
     expected: float
     allowed: float
-    step: int = 0  # before which it was compared
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +111,19 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
         codecs *= topology.world - 1
     axes, last = policy.replica_axes(topology)
     codecs += [last] * bool(axes)
+    shards = any(codec.block == "shard" for codec in codecs)
+    window = geometry.piece if shards else min(geometry.piece, common_grain(*codecs))
     factor, floor = composed(codecs), 0.0
     if policy.sums == "fp16":  # each term, and each sum with it, is rounded
         sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
         factor = (1 + factor) * (1 + 2.0**-11) ** sum(sizes) - 1
         floor = len(sizes) * 2.0**-24 * (1 + factor)  # of n terms 2 n - 1 times, by half a step at most
-    return Layout(geometry, factor, _window(codecs, geometry.piece), floor)
+    return Layout(geometry, factor, window, floor)
 
 
 def composed(codecs: Sequence[Codec]) -> float:
     """Bound of a mean that goes through codecs one after the other, of ``m``."""
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
-
-
-def _window(codecs: Sequence[Codec], row: int) -> int:
-    blocks = [codec.block for codec in codecs]
-    if "shard" in blocks:
-        return row
-    sizes = [block for block in blocks if isinstance(block, int)]
-    rotations = [max(1, codec.hadamard) for codec in codecs]
-    return min(row, math.lcm(_WINDOW, *sizes, *rotations))
 
 
 @dataclass(slots=True)
@@ -140,9 +135,8 @@ class FirstGradient:
     micro_batches: int  # of a step
     rounding: float  # what two computations differ by, of the window's largest magnitude
     step: int = 0  # whose batches they are
-    _drawn: list[Tensor] = field(default_factory=list)  # by layout: (windows,) numbers
-    _mean: list[Tensor] = field(default_factory=list)  # by layout: (windows, window) fp32
-    _largest: list[Tensor] = field(default_factory=list)  # by layout: (windows,) fp32
+    # by layout: (windows,) numbers, and (windows, window + 1) fp32 means, last of largest magnitudes
+    _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _finite: bool = True
 
     def __post_init__(self) -> None:
@@ -154,40 +148,36 @@ class FirstGradient:
             draw = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
             within = torch.rand(count, generator=draw, dtype=torch.float64)
             numbers = ((torch.arange(count) + within) * total / count).long().clamp(max=total - 1)
-            self._drawn.append(numbers)
-            self._mean.append(torch.zeros(count, layout.window))
-            self._largest.append(torch.zeros(count))
+            self._drawn[layout] = (numbers, torch.zeros(count, layout.window + 1))
 
     def add(self, gradients: Mapping[str, Tensor | None], scale: float) -> None:
         """Add this rank's gradient of one micro-batch, whole and by name, computed at a loss of ``scale``."""
-        for place, layout in enumerate(self.layouts):
-            drawn = _windows(layout, layout.packed(gradients))[self._drawn[place]]
-            self._mean[place] += drawn / (scale * self.micro_batches)
-            self._largest[place] += drawn.abs().amax(dim=1) / (scale * self.micro_batches)
+        for layout, (numbers, means) in self._drawn.items():
+            drawn = _windows(layout, layout.packed(gradients))[numbers] / (scale * self.micro_batches)
+            means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
         """Form the means over all ranks, which must all call it."""
-        for part in itertools.chain(self._mean, self._largest):
-            dist.all_reduce(part)
-            part.div_(dist.get_world_size())
-            self._finite = self._finite and bool(part.isfinite().all())
+        for _, means in self._drawn.values():
+            dist.all_reduce(means)
+            means.div_(dist.get_world_size())
+            self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
         """Compare rows (n, row) that are reduced, from number ``first`` on; None if none is drawn."""
-        place = next(number for number, one in enumerate(self.layouts) if one is layout)
-        drawn, per_row = self._drawn[place], -(-layout.row // layout.window)
-        here = (drawn >= first * per_row) & (drawn < (first + len(rows)) * per_row)
+        numbers, means = self._drawn[layout]
+        per_row = -(-layout.row // layout.window)
+        here = (numbers >= first * per_row) & (numbers < (first + len(rows)) * per_row)
         if not (self._finite and bool(here.any())):
             return None
-        found = _windows(layout, rows)[drawn[here] - first * per_row] / scale
-        expected, largest = self._mean[place][here], self._largest[place][here]
+        found = _windows(layout, rows)[numbers[here] - first * per_row] / scale
+        expected, largest = means[here, :-1], means[here, -1:]
         least = _TINY + layout.floor / scale
-        allowed = ((layout.factor + self.rounding) * largest + least).unsqueeze(1).expand_as(found)
+        allowed = ((layout.factor + self.rounding) * largest + least).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        compared = (share, found, expected, allowed)
-        most, ours, theirs, may = (float(values.reshape(-1)[worst]) for values in compared)
-        return GradientError(layout.geometry.name, found.numel(), most, ours, theirs, may, self.step)
+        there = (float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed))
+        return GradientError(layout.geometry.name, found.numel(), *there, self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:

@@ -22,25 +22,22 @@ def measure(zero: Zero) -> list[QuantisationError]:
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     found = []
     for unit in zero.units:
-        tensors = {"weights": unit.master_shard.master, "gradients": unit.master_shard.mean_gradient()}
-        for purpose, tensor in tensors.items():
+        shard, name = unit.master_shard, unit.geometry.name
+        for purpose, tensor in (("weights", shard.master), ("gradients", shard.mean_gradient())):
             if tensor is None:
                 continue
             summed = torch.stack([_sums(codec, tensor) for codec in grid])  # (codecs, 4)
             largest = summed.clone()
             dist.all_reduce(summed)
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-            for codec, sums, most in zip(grid, summed.tolist(), largest.tolist(), strict=True):
-                if sums[1]:
-                    found.append(
-                        QuantisationError(
-                            purpose=purpose,
-                            unit=unit.geometry.name,
-                            codec=str(codec),
-                            vnmse=_short(sums[0] / sums[1]),
-                            largest=_short(most[2] / most[3]),
-                        )
-                    )
+            vnmse, most = (summed[:, 0] / summed[:, 1]).tolist(), (largest[:, 2] / largest[:, 3]).tolist()
+            found += [
+                QuantisationError(
+                    purpose=purpose, unit=name, codec=str(codec), vnmse=_short(error), largest=_short(worst)
+                )
+                for codec, error, worst, value in zip(grid, vnmse, most, summed[:, 1], strict=True)
+                if value
+            ]
     return found
 
 

@@ -67,10 +67,10 @@ def libraries() -> dict[str, str]:
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that matter to speed and results, values shortened; secrets are :data:`HIDDEN`."""
-    told = {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)}
     return {
         name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]
-        for name, value in told.items()
+        for name, value in sorted(environment.items())
+        if name.startswith(_PREFIXES)
     }
 
 

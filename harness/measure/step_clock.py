@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -69,19 +69,10 @@ class StepClock:
     def end(self, *, index: int, warmup: bool, loss: float, norm: float | None) -> None:
         """End the step and return its times; ``index`` counts from the first warm-up step."""
         computed = time.process_time() - self._computed
-        waited = {name: round(seconds, _DIGITS) for name, seconds in self._waited.items()}
-        self.steps.append(
-            Step(
-                index=index,
-                warmup=warmup,
-                total=round(now(self._device) - self._begun, _DIGITS),
-                exposed_forward=waited.get("forward"),
-                exposed_backward=waited.get("backward"),
-                exposed_generate=waited.get("generate"),
-                exposed_score=waited.get("score"),
-                loss=float(f"{loss:.9g}"),  # as many digits as tell any two fp32 apart
-                gradient_norm=norm,
-                cpu_seconds=round(computed, _DIGITS),
-                **{name: round(seconds, _DIGITS) for name, seconds in self._seconds.items()},
-            )
-        )
+        seconds = {"total": now(self._device) - self._begun, "cpu_seconds": computed, **self._seconds}
+        waited = {
+            f"exposed_{part}": self._waited.get(part) for part in ("forward", "backward", "generate", "score")
+        }
+        told: dict[str, Any] = {name: of and round(of, _DIGITS) for name, of in (seconds | waited).items()}
+        loss = float(f"{loss:.9g}")  # as many digits as tell any two fp32 apart
+        self.steps.append(Step(index=index, warmup=warmup, loss=loss, gradient_norm=norm, **told))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from harness.measure import communication_error
 from harness.measure.gradient_bounds import GradientError
 from harness.records import record_checks
-from harness.records.record import GradientCheck, Predicted, ProcessorUse, Record, Validation
+from harness.records.record import GradientCheck, Predicted, Record, Validation
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial
@@ -19,16 +19,14 @@ from impl.plan.policy import Policy
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     """The record of a trial by all ranks' outcomes, in order; a TrialError for the first check that fails."""
     first, compared = outcomes[0], [outcome.compared for outcome in outcomes]
-    ranks, spent = [outcome.record for outcome in outcomes], outcomes[0].spent
-    predicted = processor_use = None
+    ranks, spent = [outcome.record for outcome in outcomes], [outcome.spent for outcome in outcomes]
+    predicted, processor_use = None, spent[0]
     if first.predicted is not None:
         ledgers = [outcome.predicted or [] for outcome in outcomes]
         predicted = Predicted(ledgers=ledgers, equal=[rank.ledger for rank in ranks] == ledgers)
-    if spent.machine is not None:
-        computed = math.fsum(outcome.spent.computed for outcome in outcomes)
-        processor_use = ProcessorUse(
-            seconds=spent.seconds, processors=spent.processors, ranks=computed, **spent.machine
-        )
+    if processor_use is not None:
+        ran = math.fsum(use.ranks for use in spent if use is not None)
+        processor_use = processor_use.model_copy(update={"ranks": ran})
     found = blank.model_copy(
         update={
             "ranks": ranks,

@@ -28,7 +28,7 @@ from harness.cluster.link import PROBES
 from harness.cluster.rank import Progress, Rank, counters, exchange, groups, measure_link
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
-from harness.measure.cpu_usage import ProcessorMeter, Spent, ThreadClock
+from harness.measure.cpu_usage import ProcessorMeter, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
@@ -41,6 +41,7 @@ from harness.records.record import (
     LedgerRow,
     Memory,
     NodeUse,
+    ProcessorUse,
     RankRecord,
     Validation,
 )
@@ -85,7 +86,7 @@ class Outcome:
     parameters: int
     machine_use: NodeUse | None
     decoded: list[str]  # digests of what its generations decoded, warm-ups included
-    spent: Spent  # over the timed steps; of the first rank the machine's too, if all are on it
+    spent: ProcessorUse | None  # over the timed steps, ``ranks`` of this one; if all are on one machine
     chosen: list[ChosenCodec]  # codecs, by a budget; the same on all ranks
 
 
@@ -156,7 +157,7 @@ class TrialRun:
         booked, foreseen = self.strategy.books(), self._predicted()
         counted = -self._trained()
         alone = trial.cluster.launcher == "local"  # else ranks may stand on several machines
-        processors = ProcessorMeter(machine=alone and self.rank.rank == 0)
+        processors = ProcessorMeter()
         self.checked.untimed, begin = 0.0, time.perf_counter()
         with self._sampling() as sampled:
             for index in range(trial.warmup, total):
@@ -164,7 +165,7 @@ class TrialRun:
                 self.step(index)
             self.checked.seconds = time.perf_counter() - begin - self.checked.untimed
         dist.barrier()
-        spent = processors.spent()
+        spent = processors.use() if alone else None
         counted += self._trained()
         if trial.validate_every is not None and all(v.step != total for v in self.validations):
             self._validate(total)

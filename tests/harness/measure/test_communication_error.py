@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
-from harness.measure.communication_error import Place, Sums, errors_of, mean_cosine, measured_steps
+from harness.measure.communication_error import Place, errors_of, mean_cosine, measured_steps
 from harness.records.record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
@@ -289,19 +288,15 @@ def test_sums_of_ranks_make_one_error() -> None:
 
     The cosine of equal gradients is 1, of opposite ones -1; a rank without any has none.
     """
-    for products, cosine in (([[4.0, 2], [2, 1]], 1), ([[4.0, -2], [-2, 1]], -1), ([[4.0, 0], [0, 0]], None)):
+    for products, cosine in (([4.0, 2, 2, 1], 1), ([4.0, -2, -2, 1], -1), ([4.0, 0, 0, 0], None)):
         assert mean_cosine(np.array(products)) == (cosine and pytest.approx(cosine))
     place = Place(3, "gradients", "a")
-    sums = Sums(1.0, 10.0, np.array([[4.0, 1.0], [1.0, 1.0]]))
-    other = dataclasses.replace(sums, error=3.0)
+    one, other = (np.array([error, 10.0, 4.0, 1.0, 1.0, 1.0]) for error in (1.0, 3.0))
     empty, lost = place._replace(unit="b"), place._replace(unit="c", step=4)
-    ranks = [
-        {place: sums, empty: Sums()},
-        {place: other, empty: Sums(), lost: Sums(float("nan"), float("inf"))},
-    ]
+    zeros = np.zeros(6)
+    ranks = [{place: one, empty: zeros}, {place: other, empty: zeros, lost: np.array([np.nan, np.inf])}]
     found = {(e.step, e.unit): e for e in errors_of(ranks)}
     assert set(found) == {(3, "a"), (3, ""), (4, "c"), (4, "")}
     assert (found[3, "a"].squared_error, found[3, "a"].squared_value) == (4.0, 20.0)
     assert found[3, "a"].cosine == pytest.approx(0.5)
-    assert found[4, "c"].squared_error is None
-    assert found[4, "c"].squared_value is None
+    assert (found[4, "c"].squared_error, found[4, "c"].squared_value) == (None, None)
