@@ -17,8 +17,8 @@ from torch import Tensor
 
 from harness.laws import ELEMENTS
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, place, title
-from harness.laws.rounding_edges import edge_rows
-from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Blocked, Dtype, Law
+from harness.laws.rounding_edges import edge_rows, levels
+from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Blocked, Dtype, FloatCodec, Law
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
@@ -47,17 +47,11 @@ noises = st.builds(
 )
 
 
-def _ties_of(largest: float, mantissa: int) -> tuple[float, Tensor]:
-    """A float format's largest element, and numbers halfway between two others over nine exponents."""
-    steps = torch.arange(1 << mantissa, 2 << mantissa) + 0.5
-    middles = (steps[:, None] * 2.0 ** torch.arange(-4, 5)).flatten()
-    return largest, torch.cat([middles, -middles])[torch.cat([middles, middles]) < largest]
-
-
-# Of integers with and without an offset, by their largest code; of floats, by largest element and mantissa.
+# Of integers with and without an offset, by their largest code; of floats, by their largest element.
+_FLOATS: Final = (FloatCodec("e2m1", 32, "e8m0"), FloatCodec("e4m3", 32), FloatCodec("e5m2", 32))
 _TIES: Final = [
     *((float(top), torch.arange(-top, top) + 0.5) for top in (1, 3, 7, 15, 31, 63, 127, 255)),
-    *(_ties_of(*each) for each in ((6.0, 1), (448.0, 3), (57344.0, 2))),
+    *((codec.largest, levels(codec).float().unfold(0, 2, 1).mean(1)) for codec in _FLOATS),
 ]
 # A largest value, so that steps are 1, and ties.
 _largest_and_ties = st.sampled_from(_TIES).flatmap(

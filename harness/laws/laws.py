@@ -7,6 +7,7 @@ returns.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import sysconfig
 import traceback
@@ -57,31 +58,30 @@ class Subject:
     name: str  # for messages
     promises: Codec  # what declares laws and an error bound
     frame_bytes: Callable[[int], int]  # of a row of so many elements
-    # from x (..., S) and random bits into frames (..., F) uint8
-    encode: Callable[[Tensor, Tensor, Noise | None], None]
+    # from x (..., S), and random bits where it is stochastic, into frames (..., F) uint8
+    encode: Callable[[Tensor, Tensor, Noise], None]
     decode: Callable[[Tensor, Tensor], None]  # from frames (..., F) into elements (..., S)
-    kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
-    # of its tensors
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
     # from frames (sources, F) into their fp32 sum (S,); None where it offers none
-    decode_sum: Callable[[Tensor, Tensor], None] | None = None
+    decode_sum: Callable[[Tensor, Tensor], None] | None
     # from frames (sources, F) of S elements, and random bits, into the frame (F,) of their sum; likewise
-    decode_sum_encode: Callable[[Tensor, Tensor, int, Noise | None], None] | None = None
-    codec: Codec | None = None  # of ours, or a published format: what it is to equal bit for bit, if any
+    decode_sum_encode: Callable[[Tensor, Tensor, int, Noise], None] | None
+    codec: Codec | None  # of ours, or a published format: what it is to equal bit for bit, if any
+    device: torch.device  # of its tensors
+    kinds: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")  # element types that it supports
     specification: bool = False  # whether it is the reference itself, which is not compared with itself
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         """All properties to check: duties first, then its laws in declaration order."""
-        owed = {
+        made: dict[Claim, bool] = {
             Duty.FRAME: True,
             Duty.BITS: self.codec is not None and not self.specification,
             Duty.LOCAL: self.promises.block != "shard",
             Duty.SUM: self.decode_sum is not None,
             Duty.FUSED: self.decode_sum_encode is not None,
+            **{law: law in self.promises.laws for law in Law},
         }
-        duties = [duty for duty in Duty if owed[duty]]
-        return (*duties, *(law for law in Law if law in self.promises.laws))
+        return tuple(claim for claim, is_made in made.items() if is_made)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,8 +161,7 @@ def _through(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> 
     size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
-    given = x.to(subject.device, copy=True)
-    subject.encode(given, frames, noise if subject.promises.stochastic else None)
+    subject.encode(x.to(subject.device, copy=True), frames, noise)
     subject.decode(frames, decoded)
     return _Trip(x, frames.cpu(), decoded.cpu())
 
@@ -282,15 +281,13 @@ def _unbiased(subject: Subject, case: Case) -> None:
 def _frame(subject: Subject, case: Case) -> None:
     """Check two round trips between guards, over different garbage, and that frames alone decide."""
     x, numel = case.x, case.x.numel()
-    size = subject.frame_bytes(numel)
-    noise = case.noise if subject.promises.stochastic else None
-    trips = []
+    size, trips = subject.frame_bytes(numel), []
     for rubbish, number in ((0x00, 7.0), (0xFF, math.nan)):
         around = torch.full((size + 2 * _GUARD,), rubbish, dtype=torch.uint8, device=subject.device)
         wide = torch.full((numel + 2 * _GUARD,), number, dtype=DTYPES[case.out], device=subject.device)
         frame, decoded = around[_GUARD : _GUARD + size], wide[_GUARD : _GUARD + numel]
         given = x.to(subject.device, copy=True)
-        subject.encode(given, frame, noise)
+        subject.encode(given, frame, case.noise)
         trip = _Trip(x, frame.cpu().clone(), decoded)
         subject.decode(frame, decoded)
         trip.refuse(~_same(given.cpu(), x), lambda i: f"encoding changed element {i} of what it was given")
@@ -362,12 +359,7 @@ def _sources(subject: Subject, case: Case) -> Tensor:
     """(sources, F) frames of rows that differ: the row, turned round, negative, moved, and shrunk."""
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
-    noise = case.noise if subject.promises.stochastic else None
-    size = subject.frame_bytes(x.numel())
-    frames = torch.zeros((len(rows), size), dtype=torch.uint8, device=subject.device)
-    for row, frame in zip(rows, frames, strict=True):
-        subject.encode(row.to(subject.device, copy=True), frame, noise)
-    return frames
+    return torch.stack([_through(subject, row, case.noise).frame for row in rows]).to(subject.device)
 
 
 def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
@@ -375,10 +367,7 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
         subject.decode(frame, term)
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return functools.reduce(torch.add, terms)
 
 
 def _sum(subject: Subject, case: Case) -> None:
@@ -401,12 +390,11 @@ def _fused(subject: Subject, case: Case) -> None:
     """Check frames of sums of several numbers of frames against adding up, then encoding."""
     assert subject.decode_sum_encode is not None  # noqa: S101  # a claim of those alone that offer it
     numel, frames = case.x.numel(), _sources(subject, case)
-    noise = case.noise if subject.promises.stochastic else None
     for sources in SOURCES:
         around = torch.full((frames.shape[1] + 2 * _GUARD,), 0xA5, dtype=torch.uint8, device=subject.device)
         got, wanted = around[_GUARD : _GUARD + frames.shape[1]], torch.zeros_like(frames[0])
-        subject.decode_sum_encode(frames[:sources], got, numel, noise)
-        subject.encode(_summed(subject, frames[:sources], numel), wanted, noise)
+        subject.decode_sum_encode(frames[:sources], got, numel, case.noise)
+        subject.encode(_summed(subject, frames[:sources], numel), wanted, case.noise)
         trip = _Trip(case.x, got.cpu().clone(), case.x)
         words = f"byte {{i}} of the frame of the sum of {sources} is {{got}}, added up first {{wanted}}"
         trip.equal(_one_nan(subject, trip.frame), _one_nan(subject, wanted.cpu()), words)

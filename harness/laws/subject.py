@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from harness.errors import Refusal
 from harness.laws.laws import Subject
@@ -13,6 +14,7 @@ from impl import ops
 from impl.codecs.codec import FORMATS, Codec, OwnCodec, parse
 from impl.codecs.own_rows import by_rows
 from impl.codecs.reference import REFERENCE
+from impl.codecs.rounding_noise import Noise
 
 BACKENDS: Final = ("reference", "cpu", "cuda")
 # One of every kind, width and option, in blocks of a size that hostile rows fill; every published format.
@@ -45,16 +47,22 @@ def missing(backend: str) -> str | None:
 def of_codec(codec: Codec, backend: str) -> Subject:
     """A codec of ours, or a published format, on a backend; a ValueError if it is not here."""
     operations = ops.operations_of(backend)
+
+    def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
+        operations.encode(codec, x, frames, noise=noise if codec.stochastic else None)
+
+    def decode_sum_encode(frames: Tensor, out: Tensor, numel: int, noise: Noise) -> None:
+        random = noise if codec.stochastic else None
+        operations.decode_sum_encode(codec, codec, frames, out, numel, noise=random)
+
     return Subject(
         name=f"{codec} on {backend}",
         promises=codec,
         frame_bytes=codec.frame_bytes,
-        encode=lambda x, frames, noise: operations.encode(codec, x, frames, noise=noise),
-        decode=lambda frames, out: operations.decode(codec, frames, out),
-        decode_sum=lambda frames, out: operations.decode_sum(codec, frames, out),
-        decode_sum_encode=lambda frames, out, numel, noise: operations.decode_sum_encode(
-            codec, codec, frames, out, numel, noise=noise
-        ),
+        encode=encode,
+        decode=partial(operations.decode, codec),
+        decode_sum=partial(operations.decode_sum, codec),
+        decode_sum_encode=decode_sum_encode,
         device=torch.device("cuda" if backend == "cuda" else "cpu"),
         codec=codec,
         specification=operations is REFERENCE,
@@ -76,7 +84,9 @@ def of_own(codec: OwnCodec) -> Subject:
     device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
-    stochastic = codec.stochastic
+    fused, stochastic = thing.decode_sum_encode, codec.stochastic
+    if fused is not None and not stochastic:  # then it takes no random bits
+        fused = lambda *given: thing.decode_sum_encode(*given[:-1])  # noqa: E731
     return Subject(
         name=codec.name,
         promises=claimed or codec,
@@ -86,13 +96,6 @@ def of_own(codec: OwnCodec) -> Subject:
         kinds=thing.kinds,
         device=device,
         decode_sum=thing.decode_sum,
-        decode_sum_encode=_with_noise(thing.decode_sum_encode, stochastic=stochastic),
+        decode_sum_encode=fused,
         codec=claimed,
     )
-
-
-def _with_noise(function: Callable[..., None] | None, *, stochastic: bool) -> Callable[..., None] | None:
-    """A function of frames, frame and numel, that takes random bits only where it is stochastic."""
-    if function is None or stochastic:
-        return function
-    return lambda frames, frame, numel, _: function(frames, frame, numel)

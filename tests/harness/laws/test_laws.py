@@ -275,7 +275,7 @@ def claiming(text: str, change: Callable[[Tensor, Tensor], object]) -> Subject:
     """The reference, whose frames of a row are changed afterwards."""
     honest = of_codec(parse(text), "reference")
 
-    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+    def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
         honest.encode(x, frames, noise)
         change(x, frames)
 
@@ -423,7 +423,7 @@ def reciprocal(text: str, *, of_scale: bool) -> Subject:
     honest = of_codec(codec, "reference")
     top = (1 << (codec.bits - (not codec.asymmetric))) - 1
 
-    def encode(x: Tensor, frames: Tensor, noise: Noise | None) -> None:
+    def encode(x: Tensor, frames: Tensor, noise: Noise) -> None:
         wide = x.float()
         low, high = wide.min(), wide.max()
         if not codec.asymmetric:
@@ -432,7 +432,7 @@ def reciprocal(text: str, *, of_scale: bool) -> Subject:
         scale = (high / divisor - low / divisor).clamp(min=2.0**-126)
         factor = 1 / scale if of_scale else divisor / (high - low)
         quotients = (wide - low) * factor
-        if noise is not None:
+        if codec.stochastic:
             bits = reference.random_bits(noise, x.shape[:-1], x.shape[-1], x.device).float()
             quotients = quotients + (bits * 2.0**-16 - (0.5 - 2.0**-17))
         coded = low + quotients.round().clamp(-top, top) * scale  # which the reference gives the same codes
