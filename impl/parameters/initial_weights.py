@@ -18,8 +18,6 @@ from impl.errors import ZeroError
 from impl.plan.topology import ranks_in_words
 from impl.unit.placeholder import Placeholder
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
 
 def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mapping[str, int]) -> None:
     """Refuse values that differ between ranks, on all of them; all must call this.
@@ -42,7 +40,7 @@ def check_same_start(mesh: Mesh, parameters: Mapping[str, Tensor], drawn: Mappin
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     """A number for the values of each parameter that has some; equal values have equal numbers."""
     held = {
-        name: parameter.detach().contiguous().view(-1).view(_WORDS[parameter.element_size()])
+        name: parameter.detach().contiguous().view(-1).view(getattr(torch, f"int{8 * parameter.itemsize}"))
         for name, parameter in parameters.items()
         if type(parameter) is not Placeholder and parameter.device.type != "meta"
     }

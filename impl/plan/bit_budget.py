@@ -49,10 +49,8 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
         _, index, chosen[index], more = max(steps, key=lambda step: step[0])  # of equal ones the first
         spent += more
     candidates = [chosen, *([name] * len(parts) for name in (parts[0] if parts else ()))]
-    return min(
-        (one for one in candidates if total(parts, one).bytes <= budget),
-        key=lambda one: total(parts, one).error,
-    )
+    fitting = [one for one in candidates if total(parts, one).bytes <= budget]
+    return min(fitting, key=lambda one: total(parts, one).error)
 
 
 def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:

@@ -201,13 +201,11 @@ def lay_out(
 
     Raises PaddingError: if padding exceeds ``max_padding``.
     """
-    slots: list[Slot] = []
-    offset = 0
-    for spec in sorted(parameters, key=lambda spec: spec.group):
-        slots.append(Slot(spec, offset))
-        offset += -(-spec.numel // grain) * grain
-    padded = -(-offset // (grain * world)) * grain * world
-    unit = UnitGeometry(name, tuple(slots), padded, world, trainable, 0 if group == world else group)
+    specs = sorted(parameters, key=lambda spec: spec.group)
+    *offsets, end = itertools.accumulate((-(-spec.numel // grain) * grain for spec in specs), initial=0)
+    padded = -(-end // (grain * world)) * grain * world
+    slots = tuple(map(Slot, specs, offsets))
+    unit = UnitGeometry(name, slots, padded, world, trainable, 0 if group == world else group)
     padding = padded - unit.numel
     if padding > max_padding * unit.numel:
         needed = -(-100 * padding // unit.numel) / 100

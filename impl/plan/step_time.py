@@ -232,16 +232,13 @@ class _Seconds:
 
     def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
         """Of a unit's weights; ``again`` from hpZ's copy, if there is one."""
-        axes, spared = policy.gather_axes(self._topology)
-        again = again and spared > 0
+        again = again and policy.gather_axes(self._topology)[1] > 0
         codec = policy.kept if again else policy.differences or policy.weights  # of all gathers but the first
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
-        sizes = gather_hops(policy, self._topology, unit, codec, again=again)
-        for index, (axis, size) in enumerate(sizes, spared if again else 0):
-            if index == spared and policy.sends_copy and not again:
-                elements = unit.shard * math.prod(one.size for one in axes[:index])
-                before, codec = self._coding(codec, elements, "decode"), policy.kept
+        for axis, sent, elements, size in gather_hops(policy, self._topology, unit, codec, again=again):
+            if sent != codec:
+                before, codec = self._coding(codec, elements, "decode"), sent
             if axis.size > 1:
                 hops.append(self._hop(axis, size, ring=ring, before=before))
                 before = 0.0

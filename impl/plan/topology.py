@@ -106,7 +106,5 @@ class Topology:
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 2 and 5``."""
-    numbers = [str(rank) for rank in sorted(ranks)]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    *others, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -148,19 +148,20 @@ class Book:
 
 def gather_hops(
     policy: Policy, topology: Topology, unit: UnitGeometry, codec: Codec, *, again: bool
-) -> Iterator[tuple[Axis, int]]:
-    """Each hop of a unit's weight gather, whose own policy it is, and the bytes of a rank's message in it.
+) -> Iterator[tuple[Axis, Codec, int, int]]:
+    """Each hop of a unit's weight gather, whose own policy it is.
 
-    ``codec`` is that of the hops before an hpZ group; a gather ``again`` goes on from hpZ's copy.
+    Its axis; the codec, the elements and the bytes of a rank's message.  ``codec`` is that of the hops before
+    an hpZ group; a gather ``again`` goes on from hpZ's copy.
     """
     axes, spared = policy.gather_axes(topology)
-    size = policy.planes * codec.frame_bytes(unit.shard)
+    frames = 1
     for index, axis in enumerate(axes):
         if spared == index > 0 and (again or policy.sends_copy):
-            size = secondary_bytes(policy, topology, unit)
+            codec = policy.kept
         if index >= spared or not again:
-            yield axis, size
-        size *= axis.size
+            yield axis, codec, frames * unit.shard, frames * policy.planes * codec.frame_bytes(unit.shard)
+        frames *= axis.size
 
 
 def reduction_hops(
@@ -303,7 +304,8 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             tag = Tag(phase, "persistent" if unit.persistent else "weights", unit.name)
-            for axis, size in gather_hops(policy, book.topology, unit, self._sent(), again=self.current):
+            hops = gather_hops(policy, book.topology, unit, self._sent(), again=self.current)
+            for axis, _, _, size in hops:
                 book.exchange(tag, axis, size, ring=policy.gather == "flat")
             self.current = policy.gather_axes(book.topology)[1] > 0
         self.gathered = keep or policy.stage < 3
