@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -66,10 +65,10 @@ class Case:
 class Trained:
     """Losses of every micro-batch, whole gradients of the last step, what was sent and predicted."""
 
-    losses: list[float]
-    gradients: list[torch.Tensor]
-    sent: dict[LedgerKey, Sent] | None
-    predicted: dict[LedgerKey, Sent] | None
+    losses: list[float] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    sent: dict[LedgerKey, Sent] = field(default_factory=dict)  # nothing of a host by itself
+    predicted: dict[LedgerKey, Sent] = field(default_factory=dict)
 
 
 def net() -> Net:
@@ -94,19 +93,15 @@ def wrapped(host: Host, model: nn.Module, shape: tuple[int, ...]) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def joined_with(host: Host, model: Any, wire: Wire, policy: Policy) -> InFSDP2 | InDDP:
-    return InFSDP2(model, wire, policy) if host == "fsdp2" else InDDP(model, wire, policy)
-
-
 def train(mesh: Mesh, case: Case) -> Trained:
     """An evaluation, then a few steps of AdamW."""
     model = wrapped(case.host, net(), (mesh.topology.world,))
     wire = Wire(mesh, transport=case.transport)
-    joined = None if case.policy is None else joined_with(case.host, model, wire, case.policy)
+    kind: Any = InFSDP2 if case.host == "fsdp2" else InDDP
+    joined = None if case.policy is None else kind(model, wire, case.policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     events: list[Event] = ["evaluate"]
-    losses: list[float] = []
-    gradients: list[torch.Tensor] = []
+    found = Trained()
     with torch.no_grad():
         model(inputs(99, mesh.rank))
     for step in range(STEPS):
@@ -116,7 +111,7 @@ def train(mesh: Mesh, case: Case) -> Trained:
                 model.require_backward_grad_sync = micro == ACCUMULATION - 1
             loss = model(inputs(step * ACCUMULATION + micro, mesh.rank)) / ACCUMULATION
             loss.backward()
-            losses.append(loss.item())
+            found.losses.append(loss.item())
             events += ["forward", "backward"]
         if case.clip is not None:
             if joined is None:
@@ -124,20 +119,16 @@ def train(mesh: Mesh, case: Case) -> Trained:
             else:
                 joined.clip_grad_norm_(case.clip)
             events.append("norm")
-        gradients = [_whole(parameter.grad) for parameter in model.parameters()]
+        found.gradients = [_whole(parameter.grad) for parameter in model.parameters()]
         optimizer.step()
         events.append("step")
-    if joined is None:
-        return Trained(losses, gradients, None, None)
-    assert [(u.name, u.padded) for u in joined.units] == [(u.name, u.padded) for u in planned(case, mesh)]
-    wire.close()
-    return Trained(losses, gradients, wire.ledger.rows(), joined.predict(events))
-
-
-def planned(case: Case, mesh: Mesh) -> Sequence[Any]:
-    """Units as they are planned before anything runs."""
-    with torch.device("meta"):
-        return hosted_units(case.host, Net(width=WIDTH, hidden=42, depth=2), mesh.topology, case.policy)
+    if joined is not None:
+        with torch.device("meta"):  # units as they are planned before anything runs
+            planned = hosted_units(case.host, net(), mesh.topology, case.policy)
+        assert [(u.name, u.padded) for u in joined.units] == [(u.name, u.padded) for u in planned]
+        wire.close()
+        found.sent, found.predicted = wire.ledger.rows(), joined.predict(events)
+    return found
 
 
 def _whole(gradient: Any) -> torch.Tensor:
@@ -193,7 +184,7 @@ def test_four_ranks(host: Host) -> None:
         assert means[name] != means["exact"]
         assert means[name][-1] < means[name][0] / 2
     exact, small = (
-        sum(sent.bytes for key, sent in (runs[name][0].sent or {}).items() if key.link == "inter")
+        sum(sent.bytes for key, sent in runs[name][0].sent.items() if key.link == "inter")
         for name in ("exact", "quantised")
     )
     assert 0 < 2 * small < exact
