@@ -38,11 +38,9 @@ class _Values(ABC):
             if which not in shown:
                 raise ZeroError(f"the model has no parameter {which!r}")
             which = shown[which]
-        found = find(which)
-        if found is None or found.engine is not zero:
-            raise ZeroError(
-                f"a parameter of shape {tuple(which.shape)} that is not one of this sharded model"
-            )
+        if (found := find(which)) is None or found.engine is not zero:
+            shape = tuple(which.shape)
+            raise ZeroError(f"a parameter of shape {shape} that is not one of this sharded model")
         self._zero, self._unit, self._number = found
         self._whole, self._slot = WholeValues(self._unit), self._unit.geometry.slots[self._number]
         self._here = slice(*self._whole.part(self._number))

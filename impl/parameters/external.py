@@ -26,8 +26,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     the model is sharded (in constructors), or after.  Raises ZeroError: when the model is sharded, if the
     parameter is not one of it.
     """
-    found = find(parameter)
-    if found is not None:
+    if (found := find(parameter)) is not None:
         register(module, found.unit)
     else:
         _registered.setdefault(module, []).append(parameter)

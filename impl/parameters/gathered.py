@@ -74,16 +74,14 @@ class GatheredParameters:
         if kind is not None or not self._open:
             self._leave()
             return
-        places, source = self._open, self._modifier
+        places, source, wire = self._open, self._modifier, self._open[0].wire
         flags = [_REPLACED if one.replaced else int(_mark(one.shown) != one.mark) for one in places]
-        wire = places[0].wire
         mine = torch.tensor(flags, dtype=torch.uint8, device=wire.mesh.device)
         changed = wire.all_gather_small(mine).cpu()  # (ranks, parameters): who changed what
         parts: list[Tensor | None] = []
         if (refusal := self._refusal(changed)) is None and source is not None:
-            with torch.no_grad():
-                pairs = zip(places, changed[source].tolist(), strict=True)
-                parts = [place.received(source) if flag else None for place, flag in pairs]
+            pairs = zip(places, changed[source].tolist(), strict=True)
+            parts = [place.received(source) if flag else None for place, flag in pairs]
         self._leave(parts)
         if refusal is not None:
             raise ZeroError(refusal)
@@ -134,6 +132,7 @@ class _Place(abc.ABC):
     def before(self) -> Tensor:
         """(elements here,) fp32 that this rank kept."""
 
+    @torch.no_grad()
     def received(self, source: int) -> Tensor:
         """(elements here,) fp32: this rank's part of what ``source`` sees; what is unchanged as it was."""
         mesh, before = self.wire.mesh, self.before()

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Shape = Literal["linear", "log"]
 Decay = Literal["none", "linear", "cosine"]
 
 
@@ -22,7 +21,7 @@ class Schedule:
     steps: int
     warmup: int = 0  # steps of the warm-up
     start: float = 0.0  # factor that the warm-up begins above
-    shape: Shape = "linear"
+    shape: Literal["linear", "log"] = "linear"
     decay: Decay = "none"
     floor: float = 0.0  # factor at the end of the decay
     # count steps as DeepSpeed's schedules do: the first step is before their zeroth, and has ``start``, or 0

@@ -69,7 +69,11 @@ def memory(
         if unit.trainable:
             add("gradients", fp32 * (landing if placement.shard else 1), host=placement.shard)
             add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
-            parts["feedback"] += _feedback_bytes(own, topology, unit)
+            if own.feedback is not None:  # the errors that its reductions carry
+                hops = reduction_hops(own, topology, unit.piece, own.grain)
+                kept = zip(hops, own.feedback_hops(topology), strict=True)
+                rows = sum(axis.size * slices for (axis, _, slices, _), keeps in kept if keeps)
+                parts["feedback"] += ITEM_BYTES[own.feedback.state] * rows * unit.piece
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units, backward=backward)
@@ -112,13 +116,3 @@ def secondary_either_way(
     pairs = [(policy.of(unit), unit) for unit in units]
     frames = sum(secondary_bytes(own, topology, unit, own.weights) for own, unit in pairs)
     return frames, sum(secondary_bytes(own, topology, unit, BF16) for own, unit in pairs)
-
-
-def _feedback_bytes(policy: Policy, topology: Topology, unit: UnitGeometry) -> int:
-    """Bytes of kept errors of one rank's reductions of a unit."""
-    if policy.feedback is None:
-        return 0
-    hops = reduction_hops(policy, topology, unit.piece, policy.grain)
-    kept = zip(hops, policy.feedback_hops(topology), strict=True)
-    pieces = sum(axis.size * slices for (axis, _, slices, _), keeps in kept if keeps)
-    return ITEM_BYTES[policy.feedback.state] * pieces * unit.piece

@@ -26,7 +26,6 @@ from impl.plan.timeline import Collective, Hop, Load, pass_time
 from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import destinations, gather_hops, reduction_hops
 
-Overlap = Literal["none", "full", "schedule"]
 BACKWARD: Final = 2.0  # a backward pass computes so many times what a forward pass does
 FLOPS_PER_TOKEN: Final = 8  # of each parameter: forward 2, again for activation checkpointing 2, backward 4
 
@@ -58,7 +57,7 @@ class Machine:
     most: float
     smallest: float = 0.0  # parameters of models that they were measured with; 0 for any
     largest: float = 0.0
-    overlap: Overlap = "none"  # how the system hides messages
+    overlap: Literal["none", "full", "schedule"] = "none"  # how the system hides messages
     latency: float = 0.0  # seconds from the end of sending a message to its arrival
     inside: float = 0.0  # bytes a second that a rank sends inside its node; 0 for any number
     launch: float = 0.0  # further seconds for each unit of the model
