@@ -6,6 +6,7 @@ Pure: no torch.  Units ask it at the events of a pass (:mod:`impl.unit.unit`); i
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,21 +89,18 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """
     if policy.planes > 1:
         return frozenset()
-    limits = policy.memory
-    blocks: dict[str, list[int]] = {}
-    for index, unit in enumerate(units):
-        if not unit.outer:
-            blocks.setdefault(unit.block, []).append(index)
-    sizes = {name: sum(units[i].padded for i in indices) for name, indices in blocks.items()}
+    limits, sizes = policy.memory, Counter[str]()  # of blocks, in model order
+    for unit in units:
+        sizes.update({} if unit.outer else {unit.block: unit.padded})
     live = sum(unit.padded for unit in units if unit.outer)
-    kept = {index for index, unit in enumerate(units) if unit.outer and limits.max_reuse}
+    kept = {unit.block for unit in units if unit.outer and limits.max_reuse}
     reuse = math.inf if limits.max_reuse and units and units[0].world == 1 else limits.max_reuse
     between = 0
-    for name in reversed(blocks):
+    for name in reversed(sizes):
         others = max((size for other, size in sizes.items() if other != name), default=0)
         if between >= reuse or live + sizes[name] + others > limits.max_live:
             break
-        kept.update(blocks[name])
+        kept.add(name)
         live += sizes[name]
         between += 2 * sizes[name]
-    return frozenset(kept)
+    return frozenset(index for index, unit in enumerate(units) if unit.block in kept)

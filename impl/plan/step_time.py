@@ -4,10 +4,9 @@ Pure: no torch.  A :class:`Machine` says what a cluster achieves, as measured or
 system overlaps: ``none`` (``step = compute + wire``), ``full`` (``max(compute, wire)``, which no schedule
 surpasses), or ``schedule``, this engine's own, unit by unit and hop by hop (:mod:`impl.plan.timeline`).
 
-The first two need only sums (:class:`Work`), so that systems of which little is known are modelled, too.
-Their computation is ``parameters * (fixed + tokens * per_token)`` seconds a rank: ``fixed`` is what a step
-costs whatever the batch, such as messages inside a node, launches and the optimizer.  The wire is the bytes
-that leave one node over what its adapters carry together.
+The first two need only sums (:class:`Work`), so that systems of which little is known are modelled, too:
+``parameters * (fixed + tokens * per_token)`` seconds of computation a rank, and the bytes that leave one node
+over what its adapters carry together.
 """
 
 from __future__ import annotations
@@ -187,8 +186,7 @@ class Step:
 def step_of(machine: Machine, step: Step) -> StepTime:
     """Returns the predicted step of this engine, unit by unit, of the rank that sends most.
 
-    Computation is divided by elements.  In the first pass after an optimizer step no copy of the weights is
-    kept.
+    Computation is divided by elements; the first pass finds no copy of the weights kept.
     """
     policy, topology, units = step.policy, step.topology, step.units
     seconds = _Seconds(machine, topology, step.rate)

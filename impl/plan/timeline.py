@@ -8,8 +8,6 @@ unit's first gradient is.
 
 Three resources carry one thing at a time, in the order in which they are asked: the rank's *processor* (or
 GPU stream), the node's *adapter* to other nodes, and what connects the ranks *inside* the node.
-:func:`pass_time` is the prediction; :func:`least_pass_seconds`, the same walk where nothing but computation
-and the adapter takes time, is the bound that no measurement undercuts.
 """
 
 from __future__ import annotations

@@ -93,10 +93,8 @@ class Topology:
         """
         self.check_group("an hpZ group", secondary)
         per_node = self.ranks_per_node
-        if secondary == 0:
-            return (self.node_axis, self.local_axis), 0
-        if secondary == per_node:
-            return (self.node_axis, self.local_axis), 1
+        if secondary in (0, per_node):
+            return (self.node_axis, self.local_axis), min(secondary, 1)
         if secondary < per_node:
             outer = Axis("outer", per_node // secondary, secondary)
             return (self.node_axis, outer, Axis("inner", secondary, 1)), 2

@@ -79,20 +79,11 @@ class Decision(NamedTuple):
     vnmse: float  # in the step before: sum((decoded - x)^2) / sum(x^2) on all ranks; 0 of zeros
 
 
-def passes(
-    policy: Policy, *, micro_batches: int = 1, steps: int = 1, evaluations: int = 0, norms: int = 0
-) -> list[Event]:
-    """The passes of a regular run: ``steps`` of so many forward and backward passes, then evaluations.
-
-    ``norms`` are of all steps, taken evenly; ``accumulate`` is a backward pass that reduces nothing.
-    """
-    one: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
-    events: list[Event] = []
-    for index in range(steps):
-        events += [*one * (micro_batches - 1), "forward", "backward"]
-        events += ["norm"] * (norms * (index + 1) // steps - norms * index // steps)
-        events.append("step")
-    return events + ["evaluate"] * evaluations
+def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
+    """The passes of a step; ``accumulate`` is a backward pass that reduces nothing."""
+    first: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
+    norm: list[Event] = ["norm"]
+    return [*first * (micro_batches - 1), "forward", "backward", *norm * norms, "step"]
 
 
 @functools.cache
@@ -285,7 +276,7 @@ class _Sender:
     steps: int | None = None  # optimizer steps since the weights themselves were sent; None: they are to be
 
     def weights_changed(self, event: Event) -> None:
-        """After an optimizer step nothing that was kept is true, but differences begin with it."""
+        """Nothing that was kept is true, but differences begin with it after an optimizer step."""
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
             self.steps = None

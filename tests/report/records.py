@@ -229,7 +229,7 @@ def _ledger(
 ) -> list[LedgerRow]:
     """The same in trials that differ in seed or repeat alone."""
     micro_batches, steps = run
-    events = passes(policy, micro_batches=micro_batches, steps=steps, norms=steps)
+    events = passes(policy, micro_batches=micro_batches, norms=1) * steps
     found = predict(policy, topology, units, rank, events).sent
     return [LedgerRow(**key._asdict(), **sent._asdict()) for key, sent in found.items()]
 

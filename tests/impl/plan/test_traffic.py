@@ -99,8 +99,8 @@ def test_accumulation_and_evaluation_reuse_the_secondary(secondary: Any) -> None
     once = inter_bytes(policy, topology, passes(policy))
     gather = once / 2  # one gather and one reduction, the same size in 16 bits
     assert inter_bytes(policy, topology, passes(policy, micro_batches=3)) == gather + 3 * gather
-    with_evaluation = inter_bytes(policy, topology, passes(policy, evaluations=5))
-    assert with_evaluation == once + gather
+    evaluations: list[Event] = ["evaluate"] * 5
+    assert inter_bytes(policy, topology, passes(policy) + evaluations) == once + gather
     assert inter_bytes(policy, topology, ["evaluate", "forward", "backward"]) == once  # type: ignore[arg-type]
 
 
