@@ -131,10 +131,7 @@ class Renewal(Observer):
 
 
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:
-    """(1 + codecs,) fp64 the sum of squared ``values`` (..., S), and of the squared errors of each codec.
-
-    ``key`` and ``start`` are of the random bits of stochastic ones.
-    """
+    """(1 + codecs,) fp64 the sum of squared ``values`` (..., S), and of the squared errors of each codec."""
     x = values.detach().float().contiguous()
     exact, numel = x.double(), x.shape[-1]
     strides = tuple(math.prod(x.shape[dim + 1 : -1]) * apart(numel) for dim in range(x.dim() - 1))

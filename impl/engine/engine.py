@@ -1,7 +1,4 @@
-"""The engine of a sharded model: what a training loop calls.
-
-What runs by itself meanwhile, during passes, is :mod:`impl.engine.hooks`.
-"""
+"""The engine of a sharded model: what a training loop calls; :mod:`impl.engine.hooks` run by themselves."""
 
 from __future__ import annotations
 
@@ -249,10 +246,7 @@ class Zero:
         return state
 
     def load_communication_state(self, given: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`communication_state` gave on the same rank of the same topology and policy.
-
-        A ZeroError for what does not fit; nothing is changed then.
-        """
+        """Take it over, on the same rank, topology and policy; what a ZeroError refuses changes nothing."""
         states = []
         for unit in self.units:
             prefix = f"{unit.geometry.name}/"
@@ -270,18 +264,12 @@ class Zero:
             self.renewal.load(given["budget"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The unsharded model's state: fp32 parameters and buffers by their original names.
-
-        All ranks must call it, and all get it.
-        """
+        """The unsharded model's state: fp32 parameters and buffers by name; all ranks must call it."""
         self.buffers.make_equal()
         return state_dict.full_state_dict(self.model, self.units)
 
     def load_full_state_dict(self, given: Mapping[str, Tensor]) -> None:
-        """Overwrite weights and buffers with those of the unsharded model.
-
-        A ZeroError names the first entry that is missing, unexpected or misshapen, or a parameter seen whole.
-        """
+        """Overwrite weights and buffers with the unsharded model's; a ZeroError for what does not fit."""
         self.check_hidden("load_full_state_dict()")
         for unit in self.units:
             unit.reshard()

@@ -1,10 +1,7 @@
 """Hooks on modules and gradients, which tell units, buffers, scaler and reductions of the events of a step.
 
-What a unit does then is told in :mod:`impl.unit.unit`.  Nothing here knows ZeRO++'s techniques by name: they
-are values of the policy.
-
-Hooks of autograd hold the engine and its units weakly: torch keeps them where Python's garbage collector
-cannot look.
+What a unit does then is told in :mod:`impl.unit.unit`.  Hooks of autograd hold the engine weakly: torch keeps
+them where Python's garbage collector cannot look.
 """
 
 from __future__ import annotations

@@ -14,10 +14,9 @@ _AVERAGED = (torch.float32, torch.float16, torch.bfloat16)  # sums of these are 
 
 
 class ModuleBuffers:
-    """The persistent buffers (running means, counters) of one model on one rank.
+    """The persistent buffers (running means, counters) of one model, which each rank's passes change.
 
-    Each rank's forward passes change its own.  Before the next pass all ranks take the mean over ranks of
-    floating-point buffers, and rank 0's values of others (torch's DDP takes rank 0's of all).
+    All ranks take the mean of floating-point ones, and rank 0's values of others (DDP: rank 0's of all).
     """
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:

@@ -44,13 +44,11 @@ def engines() -> list[Any]:
 
 @functools.cache
 def _watch() -> None:
-    """Have torch call this file's hooks, and refuse its own gradient norms of masters: they are of shards.
-
-    ``clip_grad_norm_()`` looks that function up when it is called, however it was imported.
-    """
+    """Have torch call this file's hooks, and refuse its own gradient norms of masters: they are of shards."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    own = clip_grad._get_total_norm  # noqa: SLF001  # torch has no hook there, and optimizers see it too late
+    # clip_grad_norm_() looks it up when called; torch has no hook there, and optimizers see it too late.
+    own = clip_grad._get_total_norm  # noqa: SLF001
 
     @functools.wraps(own)
     def total_norm(tensors: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:

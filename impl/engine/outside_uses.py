@@ -69,13 +69,10 @@ def _unpack(saved: _Kept | _Found) -> Tensor:
 
 
 class SavedTensors:
-    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass.
-
-    ``weights_at`` is, by address of memory, the index of the unit whose gathered weights came there last.
-    """
+    """The hooks of one engine, active from :meth:`begin` to :meth:`end` of a forward pass."""
 
     def __init__(self, units: Sequence[Unit], weights_at: Mapping[int, int]) -> None:
-        self._units, self._weights_at = units, weights_at
+        self._units, self._weights_at = units, weights_at  # by address, the index of a unit: see Passes
         self._active = contextlib.ExitStack()
         self.active = False
 

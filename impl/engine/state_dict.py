@@ -57,10 +57,7 @@ def full_state_dict(model: nn.Module, units: Sequence[Unit]) -> dict[str, Tensor
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
-    """Overwrite weights and buffers with those of the unsharded model; of tied ones one name is enough.
-
-    A ZeroError names the first entry that is missing, unexpected or misshapen.
-    """
+    """:meth:`impl.engine.engine.Zero.load_full_state_dict`; of tied parameters one name is enough."""
     own = dict(model.state_dict(keep_vars=True))
     given = {id(own[name]): value for name, value in state.items() if name in own}
     state = {name: given[id(value)] for name, value in own.items() if id(value) in given} | dict(state)

@@ -1,7 +1,4 @@
-"""Cuts a model into units: which parameters are gathered and reduced together.
-
-Works on the meta device too, so that units can be planned for models larger than any machine.
-"""
+"""Cuts a model, also on the meta device, into units: which parameters are gathered and reduced together."""
 
 from __future__ import annotations
 
@@ -74,6 +71,7 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
     """The module, or its parts where it has more than ``most`` elements and parts that fit."""
+    # Attention computes with its output projection's weight without calling it: it is whole.
     parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
     if not parts or sum(parameter.numel() for parameter in module.parameters()) <= most:
         return [module]
@@ -81,10 +79,7 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Children with parameters that are called themselves: those of lists, not the lists.
-
-    A ``MultiheadAttention`` computes with its output projection's weight without calling it: it is whole.
-    """
+    """Children with parameters that are called themselves: those of lists, not the lists."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _called(child)

@@ -105,10 +105,7 @@ class Arena:
         self._last = [0] * SLOTS  # number of the exchange that used the slot last
 
     def claim(self) -> int:
-        """Take a slot for the next exchange, once all have read what it held; returns its number.
-
-        A SharedMemoryError if all slots are in use by this rank itself.
-        """
+        """Take a slot for the next exchange, once all have read what it held; returns its number."""
         if not self._free:
             axis = self.group.axis.name
             raise SharedMemoryError(f"{SLOTS} exchanges along {axis} are under way: no room for another")

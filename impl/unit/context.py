@@ -42,10 +42,7 @@ class Meter:
 
 
 class Reserve:
-    """Flat buffers of one type, by exact size, counted as ``part``, free ones too.
-
-    At its peak it holds what was in use at once; takes that come again do not touch the allocator.
-    """
+    """Flat buffers of one type, by exact size, counted as ``part``: at most what was in use at once."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part

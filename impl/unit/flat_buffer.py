@@ -62,10 +62,7 @@ class Member:
 
 
 class FlatBuffer:
-    """One unit's flat buffer on one rank, of ``members`` in slot order: where parameters get their memory.
-
-    ``originals``, the model's parameters, lose their values; ``holders`` are the modules that hold each.
-    """
+    """One unit's flat buffer on one rank, of ``members`` in slot order; ``originals`` lose their values."""
 
     def __init__(
         self,
@@ -150,10 +147,7 @@ class FlatBuffer:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
-        """Names of the parameters that were written in place since :meth:`expose`, or lie elsewhere now.
-
-        None while they are concealed, nor of what shares no version counter with them, as ``.data``.
-        """
+        """Names of the parameters that were written since :meth:`expose`, as their version counter says."""
         names = []
         for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=False):
             if (member.parameter._version, member.parameter.data_ptr()) != mark:  # noqa: SLF001

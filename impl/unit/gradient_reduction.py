@@ -59,10 +59,7 @@ class Progress(enum.IntEnum):
 
 
 class GradientReduction:
-    """The reductions of one unit on one rank, by its ``collective``, in the ``queue``'s turn for it.
-
-    The policy of ``context`` is this unit's own.
-    """
+    """The reductions of one unit on one rank, by its ``collective``, in the ``queue``'s turn for it."""
 
     def __init__(
         self,
@@ -126,11 +123,8 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int) -> None:
-        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
-
-        Others of it may be yet to come: it stays missing, to the end of the pass if none comes.
-        """
-        self._begin()
+        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``."""
+        self._begin()  # others may be yet to come: it stays missing, to the end of the pass if none comes
         self._add(number, self._members[number].placeholder)
 
     def _begin(self) -> None:
@@ -163,10 +157,7 @@ class GradientReduction:
             leaf.grad = None
 
     def _open(self) -> Tensor:
-        """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve.
-
-        What other passes will add to is fp32.
-        """
+        """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve."""
         reduces = not self._passes.accumulating
         if reduces and not self.collective.hops and self._in_place:  # one rank: its gradient is the mean
             self._flat = self._master_shard.gradient()
@@ -175,7 +166,7 @@ class GradientReduction:
             self._flat = self._opened.send.view(-1).view(self._dtype)
             self._meter.add("local_gradients", self._flat.nbytes)
         else:
-            dtype = self._dtype if reduces else torch.float32
+            dtype = self._dtype if reduces else torch.float32  # other passes will add to it
             self._buffer = self._reserve.take(self.elements * dtype.itemsize // self._dtype.itemsize)
             self._flat = self._buffer.view(dtype)
         return self._flat
@@ -340,11 +331,10 @@ class ReductionQueue:
         self._position, self._behind = 0, False
 
     def post_next_hops(self) -> None:
-        """Let every reduction under way post its next message, once for each that was started.
-
-        So ranks post in one order, whichever units bring them gradients, and no link idles.
-        """
-        if self._behind:
+        """Let every reduction under way post its next message, once for each that was started."""
+        if (
+            self._behind
+        ):  # so ranks post in one order, whichever units bring them gradients, and no link idles
             self._behind = False
             for reduction in self._under_way:
                 reduction.post_next_hop()

@@ -150,10 +150,7 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """The copies, to be loaded again; nothing where no difference is sent.
-
-        ``begun`` has a second number: whether they are of the master's values, whose ``version`` is given.
-        """
+        """The copies, to be loaded again, of a master of ``version``; nothing where no difference is sent."""
         if self._policy.differences is None or self.begun is None:
             return {}
         begun = torch.tensor([self.begun, self.settled(version)])

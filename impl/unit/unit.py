@@ -87,13 +87,9 @@ class Unit:
             self.end_use()
 
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
-        """Whether the weights are used after a module has run: in a ``backward`` pass, or outside of it.
-
-        ``outputs`` are addresses of the memory that the module's outputs lie in; what returns a parameter
-        (Megatron's bias) has it used outside.
-        """
+        """Whether the weights are used after a module has run, whose ``outputs`` lie at these addresses."""
         passes = self._passes
-        if self.gathered and self.flat.address in outputs:
+        if self.gathered and self.flat.address in outputs:  # a parameter is returned, as Megatron's bias is
             passes.escaped.add(self.index)
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
@@ -173,13 +169,9 @@ class Unit:
         self.state = State.UNSHARDED
 
     def end_use(self) -> None:
-        """End the use of the weights; what is on its way is awaited first, as its bytes are sent.
-
-        Below stage 3 the weights stay until they change, unseen by modules.  Parameters that were written, or
-        given other values, since they were gathered are noted in the passes.
-        """
+        """End the use of the weights, and note in the passes which parameters were written meanwhile."""
         if self.state is State.GATHERING:
-            self.wait()
+            self.wait()  # its bytes are sent
         if self._persists or self.state is State.SHARDED:
             self.hide()
             return

@@ -52,10 +52,7 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """The all-gathers of one unit on one rank to ``flat``; the policy of ``context`` is this unit's own.
-
-    A current ``secondary``, hpZ's copy, spares the first ``spared`` of the hops along ``axes``.
-    """
+    """The all-gathers of one unit on one rank to ``flat``, the policy of ``context`` being its own."""
 
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard, flat: FlatBuffer
@@ -63,7 +60,7 @@ class WeightGather:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
         self.master_shard, self.flat = master_shard, flat
-        self.axes, self.spared = policy.gather_axes(wire.mesh.topology)
+        self.axes, self.spared = policy.gather_axes(wire.mesh.topology)  # the first a current copy spares
         wire.mesh.make_groups(self.axes)
         sizes, strides = zip(*((axis.size, axis.stride * shard) for axis in self.axes[::-1]), strict=True)
         self.target = (*sizes, shard), (*strides, 1)  # of the flat buffer seen as shards by rank digits
