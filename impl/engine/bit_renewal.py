@@ -48,7 +48,7 @@ class Renewal(Observer):
         )  # of all shares
         self._choices = [
             _Choice(share, [0] * len(share.units), part.view(len(share.units), -1))
-            for share, part in zip(shares, self._squares.split(self._sizes), strict=True)
+            for share, part in zip(shares, torch.split(self._squares, self._sizes), strict=True)
         ]
         self._measuring = False
         self.decisions: list[Decision] = []  # of every unit at every choice
@@ -92,7 +92,7 @@ class Renewal(Observer):
         total = torch.zeros(self._squares.shape, dtype=torch.float64)
         for row in self._wire.all_gather_small(self._squares).cpu():  # in ranks' order; SQUARES_BYTES of each
             total += row
-        for one, part in zip(self._choices, total.split(self._sizes), strict=True):
+        for one, part in zip(self._choices, torch.split(total, self._sizes), strict=True):
             rows, share = part.view(one.squares.shape).tolist(), one.share
             if not any(row[0] for row in rows) or not math.isfinite(math.fsum(map(math.fsum, rows))):
                 continue  # nothing was reduced, or it overflowed: the codecs stay
@@ -123,7 +123,8 @@ class Renewal(Observer):
 
     def load(self, given: Tensor) -> None:
         """Take over what :meth:`state` gave on the same rank, once the clock has its step."""
-        *numbers, squares = given.split([*(len(one.chosen) for one in self._choices), self._squares.numel()])
+        sizes = [*(len(one.chosen) for one in self._choices), self._squares.numel()]
+        *numbers, squares = torch.split(given, sizes)
         for one, chosen in zip(self._choices, numbers, strict=True):
             self._adopt(one, list(map(int, chosen)))
         self._observe()
