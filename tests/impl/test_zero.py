@@ -29,8 +29,6 @@ from tests.support.strategies import EXACT, ROOMY, as_published, policies, topol
 from tests.support.training import batch, close, mean_losses, model, sgd, single, train
 
 SMALL = {"memory": ROOMY, "weights": IntCodec(8, 32), "gradients": (IntCodec(8, 32), IntCodec(8, 32))}
-
-
 FIVE = [Topology(1, 4), Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(4, 1)]
 
 
@@ -55,32 +53,12 @@ def test_exact_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("topology", [*FIVE[:3], *nightly(*FIVE[3:])], ids=str)
-@pytest.mark.parametrize("name", ["exact", "zero3", "zeropp"])
+@pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_training_follows_a_single_process(topology: Topology, name: str) -> None:
-    """Losses over 5 steps follow one process: exact within 1e-5, 16-bit and 8-bit within 2 %."""
+    """Losses over 5 steps follow one process within 2 %, in 16 and in 8 bits."""
     policy = preset(name, **(SMALL if name == "zeropp" else {"memory": ROOMY}))
     results = on_threads(topology, train, model(), policy, 5)
-    wanted, tolerance = single(model(), topology.world, 5), 1e-5 if name == "exact" else 0.02
-    assert mean_losses(results) == pytest.approx(wanted, rel=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("secondary", "accumulation", "options"),
-    [
-        *((secondary, 3, {}) for secondary in (0, 1, 2)),
-        *((0, 1, options) for options in ({"tied": True}, {"recompute": True}, {"depth": 1})),
-    ],
-    ids=str,
-)
-def test_exact_is_exact(secondary: int, accumulation: int, options: dict[str, Any]) -> None:
-    """Accumulation, hpZ of any group size, tied weights, recomputed blocks and single ones change nothing
-    about what is learned.
-    """
-    policy = replace(EXACT, secondary=secondary)
-    results = on_threads(Topology(2, 2), train, model(**options), policy, 4, accumulation)
-    net = model(**options)
-    assert mean_losses(results) == pytest.approx(single(net, 4, 4, accumulation), rel=1e-5)
-    assert close(results[0][1], net.state_dict(), 1e-4)
+    assert mean_losses(results) == pytest.approx(single(model(), topology.world, 5), rel=0.02)
 
 
 PASSES = st.lists(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -16,13 +15,13 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
 from impl.engine.masters import LossScaleError, LossScaler
-from impl.plan.policy import Dtype, LossScale, Policy, Stage, preset
+from impl.plan.policy import Dtype, LossScale, Stage, preset
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import History
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
-from tests.support.training import batch, mean_losses, model, sgd, single, train
+from tests.support.training import Training, batch, mean_losses, model, sgd, single, train
 
 
 @pytest.mark.parametrize(("given", "compute"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16")])
@@ -38,9 +37,7 @@ def test_a_model_may_be_computed_in_16_bits(given: Dtype, compute: Dtype, stage:
     results = on_threads(Topology(2, 2), partial(train, loss_of=loss_of), net, policy, 4, 2)
     assert mean_losses(results) == pytest.approx(single(model(), 4, 4, 2), rel=0.02)
     _, state, zero = results[0]
-    assert all(
-        master.dtype == torch.float32 for unit in zero.units for _, master in unit.master_shard.masters
-    )
+    assert all(master.dtype == torch.float32 for master in zero.masters)
     assert state["embed.weight"].dtype == torch.float32
     assert zero.units[0].members[0].parameter.dtype == DTYPES[compute]
 
@@ -100,35 +97,27 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
-def _buffers(mesh: Mesh, net: nn.Module, policy: Policy) -> Any:
-    net = copy.deepcopy(net)
-    zero = shard(net, mesh=mesh, policy=policy, blocks=list(net.blocks))
-    optimizer = torch.optim.SGD(zero.param_groups(), lr=0.1)
-    net.derived.fill_(mesh.rank)
-    for step in range(2):
-        net(batch(step, mesh.rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    own = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    net.eval()
+def _buffers(mesh: Mesh) -> Any:
+    run = Training(mesh, model(Normed), EXACT)
+    run.net.derived.fill_(mesh.rank)
+    for number in range(2):
+        run.step(number)
+    own = {name: buffer.clone() for name, buffer in run.net.named_buffers()}
     with torch.no_grad():
-        loss = net(batch(9, 0)).item()
-    return own, {name: buffer.clone() for name, buffer in net.named_buffers()}, loss, zero.full_state_dict()
+        loss = run.net.eval()(batch(9, 0)).item()
+    return own, dict(run.net.named_buffers()), loss, run.zero.full_state_dict()
 
 
 def test_buffers_are_kept_equal() -> None:
     """Before the next pass all ranks hold the mean of running statistics; derived buffers stay their own."""
-    results = on_threads(Topology(2, 2), _buffers, model(Normed), EXACT)
-    means = {name: torch.stack([own[name].double() for own, *_ in results]).mean(0) for name in results[0][0]}
+    results = on_threads(Topology(2, 2), _buffers)
     for rank, (own, equal, loss, state) in enumerate(results):
+        assert torch.equal(equal.pop("derived"), torch.full_like(own["derived"], rank))
         for name, value in equal.items():
-            if name == "derived":
-                assert torch.equal(value, own[name])
-                assert value[0] == rank
-            else:
-                assert torch.equal(value, results[0][1][name])
-                assert torch.allclose(value.double(), means[name], rtol=1e-6)
-                assert torch.equal(state[name], value)
+            assert torch.equal(value, results[0][3][name])
+            mean = torch.stack([each[name].double() for each, *_ in results]).mean(0)
+            assert torch.allclose(value.double(), mean, rtol=1e-6)
+            assert torch.equal(state[name], value)
         assert loss == results[0][2]
 
 
