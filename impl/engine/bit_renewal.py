@@ -43,9 +43,7 @@ class Renewal(Observer):
         mesh, self._units = context.wire.mesh, {unit.geometry.name: unit for unit in units}
         shares = shares_of(context.policy, mesh.topology, [unit.geometry for unit in units])
         self._sizes = [len(share.units) * (1 + len(share.codecs)) for share in shares]
-        self._squares = torch.zeros(
-            sum(self._sizes), dtype=torch.float64, device=mesh.device
-        )  # of all shares
+        self._squares = torch.zeros(sum(self._sizes), dtype=torch.float64, device=mesh.device)
         self._choices = [
             _Choice(share, [0] * len(share.units), part.view(len(share.units), -1))
             for share, part in zip(shares, torch.split(self._squares, self._sizes), strict=True)

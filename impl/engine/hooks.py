@@ -338,11 +338,12 @@ class Hooks:
         """Refuse ``what``, with a ZeroError, in or after a backward pass that was not finished."""
         if self._passes.in_backward:
             raise ZeroError(f"{what} after a backward pass that failed: call finish_backward() first")
-        if any(unit.reduction.held for unit in self._units):
-            raise ZeroError(
-                f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
-                "outside of it, or call drop_gradients()"
-            )
+        for unit in self._units:
+            if unit.reduction.local is not None:
+                raise ZeroError(
+                    f"{what} while gradients of accumulating() wait to be reduced: run the last micro-batch "
+                    "outside of it, or call drop_gradients()"
+                )
 
     # Other ways to run
 

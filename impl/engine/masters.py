@@ -54,8 +54,6 @@ class Masters:
             for masters in of_device.values() or ([],)
         ]
 
-    # Gradients
-
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients, where they are there."""
         factors: dict[torch.device, float | Tensor] = {}  # a tensor is read from its device once
@@ -92,8 +90,6 @@ class Masters:
         if largest:
             return norm
         return norm.sqrt() if power == 2 else norm.pow(1 / power)
-
-    # Steps
 
     def check_complete(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Refuse, with a ZeroError that counts them, optimizers that lack masters with gradients."""

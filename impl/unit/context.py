@@ -101,11 +101,13 @@ class HostMemory:
         """What the host's memory is here, for the record."""
         return ACCOUNTING if self._up is None else PINNED
 
-    def empty(self, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
-        """(numel,) of any content, on the host, pinned where there is a GPU, or on the device."""
+    def empty(self, part: str, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
+        """(numel,) of any content, counted as ``part``, on the host, pinned for a GPU, or on the device."""
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
         with torch.inference_mode(mode=False):  # it outlives a pass in inference mode
-            return torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+            found = torch.empty(numel, dtype=dtype, device=device, pin_memory=pinned)
+        self._meter.add(part, found.nbytes, host=host)
+        return found
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
         """What the body enqueues comes after all that was enqueued before, and beside what comes later."""

@@ -95,8 +95,6 @@ class FlatBuffer:
         self._own_views = 0  # handles of that memory that are this object's and the parameters'
         self._marks: list[tuple[int, int]] = []  # of the members, when they were gathered
 
-    # Memory
-
     def attach(self) -> Tensor:
         """(P,) memory for the gathered weights, of which the parameters become views."""
         if self._flat is None:
@@ -124,8 +122,6 @@ class FlatBuffer:
             for number, member in enumerate(self.members):
                 if number not in self.shown:
                     member.parameter.data = flat.as_strided(*member.view)
-
-    # What is seen of it
 
     def expose(self) -> None:
         """Let modules hold the parameters, with their values: what is written from here on is noticed."""

@@ -50,12 +50,11 @@ from impl.unit.master_shard import MasterShard
 class Progress(enum.IntEnum):
     """Of a unit's reduction, in one backward pass."""
 
-    IDLE = 0  # no gradient of this pass has arrived
-    COLLECTING = 1  # some are missing
-    READY = 2  # none is missing; it waits for its turn
-    REDUCING = 3  # hops are under way
-    REDUCED = 4  # the mean is in this rank's shard
-    FAILED = 5  # it was interrupted while hops were under way: its gradients are lost
+    COLLECTING = 0  # gradients of this pass are missing, if only all
+    READY = 1  # none is missing; it waits for its turn
+    REDUCING = 2  # hops are under way
+    REDUCED = 3  # the mean is in this rank's shard
+    FAILED = 4  # it was interrupted while hops were under way: its gradients are lost
 
 
 class GradientReduction:
@@ -73,9 +72,9 @@ class GradientReduction:
         self._reserve, self._meter, self._clock = context.gradients, context.meter, context.clock
         self._master_shard, self._members, self.elements = master_shard, members, geometry.padded
         self._dtype, self._gaps = DTYPES[context.policy.compute], geometry.gaps
-        self.progress, self.queue = Progress.IDLE, queue
-        self.missing = set[int]()  # members whose gradient has not arrived, while COLLECTING
-        self._flat: Tensor | None = None  # (P,) the local gradients, while there are any
+        self.progress, self.queue = Progress.COLLECTING, queue
+        self.missing = set[int]()  # members whose gradient has not arrived, once another one has
+        self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
         self._buffer: Tensor | None = None  # of the reserve, in which they lie,
         self._opened: Exchange | None = None  # or the message
         self._written: set[int] = set()  # members whose part of it holds something
@@ -135,13 +134,12 @@ class GradientReduction:
                 "backward pass: in reentrant checkpoints a parameter that is used twice brings its gradient "
                 "in parts, so use_reentrant=False there"
             )
-        if self.progress is Progress.IDLE:
-            self.progress = Progress.COLLECTING
+        if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))
 
     def _add(self, number: int, leaf: nn.Parameter) -> None:
         """Move the gradient of ``leaf`` to the part of member ``number``; nothing need be cleared before."""
-        flat = self._open() if self._flat is None else self._flat
+        flat = self._open() if self.local is None else self.local
         shape, strides, offset = self._members[number].view
         part = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # a released leaf asks for no values here
@@ -160,25 +158,20 @@ class GradientReduction:
         """(P,) to collect in: what the optimizer reads, the message that is sent, or else of the reserve."""
         reduces = not self._passes.accumulating
         if reduces and not self.collective.hops and self._in_place:  # one rank: its gradient is the mean
-            self._flat = self._master_shard.gradient()
+            self.local = self._master_shard.gradient()
         elif reduces and self._collects and self.queue.is_next(self):
             self._opened = self.collective.open_message()
-            self._flat = self._opened.send.view(-1).view(self._dtype)
-            self._meter.add("local_gradients", self._flat.nbytes)
+            self.local = self._opened.send.view(-1).view(self._dtype)
+            self._meter.add("local_gradients", self.local.nbytes)
         else:
             dtype = self._dtype if reduces else torch.float32  # other passes will add to it
             self._buffer = self._reserve.take(self.elements * dtype.itemsize // self._dtype.itemsize)
-            self._flat = self._buffer.view(dtype)
-        return self._flat
-
-    @property
-    def held(self) -> bool:
-        """Whether local gradients wait to be reduced."""
-        return self._flat is not None
+            self.local = self._buffer.view(dtype)
+        return self.local
 
     def _completed(self) -> Tensor:
         """(P,) all of them, with zeros in padding and where none arrived: other ranks may have one."""
-        flat = self._open() if self._flat is None else self._flat
+        flat = self._open() if self.local is None else self.local
         for start, end in self._gaps:
             flat[start:end].zero_()
         for number in set(range(len(self._members))) - self._written:
@@ -188,17 +181,17 @@ class GradientReduction:
 
     def _forget(self) -> None:
         """They have been encoded, or belong to the message."""
-        if self._flat is not None and self._opened is not None:
-            self._meter.add("local_gradients", -self._flat.nbytes)
+        if self.local is not None and self._opened is not None:
+            self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
             self._reserve.give_back(self._buffer)
-        self._flat = self._buffer = self._opened = None
+        self.local = self._buffer = self._opened = None
         self._written.clear()
 
     def end_pass(self) -> None:
         """The backward pass is over: what it reduced is there, and what it only collected stays."""
         self.missing.clear()
-        self.progress = Progress.IDLE
+        self.progress = Progress.COLLECTING
         if self._master_shard.placement.shard:
             self._master_shard.land()
 
@@ -277,7 +270,7 @@ class GradientReduction:
         self._forget()
         self.missing.clear()
         if self.progress < Progress.REDUCING:
-            self.progress = Progress.IDLE
+            self.progress = Progress.COLLECTING
         self.clear_feedback()
 
     def feedback(self) -> Errors | None:

@@ -49,7 +49,7 @@ class MasterShard:
         policy, mesh = context.policy, context.wire.mesh
         self.placement, self.crosses = placement, placement.shard or placement.frames
         self._geometry, self._mesh, self._host = geometry, mesh, context.host
-        self._meter, self._clock = context.meter, context.clock
+        self._clock = context.clock
         self.encode_as(policy.weights)
         self.changes = 0  # of the weights, as far as the engine was told
         self._encoded: Tensor | None = None  # (F,) on the host: of an offloaded master
@@ -59,12 +59,12 @@ class MasterShard:
         self.arrival = Arrival()  # of what the last gather brought from the host, if it crosses from there
         # (S,) fp32 masters, or of weights that are held as codes their frame (F,) uint8
         self.held, self.codes = shard.to(MEMORY if placement.shard else mesh.device), None
-        coded = not geometry.trainable and policy.frozen is not None
-        if coded:
-            codes = self._host.empty(self._frame, host=placement.shard)
+        if not geometry.trainable and policy.frozen is not None:
+            codes = self._host.empty("frozen", self._frame, host=placement.shard)
             ops.encode(self._codec, self.held, codes, noise=self.noise(self._codec))
             self.held = self.codes = codes
-        self._meter.add("frozen" if coded else "masters", self.held.nbytes, host=placement.shard)
+        else:
+            context.meter.add("masters", self.held.nbytes, host=placement.shard)
         # (group, leaf view of the master), empty where the group has no elements here: all ranks have as many
         self.masters: list[tuple[int, nn.Parameter]] = []
         self._spans: list[tuple[nn.Parameter, int, int]] = []  # the same, and where in the shard they lie
@@ -128,8 +128,7 @@ class MasterShard:
             self._host.copy("to_device", source, frame, "weights", name)
             return
         if self._sent is None:
-            self._sent = self._host.empty(self._frame, host=False)
-            self._meter.add("frames", self._sent.nbytes)
+            self._sent = self._host.empty("frames", self._frame, host=False)
         if self._sent_of != self._encoded_of:
             self._host.copy("to_device", source, self._sent, "weights", name)
             self._sent_of = self._encoded_of
@@ -140,8 +139,7 @@ class MasterShard:
         ages = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if ages else 0)
         if self._encoded is None:
-            self._encoded = self._host.empty(self._frame, host=True)
-            self._meter.add("host_frames", self._encoded.nbytes)
+            self._encoded = self._host.empty("frames", self._frame)
         if self._encoded_of != now:
             self.arrival.finish()  # of the last copy from it
             ops.encode(self._codec, self.held, self._encoded, noise=self.noise(self._codec))
@@ -175,8 +173,7 @@ class MasterShard:
         target = self.gradient()
         if not self.fresh:
             if self._landed is None:
-                self._landed = self._host.empty(self._geometry.shard, torch.float32)
-                self._meter.add("host_gradients", self._landed.nbytes)
+                self._landed = self._host.empty("gradients", self._geometry.shard, torch.float32)
             target = self._landed
         arrival = self._host.download(staged, target, "gradients", self._geometry.name)
         self._landing = arrival, target
@@ -213,8 +210,7 @@ class MasterShard:
         """(S,) fp32 where the masters' gradients lie."""
         if self._mean is None:
             numel, host = self._geometry.shard, self.placement.shard
-            self._mean = self._host.empty(numel, torch.float32, host=host).zero_()
-            self._meter.add("gradients", self._mean.nbytes, host=host)
+            self._mean = self._host.empty("gradients", numel, torch.float32, host=host).zero_()
         return self._mean
 
     def mean_gradient(self) -> Tensor | None:

@@ -88,8 +88,7 @@ class SecondaryShard:
         """(copies * K,) uint8, the memory of the frames."""
         if self._frames is None:
             nbytes = self.copies * self.codec.frame_bytes(self._numel)
-            self._frames = self._host.empty(nbytes, host=self._offloaded)
-            self._meter.add("secondary", nbytes, host=self._offloaded)
+            self._frames = self._host.empty("secondary", nbytes, host=self._offloaded).zero_()
         return self._frames
 
     def let_go(self) -> None:
@@ -151,21 +150,16 @@ class SecondaryShard:
 
     def state(self, version: Version) -> dict[str, Tensor]:
         """The copies, to be loaded again, of a master of ``version``; nothing where no difference is sent."""
-        if self._policy.differences is None or self.begun is None:
+        if self._policy.differences is None:
             return {}
-        begun = torch.tensor([self.begun, self.settled(version)])
+        begun = torch.tensor([-1 if self.begun is None else self.begun, self.settled(version)])
         return {"copy": self._values().clone(), "begun": begun}
-
-    def wanted(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the state ``given``, what may be there, as :meth:`state` has it."""
-        if self._policy.differences is None or "copy" not in given:
-            return {}
-        return {"copy": self._values(), "begun": torch.zeros(2, dtype=torch.int64)}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
         """Take over what :meth:`state` gave on the same rank of the weights that are now of ``version``."""
         self._version = self.begun = self._settled = None
         if "copy" in state:
             self._values().copy_(state["copy"])
-            self.begun, settled = map(int, state["begun"])
+            begun, settled = map(int, state["begun"])
+            self.begun = begun if begun >= 0 else None
             self._settled = version[1] if settled else None

@@ -274,10 +274,9 @@ class Unit:
 
     def check_communication_state(self, given: Mapping[str, Tensor]) -> None:
         """Refuse, with a ZeroError that names this unit, a state of other hops, shapes or types."""
-        errors, wanted = self.reduction.feedback(), self.weight_gather.secondary.wanted(given)
-        wanted |= {} if errors is None else errors.state()
         shapes, found = (
-            {name: (tuple(one.shape), one.dtype) for name, one in state.items()} for state in (wanted, given)
+            {name: (tuple(one.shape), one.dtype) for name, one in state.items()}
+            for state in (self.communication_state(), given)
         )
         if shapes != found:
             raise ZeroError(f"state of unit {self.geometry.name!r} is {found}, expected {shapes}")

@@ -28,8 +28,6 @@ class WholeValues:
         self._axes = axes[outside:]  # along which ranks share one copy
         self._tag = Tag("step", "state", unit.geometry.name)
 
-    # Reading
-
     def masters(self) -> list[Tensor]:
         """All parameters in fp32, one tensor per slot; all ranks must call it."""
         master = self._master_shard.master
@@ -47,8 +45,6 @@ class WholeValues:
     def part(self, number: int) -> tuple[int, int]:
         """(start, end) of member ``number`` in this rank's shard; maybe empty."""
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
-
-    # Showing
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
         """Let who holds member ``number`` see ``values`` (shape), and write; returns what modules hold."""
@@ -73,8 +69,6 @@ class WholeValues:
         release(member.placeholder, InUnit(unit.flat, self._geometry.slots[number].spec.name, number))
         if not unit.gathered:
             member.parameter.__class__ = Placeholder
-
-    # Overwriting
 
     def write_part(self, number: int, part: Tensor) -> None:
         """Overwrite this rank's part of member ``number`` with ``part`` (elements here,) fp32."""
