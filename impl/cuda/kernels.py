@@ -1,12 +1,11 @@
 """Codecs on CUDA: which kernel encodes and decodes what, bit-equal to :mod:`impl.codecs.reference`.
 
 :class:`Kernels` turns an operation on tensors into launches, and hands them to whatever runs them: a
-device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Every codec
-with scales has kernels, and so have published formats; raw ones are casts, which the reference does.
+device (:func:`impl.cuda.launch.on_device`), or a host that runs the same sources, in tests.  Raw codecs are
+casts, which the reference does.
 
 Which kernel (the sources say why).  *Plain* are integers of 4 and 8 bits without rotation and error
-feedback, nearest or stochastic: their kernels are compiled for codec and type.  All else is asked of
-general kernels at launch.
+feedback: their kernels are compiled for codec and type.  All else is asked of general kernels at launch.
 
 ===================================  =============================================================
 block                                encode
@@ -15,11 +14,6 @@ multiple of 8, or the row; to 8,192  ``encode_held``, not plain ``encode_general
 other, lcm(block, 8) to 8,192        ``encode_staged``: one read
 all else                             ``encode_extents``, ``encode_given``: two launches, two reads
 ===================================  =============================================================
-
-``decode`` and ``decode_sum`` are plain, ``decode_general`` and ``decode_sum_general`` the others.
-``decode_sum_encode`` is one launch (plain to plain, or its general version) where the second codec's block
-is a multiple of 8, or the row, up to 4,096 elements, and unless it rotates and carries error, or the first
-codec rotates groups that its blocks cut.  Otherwise it is ``decode_sum`` into fp32, then ``encode``.
 
 Without a :data:`Part` the next row of the table, the general kernel, or two launches serve.
 """
@@ -89,14 +83,11 @@ class _Call:
         a, b, c = self.sizes = [size for size, _ in merged]
         if a * b > MOST_ROWS or c > MOST_ROWS:
             raise ValueError(f"{a * b} x {c} rows: a grid holds {MOST_ROWS} each way")
-        self.numel = numel
-        self.spread = spread
-        self.arguments = np.zeros(1, ARGUMENTS)
+        self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
-        apart = 0
         if frames is not None:
-            apart = frames.stride(0) if len(frames) > 1 else 0
             self.set(sources=len(frames), source_stride=frames.stride(0))
+        apart = frames.stride(0) if frames is not None and len(frames) > 1 else 0
         self.aligned = True  # all that was placed, and octets to the blocks in which they lie
         for index, (name, tensor) in enumerate(placed.items()):
             strides, inner = [steps[index] for _, steps in merged], tensor.stride(-1) * tensor.element_size()
@@ -111,12 +102,12 @@ class _Call:
                 self.aligned = self.aligned and inside
         if noise is not None:
             octets = [steps[-1] // OCTET for _, steps in merged]
-            self.arguments["noise"] = (noise.start // OCTET, octets, noise.words, 1, 0)
+            self.set(noise=(noise.start // OCTET, octets, noise.words, 1, 0))
         if carried is not None:
-            self.arguments["decay"] = (carried.decay, 1.0 - carried.decay)  # each rounded to fp32, once
+            self.set(decay=(carried.decay, 1.0 - carried.decay))  # each rounded to fp32, once
 
-    def set(self, **values: int) -> None:
-        """Write plain fields."""
+    def set(self, **values: object) -> None:
+        """Write fields."""
         for name, value in values.items():
             self.arguments[name] = value
 
@@ -135,12 +126,11 @@ class _Call:
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
         """The launch of a kernel whose teams hold a block of ``codec``, ``octets`` octets a thread."""
-        team, block = 1, codec.block_size(self.numel)
-        while team * octets * OCTET < block:
-            team *= 2
+        block = codec.block_size(self.numel)
+        shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # of a team, the least power of two
+        team = 1 << shift
         threads = max(THREADS, team)
-        exact = self.aligned and team * octets * OCTET == block
-        self.set(team_shift=team.bit_length() - 1, exact=exact)
+        self.set(team_shift=shift, exact=self.aligned and team * octets * OCTET == block)
         parts = -(-codec.blocks(self.numel) // (threads // team))
         return self.launch(file, kernel, parts, threads, loops=loops)
 
@@ -153,14 +143,13 @@ class _Call:
         """The launch that finds the extremes of each block, in memory that lives as long as this."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self.found = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
-        parts = -(-block // SCANNED)
-        self.arguments["coding"] = _coding(codec, self.numel)
-        self.set(tile=SCANNED, parts=parts, extents=self.found.data_ptr())
+        parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
+        self.set(coding=coding, tile=SCANNED, parts=parts, extents=self.found.data_ptr())
         return self.launch("quantize.cu", f"encode_extents<{_any(codec)}>", blocks * parts)
 
     def format(self, what: str, codec: OwnCodec, dtype: torch.dtype) -> Launch:
         """The launch that encodes a published format from ``dtype``, or decodes it to that."""
-        self.arguments["coding"] = _coding(codec, self.numel)
+        self.set(coding=_coding(codec, self.numel))
         name = FORMATS[codec.name].partition(":")[2]  # of a class here, and of a type in C++
         return self.octets("formats.cu", f"{what}_format<{name}, {TYPES[dtype]}>", loops=True)
 
@@ -205,21 +194,17 @@ class Kernels(Operations):
         return launches[0] if len(launches) == 1 else None  # two have extents between them, zeroed anew
 
     def _decode(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
-        if has_kernels(codec):
-            sources = frames[None] if isinstance(codec, OwnCodec) else None
-            return self._add_up("decode", codec, frames, out, sources)
-        return super()._decode(codec, frames, out)
+        return self._add_up("decode", codec, frames, out) or super()._decode(codec, frames, out)
 
     def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
-        if has_kernels(codec):
-            return self._add_up("decode_sum", codec, frames, out, frames)
-        return super()._decode_sum(codec, frames, out)
+        return self._add_up("decode_sum", codec, frames, out) or super()._decode_sum(codec, frames, out)
 
-    def _add_up(
-        self, what: str, codec: Blocked | OwnCodec, frames: Tensor, out: Tensor, sources: Tensor | None
-    ) -> Again:
-        """Decode ``frames``, or the sum of ``sources``, which kernels of formats have always."""
-        tensors = {"frames": frames if what == "decode" else frames[0], "values": out}
+    def _add_up(self, what: str, codec: Codec, frames: Tensor, out: Tensor) -> Again | None:
+        """Decode ``frames``, or sum them over sources, as kernels of formats do always; None if none can."""
+        if not has_kernels(codec):
+            return None
+        sources = frames if what == "decode_sum" else frames[None] if isinstance(codec, OwnCodec) else None
+        tensors = {"frames": frames[0] if what == "decode_sum" else frames, "values": out}
         call = _Call(self._spread, out.shape[-1], tensors, {"coding": codec}, frames=sources)
         file = "dequantize.cu"
         if isinstance(codec, OwnCodec):
@@ -243,8 +228,8 @@ class Kernels(Operations):
         if "fused" in self._without:
             return False
         block = second.block_size(numel)
-        powers = block & (block - 1) == 0
-        return first.hadamard <= OCTET or block % first.hadamard == 0 or block == numel or powers
+        whole = first.hadamard <= OCTET or block % first.hadamard == 0
+        return whole or block in (numel, block & -block)  # a power of two
 
     def _decode_sum_encode(
         self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, beside: Beside
@@ -252,8 +237,7 @@ class Kernels(Operations):
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
         codecs = {"coding": first, "second": second}
         call = _Call(self._spread, numel, tensors, codecs, beside=beside, frames=frames)
-        plain = self._plain(first) and self._plain(second) and beside.carried is None
-        if plain:
+        if plain := self._plain(first) and self._plain(second) and beside.carried is None:
             sums = f"{first.bits}, {AHEAD_FUSED[first.bits]}"
             kernel = f"decode_sum_encode<{sums}, {second.bits}, {_ROUNDINGS[second.stochastic]}>"
         else:
