@@ -43,33 +43,31 @@ class _Format:
         """Elements that share all scales."""
         return self.size
 
+    def _parts(self, numel: int) -> tuple[int, int, int]:
+        """Bytes of the codes, of what lies beside all blocks, and of what the row has."""
+        return -(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole
+
     def frame_bytes(self, numel: int) -> int:
         """Bytes of a row."""
-        return -(-numel * self.bits // 8) + -(-numel // self.size) * self.beside + self.whole
+        return sum(self._parts(numel))
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
         """Write the frame (F,) uint8 of x (S,) fp32; a short last block repeats its last element."""
         numel = x.numel()
-        if not numel:
-            frame.zero_()
-            return
         values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
-        codes, beside, whole = self._codes(values)
-        end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
-        pack(codes.view(-1)[:numel], self.bits, frame[:end])
-        frame[end:last] = beside.reshape(-1)
-        frame[last:] = whole
+        codes, *others = self._codes(values)
+        packed, *places = frame.split(self._parts(numel))
+        pack(codes.view(-1)[:numel], self.bits, packed)
+        for place, other in zip(places, others, strict=True):
+            place.copy_(other.reshape(-1))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Write the elements (S,) of a frame."""
-        if not (numel := out.numel()):
-            return
-        blocks = -(-numel // self.size)
-        end, last = -(-numel * self.bits // 8), frame.numel() - self.whole
-        codes = frame.new_zeros(blocks * self.size)
-        codes[:numel] = unpack(frame[:end], self.bits, numel)
-        beside = frame[end:last].view(blocks, self.beside)
-        values = self._values(codes.view(blocks, self.size), beside, frame[last:])
+        numel = out.numel()
+        packed, beside, whole = frame.split(self._parts(numel))
+        codes = frame.new_zeros(-(-numel // self.size), self.size)
+        codes.view(-1)[:numel] = unpack(packed, self.bits, numel)
+        values = self._values(codes, beside.view(len(codes), self.beside), whole)
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:

@@ -19,15 +19,10 @@ from torch import Tensor
 from impl.codecs import reference
 from impl.codecs.codec import MX_BLOCK, Blocked, Codec, IntCodec, parse
 from impl.codecs.rounding_noise import Noise
+from tests.impl.codecs.properties import encoded
 from tests.support.strategies import blocks_of_values, codecs, rotated_codecs, stochastic_codecs
 
 NOISE = Noise((1, 2, 3, 4))
-
-
-def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
-    frames = torch.full((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), 0xA5, dtype=torch.uint8)
-    reference.encode(codec, x, frames, noise=noise)
-    return frames
 
 
 def through(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:
@@ -140,12 +135,8 @@ def test_batches_and_strides_do_not_matter(codec: Codec, a: int, b: int, numel: 
     st.integers(0, 2**31),
     st.sampled_from([1e-7, 1.0, 3e4, 1e6]),
 )
-def test_a_sum_in_fp16_is_numpys_and_within_its_bound(
-    codec: Codec, sources: int, numel: int, seed: int, scale: float
-) -> None:
-    """Sums in fp16 are NumPy's, term by term; of n terms within ``(1 + 2^-11)^n - 1`` of the sum of their
-    magnitudes and n steps of 2^-24, unless a partial sum is beyond 65504, when they are not finite.
-    """
+def test_a_sum_in_fp16_is_numpys(codec: Codec, sources: int, numel: int, seed: int, scale: float) -> None:
+    """Sums in fp16 are NumPy's, term by term, and not finite where one is beyond 65504."""
     x = scale * torch.randn(sources, numel, generator=torch.Generator().manual_seed(seed))
     out, terms = torch.empty(numel), through(codec, x)
     reference.decode_sum(codec, encoded(codec, x), out, sums="fp16")
@@ -154,10 +145,6 @@ def test_a_sum_in_fp16_is_numpys_and_within_its_bound(
         for term in terms.numpy():
             wanted = wanted + term.astype(np.float16)
     assert np.array_equal(out.numpy(), wanted.astype(np.float32), equal_nan=True)
-    magnitudes = terms.abs().double().sum(0)
-    off = (out.double() - terms.double().sum(0)).abs()
-    bound = ((1 + 2.0**-11) ** sources - 1) * magnitudes + sources * 2.0**-24
-    assert bool((off <= bound)[magnitudes < 65504 / (1 + 2.0**-11) ** sources].all())
     assert not bool(out.isfinite()[terms.abs().amax(0) >= 65520].any())
 
 
