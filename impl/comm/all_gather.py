@@ -30,8 +30,6 @@ class FrameGather:
     def __init__(self, wire: Wire, axes: Sequence[Axis], nbytes: int, *, ring: bool = False) -> None:
         self._wire, self._nbytes, self._ring = wire, nbytes, ring
         self._hops = [axis for axis in axes if axis.size > 1] or axes[:1]  # others would only copy
-        sizes = [math.prod(axis.size for axis in self._hops[:hop]) for hop in range(len(self._hops))]
-        self._sizes = [nbytes * size for size in sizes]  # of each hop's message
         self._shape = (*(axis.size for axis in reversed(axes)), nbytes)
         self._tag, self.left = Tag("step", "state"), len(self._hops)
         self._exchange: Exchange  # from open() to close()
@@ -55,7 +53,7 @@ class FrameGather:
         """Wait for the hop under way, and forward what it brought along the next axis."""
         before, hop = self._exchange, len(self._hops) - self.left
         rows = before.wait()
-        exchange = self._wire.all_gather(self._hops[hop], self._sizes[hop], self._tag, ring=self._ring)
+        exchange = self._wire.all_gather(self._hops[hop], rows.numel(), self._tag, ring=self._ring)
         exchange.send.view(rows.shape).copy_(rows)
         before.close()
         self._exchange = exchange
@@ -94,14 +92,12 @@ def whole_of(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor
     """(ranks, n) fp32: the parts (n,) of all ranks along ``axes``, the first hop's first, in rank order."""
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
-    if not numel:
-        return whole.view(ranks, 0)
-
-    gather = FrameGather(wire, axes, part.nbytes)
-    gather.open(tag).view(torch.float32).copy_(part)
-    gather.post()
-    placed(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
-    gather.close()
+    if numel:
+        gather = FrameGather(wire, axes, part.nbytes)
+        gather.open(tag).view(torch.float32).copy_(part)
+        gather.post()
+        placed(whole, axes[::-1], numel).copy_(gather.finish().view(torch.float32))
+        gather.close()
     return whole.view(ranks, numel)
 
 

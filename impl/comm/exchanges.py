@@ -30,7 +30,7 @@ _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Exchange(Protocol):
-    """One collective under way."""
+    """One collective under way: write to ``send``, ``post()``, ``wait()``."""
 
     # where this rank's message is written before post(): (bytes,); of an all-to-all a row per destination
     send: Tensor

@@ -70,12 +70,8 @@ class Reduction:
         last = [axis for axis, _ in (self.replicas or self.hops)[-1:]]
         self._crosses = any(map(self.wire.mesh.topology.crosses, last))  # whether the last message does
         lengths = [end - start for start, end in self.chunks]
-        # bytes of a frame, and of what a rank sends to another, by hop and chunk
+        # bytes of a frame, by hop and chunk
         self._frames = [[codec.frame_bytes(length) for length in lengths] for _, codec in self.hops]
-        self._rows = [
-            [math.prod(self.sizes[hop + 1 :]) * frame for frame in frames]
-            for hop, frames in enumerate(self._frames)
-        ]
         # shape and strides of a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
         self._by_hops = (*self.sizes, self.piece), (*(stride * self.piece for stride in self.strides), 1)
 
@@ -105,28 +101,19 @@ class Reduction:
 
     def open_message(self) -> Exchange:
         """The first hop's exchange, whose ``send`` is (world * piece,) elements, where :meth:`collects`."""
-        return self.wire.all_to_all(self.hops[0][0], self._rows[0][0], self.tag)
+        nbytes = math.prod(self.sizes[1:]) * self._frames[0][0]
+        return self.wire.all_to_all(self.hops[0][0], nbytes, self.tag)
 
     def start(
         self,
-        gradient: Tensor,
+        gradient: Tensor,  # (world * piece,) floating-point, this rank's; free again once this returns
         *,
-        key: Key | None = None,
-        errors: Errors | None = None,
-        opened: Exchange | None = None,
-        out: Tensor | None = None,
+        key: Key | None = None,  # of stochastic codecs, with this rank as the source; the hop is filled in
+        errors: Errors | None = None,  # of the gradient codecs, for error feedback
+        opened: Exchange | None = None,  # in whose message the gradient lies already (:meth:`open_message`)
+        out: Tensor | None = None,  # (piece,) fp32 where the mean is written; a fresh tensor by default
     ) -> None:
-        """Post the first messages of the mean of all ranks' gradients.
-
-        Args:
-            gradient: (world * piece,) of any floating-point type, of this rank, which may be overwritten once
-                this returns.
-            key: of stochastic codecs, with this rank as the source; the hop is filled in.
-            errors: of the gradient codecs, for error feedback.
-            opened: the first hop's exchange, in whose message the gradient lies already
-                (:meth:`open_message`).
-            out: (piece,) fp32 where the mean is written; a fresh tensor by default.
-        """
+        """Post the first messages of the mean of all ranks' gradients."""
         self._key, self._errors, self._opened, self._out = key, errors, opened, out
         self._observer = self.wire.observer
         self._gather: FrameGather | None = None  # between groups, once the mean of a piece is there
@@ -207,8 +194,8 @@ class Reduction:
             self._left -= 1
 
     def _reduced(self, out: Tensor | None) -> Tensor:
-        device, codec = self.wire.mesh.device, self.hops[-1][1]
-        mean = torch.empty(self.piece, dtype=torch.float32, device=device) if out is None else out
+        codec, fp32 = self.hops[-1][1], torch.float32
+        mean = torch.empty(self.piece, dtype=fp32, device=self.wire.mesh.device) if out is None else out
         for (start, end), exchange in zip(self.chunks, self._under_way, strict=True):
             ops.decode_sum(codec, exchange.wait(), mean[start:end], sums=self.sums)  # (source, F)
             exchange.close()
@@ -221,8 +208,9 @@ class Reduction:
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
         values = slices if self._observer is None else _with_errors(slices, carried)
         if (exchange := self._opened) is None:
-            exchange = self.wire.all_to_all(axis, self._rows[0][index], self.tag)
-            frames = exchange.send.view(*self.sizes, self._frames[0][index])
+            frame, rest = self._frames[0][index], self.sizes[1:]
+            exchange = self.wire.all_to_all(axis, math.prod(rest) * frame, self.tag)
+            frames = exchange.send.view(*self.sizes, frame)
             ops.encode(codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
         if self._observer is not None:
             self._observer.encoded(self.tag.unit, Hop(0, axis.name, codec), values, frames)
@@ -235,8 +223,9 @@ class Reduction:
         (_, before), (axis, codec) = self.hops[hop - 1 : hop + 1]
         (start, end), rest = self.chunks[index], self.sizes[hop:]
         carried = None if self._errors is None else self._errors.carried(hop, start, end)
-        exchange = self.wire.all_to_all(axis, self._rows[hop][index], self.tag)
-        send = exchange.send.view(*rest, self._frames[hop][index])
+        frame = self._frames[hop][index]
+        exchange = self.wire.all_to_all(axis, math.prod(rest[1:]) * frame, self.tag)
+        send = exchange.send.view(*rest, frame)
         if hop == 1 and self._opened is not None:
             frames = self._own_part(received)
         else:
@@ -260,11 +249,10 @@ class Reduction:
         frame = self._frames[0][0]
         assert isinstance(exchange, InMemory)  # noqa: S101  # gradients are collected so nowhere else
         rows = exchange.messages()  # (source, world * F)
-        axes = [axis for axis, _ in self.hops]
-        first = axes[0].digit(self.wire.mesh.rank) * axes[0].stride * frame
-        strides = [axis.stride * frame for axis in axes[1:]]
+        first, *strides = (stride * frame for stride in self.strides)
+        start = rows.storage_offset() + self.hops[0][0].digit(self.wire.mesh.rank) * first
         shape = (len(rows), *self.sizes[1:], frame)
-        return rows.as_strided(shape, (rows.stride(0), *strides, 1), rows.storage_offset() + first)
+        return rows.as_strided(shape, (rows.stride(0), *strides, 1), start)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -288,7 +276,6 @@ class Ring(Reduction):
         self._slices = self._partial = torch.empty(0)
 
     def _forward(self) -> None:
-        """Add what a step brought to this rank's part, and send the sum on."""
         self._receive()
         self._post()
 

@@ -1,8 +1,5 @@
 """Sends messages along the axes of a mesh and books every byte in a ledger; nothing else sends any.
 
-An all-gather and an all-to-all of bytes along one axis of the topology, each an
-:class:`~impl.comm.exchanges.Exchange` in three steps: write to ``send``, ``post()``, ``wait()``.
-
 Transports: ``backend`` hands messages to torch.distributed (gloo, NCCL, thread ranks); ``shm`` lets the ranks
 of a node read each other's memory (:mod:`impl.transport.shared_memory`) and uses the backend between nodes;
 ``staged`` has gloo carry messages of tensors on a GPU through host memory, so that ranks may share one.
@@ -65,12 +62,7 @@ class Observer:
 
 
 class Wire:
-    """Sends messages along the axes of a mesh and keeps the ledger.
-
-    Attributes:
-        observer: is told of reductions; inside :meth:`observed` another one.
-        gathers, reductions: streams for what follows their first hops; None where the host waits.
-    """
+    """Sends messages along the axes of a mesh and keeps the ledger."""
 
     def __init__(
         self,
@@ -85,11 +77,12 @@ class Wire:
         self.mesh = mesh
         self.transport = transport
         self.ledger = Ledger()
-        self.observer: Observer | None = None
+        self.observer: Observer | None = None  # is told of reductions
         self._pacer, self._timeout = pacer, timeout
         streams = waits_on_streams(mesh, transport)
         self._watchdog = Watchdog(mesh, streams=streams)
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
+        # For what follows their first hops; None where the host waits.
         self.gathers = SideStream(mesh.device) if streams else None
         self.reductions = SideStream(mesh.device) if streams else None
         self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
@@ -177,14 +170,12 @@ class Wire:
         log = self._watchdog.collective_log
         mine = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         told = self.all_gather_small(mine).tolist()  # [count, fingerprint] by rank
-        alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+        alike = defaultdict[str, list[int]](list)
         for rank, (count, mark) in enumerate(told):
-            alike[count, mark].append(rank)
+            alike[f"opened {count} ({mark:016x})"].append(rank)
         if len(alike) > 1:
-            opened = [
-                f"{ranks_in_words(ranks)} opened {n} ({mark:016x})" for (n, mark), ranks in alike.items()
-            ]
-            raise self._watchdog.error(DIFFER, ", ".join(opened))
+            who = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
+            raise self._watchdog.error(DIFFER, ", ".join(who))
 
     def describe(self) -> dict[str, str]:
         """All that carried messages along each axis, for the record; norms and flags apart."""

@@ -15,7 +15,7 @@ STEP: Any = (1, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", Fal
 
 
 class Stream:
-    """A device's stream: work and waits queue up, and run when the test lets it."""
+    """A device's stream: work, in seconds, and events queue up, and run when the test lets it."""
 
     def __init__(self) -> None:
         self.queued: list[Any] = []
@@ -24,35 +24,25 @@ class Stream:
     def run(self) -> None:
         """All that is queued."""
         for item in self.queued:
-            if isinstance(item, Event):
-                item.at = self.now
-            else:
+            if isinstance(item, float):
                 self.now += item
+            else:
+                item.at = self.now
         self.queued.clear()
 
-
-class Event:
-    """As ``torch.cuda.Event``."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.at = stream, -1.0
-
-    def record(self) -> None:
-        self.at = -1.0
-        self.stream.queued.append(self)
-
-    def query(self) -> bool:
-        return self.at >= 0
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1e3 * (end.at - self.at)
+    def event(self, *, enable_timing: bool) -> Any:
+        """As ``torch.cuda.Event``."""
+        event = SimpleNamespace(at=-1.0, query=lambda: event.at >= 0)
+        event.record = lambda: self.queued.append(event)
+        event.elapsed_time = lambda end: 1e3 * (end.at - event.at)
+        return event
 
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The device's."""
     one = Stream()
-    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: Event(one) if enable_timing else None)
+    monkeypatch.setattr(torch.cuda, "Event", one.event)
     return one
 
 
