@@ -25,10 +25,6 @@ _CODING: Final = (
     *("kind", "bits", "mantissa", "powers", "hadamard", "stochastic", "clipped"),
     *("block", "blocks", "codes_end", "scales_at", "frame_bytes"),
 )
-_FUNCTIONS: Final = (
-    *("encode", "decode", "decode_sum", "decode_sum_encode", "copy", "stream", "sum_raw"),
-    *("encode_formats", "decode_formats"),
-)
 _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
@@ -71,9 +67,6 @@ class Kernels(Operations):
         super().__init__()
         self._library = ctypes.CDLL(str(library))
         self.sha256 = hashlib.sha256(library.read_bytes()).hexdigest()
-        for name in _FUNCTIONS:
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = [ctypes.POINTER(_Job)], ctypes.c_int
         self._library.job_bytes.restype = ctypes.c_int64
         if (found := self._library.job_bytes()) != ctypes.sizeof(_Job):
             raise OSError(f"{library}: a job has {found} bytes, not {ctypes.sizeof(_Job)}")
@@ -85,11 +78,11 @@ class Kernels(Operations):
         numel, plain = x.shape[-1], beside.carried is None
         kernels, coding = _coding(codec, numel)
         if coding is not None and (plain or isinstance(codec, Blocked)):
-            planes = {"values": x if _has_whole_rows(x) else x.contiguous(), "frames": frames}
+            values = x if _has_whole_rows(x) else x.contiguous()
             fields = {"numel": numel, "kind": KINDS[x.dtype], "coding": coding}
-            again = self._run(f"encode{kernels}", planes, beside, **fields)
-            return again if planes["values"] is x else None
-        if plain and isinstance(codec, Raw) and _is_copy(codec, x):
+            again = self._run(f"encode{kernels}", {"values": values, "frames": frames}, beside, **fields)
+            return again if values is x else None
+        if plain and _is_copy(codec, x):
             nbytes = codec.code_bytes(numel)
             again = self._run("copy", {"values": x, "output": frames}, numel=nbytes)
             if nbytes == frames.shape[-1]:
@@ -102,7 +95,7 @@ class Kernels(Operations):
         kernels, coding = _coding(codec, out.shape[-1])
         if coding is not None:
             return self._run_into(out, f"decode{kernels}", frames, kind=KINDS[out.dtype], coding=coding)
-        if isinstance(codec, Raw) and _is_copy(codec, out):  # past the caches: read later, if at all
+        if _is_copy(codec, out):  # past the caches: read later, if at all
             planes = {"values": frames, "output": out}
             return self._run("stream", planes, numel=codec.code_bytes(out.shape[-1]))
         return super()._decode(codec, frames, out)
@@ -156,9 +149,6 @@ class Kernels(Operations):
             errors = carried.error
             planes["errors"] = errors if _has_whole_rows(errors) else errors.contiguous()
             job.error_kind, job.decay[:] = KINDS[errors.dtype], (carried.decay, 1.0 - carried.decay)
-        if not all(each.is_cpu for each in planes.values()):
-            devices = sorted({str(each.device) for each in planes.values()})
-            raise ValueError(f"the C++ kernels are the CPU's, got tensors on {devices}")
         rows = merged_rows([*planes.values()], noise, MOST_DIMS, "C++")
         job.dims, job.sizes = len(rows), _Dims(*(size for size, _ in rows))
         starts = {plane: tensor.data_ptr() for plane, tensor in planes.items()}
@@ -166,24 +156,20 @@ class Kernels(Operations):
             starts["random"], job.key[:] = noise.start, noise.words
         for index, (plane, start) in enumerate(starts.items()):
             setattr(job, plane, _Plane(start, _Dims(*(steps[index] for _, steps in rows))))
-        function = getattr(self._library, name)
-        _finish(function, job)
+        again = partial(_run_job, getattr(self._library, name), bytes(job), tuple(tensors))
+        again(*tensors.values())
         if carried is not None and planes["errors"] is not carried.error:
             carried.error.copy_(planes["errors"])
-        return partial(_run_again, function, bytes(job), tuple(tensors))
+        return again
 
 
-def _run_again(function: Callable[[_Job], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
+def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
     """Run a job that was checked and laid out, on tensors that may differ in their addresses."""
     copy = _Job.from_buffer_copy(job)  # others may run the same at once
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
-    _finish(function, copy)
-
-
-def _finish(function: Callable[[_Job], int], job: _Job) -> None:
-    if function(job) != 0:
-        raise MemoryError(f"no memory for the sums of a block of {job.second.block} elements")
+    if function(ctypes.byref(copy)) != 0:
+        raise MemoryError(f"no memory for the sums of a block of {copy.second.block} elements")
 
 
 def _has_whole_rows(x: Tensor) -> bool:
@@ -191,9 +177,9 @@ def _has_whole_rows(x: Tensor) -> bool:
     return x.shape[-1] == 1 or x.stride(-1) == 1
 
 
-def _is_copy(codec: Raw, x: Tensor) -> bool:
+def _is_copy(codec: Codec, x: Tensor) -> bool:
     """Whether rows of ``x`` are, byte by byte, what frames hold."""
-    return x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
+    return isinstance(codec, Raw) and x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
 
 
 def _sources(frames: Tensor) -> dict[str, int]:
