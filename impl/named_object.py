@@ -15,8 +15,7 @@ from typing import Any, Final
 from impl.errors import told
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_seen: Final[dict[Path, bool]] = {}  # folders whose modules count, and whether they came into sys.path by it
-_imported: Final[list[str]] = []  # names of modules
+_seen: Final[list[Path]] = []  # folders whose modules count
 
 
 class NamedObjectError(ValueError):
@@ -31,18 +30,10 @@ def is_name(text: str) -> bool:
 def see(folder: Path) -> None:
     """Add a folder to ``sys.path``, so that its modules can be imported."""
     here = folder.resolve()
-    if added := str(here) not in sys.path:
+    if here not in _seen:
+        _seen.append(here)
+    if str(here) not in sys.path:
         sys.path.append(str(here))
-    _seen[here] = _seen.get(here, False) or added
-
-
-def forget() -> None:
-    """Drop the folders, and what was imported by name, as in a process that begins."""
-    for name in _imported:
-        sys.modules.pop(name, None)
-    sys.path[:] = [one for one in sys.path if not _seen.get(Path(one), False)]
-    _imported.clear()
-    _seen.clear()
 
 
 def import_object(text: str) -> Any:
@@ -52,8 +43,6 @@ def import_object(text: str) -> Any:
     """
     name, _, path = text.partition(":")
     see(Path.cwd())
-    if name not in sys.modules:
-        _imported.append(name)
     with told(NamedObjectError, f"{text}: cannot import {name!r}:"):
         module: Any = importlib.import_module(name)
     first, file = name.partition(".")[0], getattr(module, "__file__", None)

@@ -74,5 +74,11 @@ def forget_suite() -> None:
     from impl.codecs import own_object
 
     folder._folder = None
-    named_object.forget()
+    theirs = {str(one) for one in named_object._seen} - {str(Path(__file__).parents[1])}
+    sys.path[:] = [one for one in sys.path if one not in theirs]
+    for name, module in [*sys.modules.items()] if theirs else ():
+        file = (getattr(module, "__file__", None) or "").removesuffix("/__init__.py")
+        if str(Path(file).parent) in theirs:
+            del sys.modules[name]
+    named_object._seen.clear()
     own_object.imported.cache_clear()
