@@ -155,14 +155,13 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
+    queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}
     try:
         keeper = Keeper(netns_shaper.__name__, json.dumps([f"zp{run_id}", rates, latency, inner]))
     except LinkError as error:
         raise LinkError(f"no network namespaces here: {error}; {_ADVICE}") from None
-    ports = tuple(
-        Port(name, at, holder, control=keeper.answer["control"])
-        for name, at, holder in keeper.answer["ports"]
-    )
+    control = keeper.answer["control"]
+    ports = tuple(Port(name, at, holder, control=control) for name, at, holder in keeper.answer["ports"])
     details = {
         "mode": keeper.answer["mode"],
         "joint": "veth" if nodes == 2 else "bridge",
@@ -170,15 +169,11 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
         "congestion": netns_shaper.CONGESTION,
         "header_bytes": HEADER_BYTES,
         "latency_ms": latency,
+        **({"nccl": nccl_in_words(ports[:1])} if cluster.transport == "nccl" else {}),
+        **queue,
+        **({"slow": cluster.slow} if cluster.slow < 1 else {}),
+        **({} if inner is None else {"inner_mbit": inner}),
     }
-    if cluster.transport == "nccl":
-        details["nccl"] = nccl_in_words(ports[:1])
-    if rate is not None:
-        details |= tbf_details(rate) | {"untimed": "open"}
-    if cluster.slow < 1:
-        details["slow"] = cluster.slow
-    if inner is not None:
-        details["inner_mbit"] = inner
     why = "asked for" if cluster.link == "namespaces" else "auto: namespaces work here"
     return Link(cluster, "namespaces", why, ports, details, keeper.end)
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster.link import REPETITIONS, opened
+from harness.cluster.link import opened
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from impl.plan.topology import Topology
@@ -21,11 +21,6 @@ def counters(interface: str) -> NDArray[np.int64]:
     """Bytes and packets that an interface of this process's network namespace has sent."""
     found = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
     return np.array([found.bytes_sent, found.packets_sent])
-
-
-def groups(transport: str) -> bool:
-    """Whether messages that wait for each other are one call there: over all but gloo."""
-    return transport not in ("shm", "gloo", "staged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +81,14 @@ class Rank:
         dist.barrier()  # and none sends more before the link is held to its rate
 
 
-def measure_link(rank: Rank, message: tuple[int, str]) -> list[float]:
-    """Rates of a calibration (:func:`exchange`), by a message's bytes and the transport."""
-    nbytes, transport = message
-    device = f"cuda:{rank.local}" if transport == "nccl" else "cpu"
-    return exchange(rank, nbytes, REPETITIONS, device, grouped=groups(transport))
+def measure_link(rank: Rank, message: tuple[int, int, str]) -> list[float]:
+    """Rates (:func:`exchange`) by a message's bytes, its repetitions and the transport."""
+    import torch
+
+    nbytes, repetitions, transport = message
+    device = f"cuda:{torch.cuda.current_device()}" if transport == "nccl" else "cpu"
+    grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
+    return exchange(rank, nbytes, repetitions, device, grouped=grouped)
 
 
 def exchange(
@@ -99,9 +97,9 @@ def exchange(
     """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
     this rank, one value per repetition; none for ranks that only wait.
 
-    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL
-    (:func:`groups`): a receive of its own, waited for by all before any of them sends, never ends there. All
-    ranks then call a collective first, which makes the communicator; the barrier is gloo's.
+    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL: a
+    receive of its own, waited for by all before any of them sends, never ends there. All ranks then call a
+    collective first, which makes the communicator; the barrier is gloo's.
     """
     import torch
     import torch.distributed as dist

@@ -352,7 +352,11 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     port = launch.ports[node]
     if port.holder is not None:
         netns_shaper.enter(port.holder)
-    _die_with_sweep()
+    # It ends with the fork server, which lives as long as any rank does, and with the sweep.
+    netns_shaper.die_with_parent(os.getppid())
+    if (sweep := multiprocessing.parent_process()) is not None:
+        ends = sweep.sentinel
+        threading.Thread(target=lambda: (connection.wait([ends]), os._exit(1)), daemon=True).start()
     if port.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
     os.environ.update(nccl_variables(port))
@@ -360,9 +364,16 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     pacer = None
     if launch.paced_mbit is not None:
         pacer = Pacer(scratch / "pacer", node, launch.paced_mbit, launch.paced_latency_ms)
+    store: Any
+    if launch.meeting is None:  # a file needs no port, crosses namespaces, and sends nothing over the link
+        store = dist.FileStore(str(scratch / "store"), launch.topology.world)  # type: ignore[attr-defined]
+    else:
+        at, seconds = launch.meeting, timedelta(seconds=launch.timeout_seconds)
+        whole = dist.TCPStore(at.host, at.port, is_master=False, timeout=seconds)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"zeropp/{at.job}", whole)  # type: ignore[attr-defined]
     dist.init_process_group(
         _registered(launch.backend),
-        store=_meet(launch, scratch),
+        store=store,
         rank=number,
         world_size=launch.topology.world,
         # Later than the launch's own end, which says where every rank stood.
@@ -381,29 +392,6 @@ def _registered(backend: str) -> str:
     return str(module.NAME)
 
 
-def _meet(launch: Launch, scratch: Path) -> Any:
-    """The store through which the ranks find each other."""
-    import torch.distributed as dist
-
-    if launch.meeting is None:
-        # A file: it needs no port, crosses namespaces, and sends nothing over the link.
-        return dist.FileStore(str(scratch / "store"), launch.topology.world)  # type: ignore[attr-defined]
-    meeting = launch.meeting
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=launch.timeout_seconds)
-    )
-    return dist.PrefixStore(f"zeropp/{meeting.job}", store)  # type: ignore[attr-defined]
-
-
-def _die_with_sweep() -> None:
-    """End this process when the fork server or the sweep ends: the server lives as long as any rank does."""
-    netns_shaper.die_with_parent(os.getppid())
-    sweep = multiprocessing.parent_process()
-    if sweep is not None:
-        sentinel = sweep.sentinel
-        threading.Thread(target=lambda: (connection.wait([sentinel]), os._exit(1)), daemon=True).start()
-
-
 def kind_of(error: BaseException) -> Kind:
     """The kind of failure that an error is."""
     if isinstance(error, LaunchError):
@@ -414,8 +402,7 @@ def kind_of(error: BaseException) -> Kind:
         return "refused"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "memory"
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's CPU allocator
+    allocator = isinstance(error, RuntimeError) and "allocate memory" in str(error)  # torch's, on the CPU
+    if allocator or isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "memory"
     return "crashed"

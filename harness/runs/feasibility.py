@@ -89,10 +89,8 @@ class Forecast:
 
 def this_host() -> Host:
     """The machine that this process runs on."""
-    gpus = machine.facts()["gpus"]
-    return Host(
-        machine.memory_bytes(), tuple(int(gpu["memory_gib"] * 2**30) for gpu in gpus), cache(namespaces)
-    )
+    gpus = tuple(int(gpu["memory_gib"] * 2**30) for gpu in machine.facts()["gpus"])
+    return Host(machine.memory_bytes(), gpus, cache(namespaces))
 
 
 def any_host() -> Host:
@@ -102,8 +100,7 @@ def any_host() -> Host:
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
     """Predict every trial; repeats of a trial share their prediction."""
-    models: Models = {}
-    done: dict[str, Forecast] = {}
+    models, done = Models(), dict[str, Forecast]()
     forecasts = []
     for trial in trials:
         first = trial.model_copy(update={"repeat": 0, "seed": 0})
@@ -222,13 +219,11 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 def check_feasible(file: Path, found: Sequence[Forecast]) -> None:
     """Refuse a suite with a trial that cannot run here; ``plan`` shows them all."""
-    impossible = [one for one in found if one.problems]
-    if not impossible:
+    if not (impossible := [one for one in found if one.problems]):
         return
     first = impossible[0].trial.canonical()
-    cell = ", ".join(
-        f"{path} = {at(first, path)}" for path in varying_paths([one.trial.canonical() for one in found])
-    )
+    varying = varying_paths([one.trial.canonical() for one in found])
+    cell = ", ".join(f"{path} = {at(first, path)}" for path in varying)
     raise Refusal(
         f"{file}: {len(impossible)} of {len(found)} trials cannot run here; the first"
         f"{f' ({cell})' if cell else ''}: {impossible[0].problems[0]}"
@@ -267,15 +262,13 @@ def check_inputs(folder: Path, trials: Sequence[Trial]) -> None:
         if record is None or not record.settled or not record.measured:
             continue
         then, now = record.inputs, digests(trial)
-        for name in sorted(then.keys() | now.keys()):
+        for name in sorted(name for name in then | now if then.get(name) != now.get(name)):
             before, after = then.get(name, "none")[:12], now.get(name, "none")[:12]
-            if then.get(name) != now.get(name):
-                source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
-                what = name.partition(" ")[0]
-                raise Refusal(
-                    f"{path}: was made of another {what} {source!r} (SHA-256 {before}, now {after}), "
-                    f"and results of both are not put together; {_aside(folder)}"
-                )
+            source = trial.corpus if name == "corpus" else own_objects(trial).get(name, name)
+            raise Refusal(
+                f"{path}: was made of another {name.partition(' ')[0]} {source!r} (SHA-256 {before}, now "
+                f"{after}), and results of both are not put together; {_aside(folder)}"
+            )
 
 
 def _aside(folder: Path) -> str:
@@ -310,22 +303,18 @@ def _ranks_here(trial: Trial) -> int:
 
 def _too_big(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
     """Why the ranks do not fit this machine's memory, or its GPUs'; nothing if they do."""
-    ranks, each = _ranks_here(trial), sum(memory.values()) + _batch_bytes(trial)
-    found, size = [], each + PROCESS_BYTES
-    said = f"{ranks} ranks x {gib(size)} = {gib(ranks * size)} without activations"
-    if trial.cluster.device == "cuda":
-        offloaded = sum(on_host(memory).values())
-        shared = -(-ranks // max(1, len(host.gpus))) if trial.cluster.transport == "staged" else 1
-        need = shared * (each - offloaded)
-        if host.gpus and need > min(host.gpus):
+    ranks, cuda, found = _ranks_here(trial), trial.cluster.device == "cuda", list[str]()
+    offloaded, each = sum(on_host(memory).values()), sum(memory.values()) + _batch_bytes(trial)
+    if cuda and host.gpus:
+        shared = -(-ranks // len(host.gpus)) if trial.cluster.transport == "staged" else 1
+        if (need := shared * (each - offloaded)) > min(host.gpus):
             whose = "a rank needs" if shared == 1 else f"{shared} ranks that share a GPU need"
             found.append(f"{whose} {gib(need)} without activations, a GPU here has {gib(min(host.gpus))}")
-        if not offloaded:
-            return tuple(f"too big for memory: {complaint}" for complaint in found)
-        size = offloaded + PROCESS_BYTES
-        said = f"{ranks} ranks offload {gib(ranks * size)}"
-    if ranks * size > host.memory:
-        found.append(f"{said}, this machine has {gib(host.memory)}")
+    size = PROCESS_BYTES + (offloaded if cuda else each)
+    if ranks * size > host.memory and (offloaded or not cuda):
+        said = f"x {gib(size)} = {gib(ranks * size)} without activations"
+        said = f"offload {gib(ranks * size)}" if cuda else said
+        found.append(f"{ranks} ranks {said}, this machine has {gib(host.memory)}")
     return tuple(f"too big for memory: {complaint}" for complaint in found)
 
 

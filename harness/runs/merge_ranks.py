@@ -82,36 +82,17 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
     """What is wrong with a record of these outcomes, in the order in which it came about."""
+    first, control, tokens = outcomes[0], found.trial.get("control"), found.inputs.get("corpus")
+    scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]
-    yield from _wrong_before(outcomes, found)
-    if found.communication_errors and not found.trial.get("control"):
-        policy = Trial.from_canonical(found.trial).resolved_policy() or Policy()
-        if (why := communication_error.refusal(found.communication_errors, policy)) is not None:
-            yield why
-    yield from _wrong_later(outcomes, found)
-    inconsistent = (
-        record_checks.unpredicted(found),
-        record_checks.miscounted(found),
-        record_checks.other_codec(found),
-        record_checks.off_rate(found, above=True),
-        record_checks.untrained(checked, found.ranks),
-    )
-    yield from filter(None, inconsistent)
-
-
-def _wrong_before(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
-    """Kernels unlike the reference, own codecs and tokens unlike others', and losses and gradients before
-    training unlike a single process's.
-    """
-    expected, tokens = outcomes[0].ran.get("own_codecs", {}), found.inputs.get("corpus")
     for rank, outcome in enumerate(outcomes):
         if outcome.checked.kernel is not None:
             yield outcome.checked.kernel
         for codec, digest in outcome.ran.get("own_codecs", {}).items():
-            if digest != expected[codec]:
+            if digest != (expected := first.ran["own_codecs"][codec]):
                 yield (
                     f"codec {codec} decodes the same elements on rank {rank} to others (SHA-256 "
-                    f"{digest[:12]}) than on rank 0 ({expected[codec][:12]})"
+                    f"{digest[:12]}) than on rank 0 ({expected[:12]})"
                 )
         read = outcome.ran["corpus_sha256"]
         if tokens is not None and read not in ("", tokens):
@@ -119,17 +100,11 @@ def _wrong_before(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                 f"rank {rank} has other tokens (SHA-256 {read[:12]}) of the corpus than the process that "
                 f"started it ({tokens[:12]}): expected what gives the same each time, on every machine"
             )
-        yield from _unlike_one_process(
-            rank, outcome, later=False, gradients=found.trial.get("control") != "unordered"
-        )
-
-
-def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
-    """Losses that are not finite, overflows that skipped every step, losses and gradients of later steps
-    unlike a single process's, budgets that chose differently, and generations of a rank that differ.
-    """
-    first, count = outcomes[0], len(outcomes[0].record.steps)
-    scaler = first.ran.get("loss_scale")
+        yield from _unlike_one_process(rank, outcome, later=False, gradients=control != "unordered")
+    if found.communication_errors and not control:
+        policy = Trial.from_canonical(found.trial).resolved_policy() or Policy()
+        if (why := communication_error.refusal(found.communication_errors, policy)) is not None:
+            yield why
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped: gradients overflow, at last at a loss scale of "
@@ -139,7 +114,7 @@ def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
         for step in outcome.record.steps:
             if not math.isfinite(step.loss):
                 yield f"the loss of rank {rank} is {step.loss} in step {step.index}"
-        if not found.trial.get("control"):
+        if not control:
             yield from _unlike_one_process(rank, outcome, later=True)
         if outcome.chosen != first.chosen:
             yield f"rank {rank} chose other codecs within its budget than rank 0"
@@ -149,6 +124,14 @@ def _wrong_later(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                     f"generation {number} of rank {rank} decoded other tokens (SHA-256 {digest[:12]}) than "
                     f"generation 0 ({outcome.decoded[0][:12]}) from the same prompt and weights"
                 )
+    inconsistent = (
+        record_checks.unpredicted(found),
+        record_checks.miscounted(found),
+        record_checks.other_codec(found),
+        record_checks.off_rate(found, above=True),
+        record_checks.untrained(checked, found.ranks),
+    )
+    yield from filter(None, inconsistent)
 
 
 def _unlike_one_process(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:

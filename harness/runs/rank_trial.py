@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from harness.cluster.link import PROBES
-from harness.cluster.rank import Progress, Rank, counters, exchange, groups, measure_link
+from harness.cluster.rank import Progress, Rank, counters, measure_link
 from harness.errors import Refusal
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, ThreadClock
@@ -129,7 +129,7 @@ class TrialRun:
                 slower = "PyTorch's reference does its work, far more slowly"
                 rank.report(Progress("set-up", text=f"{why}; {slower}"))
             self.comparison.before_training(self.strategy)
-        self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
+        self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
@@ -171,12 +171,12 @@ class TrialRun:
             self._validate(total)
         ledger, copied = _since(booked, self.strategy.books())
         predicted, copied_formula = _since(foreseen, self._predicted())
-        engine, formula = self.strategy.memory(self.loop.optimizer), self.strategy.formula(trial)
+        engine, formula = self.strategy.memory(trial, self.loop.optimizer)
         if self.generator is not None:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
-            engine = together(engine, self.judges.zero.memory())
-            formula = together(formula, self.judges.formula(trial))
+            counted_too, foreseen_too = self.judges.memory(trial, self.loop.optimizer)
+            engine, formula = together(engine, counted_too), together(formula, foreseen_too)
         memory = Memory(
             engine=engine,
             formula=formula,
@@ -186,7 +186,10 @@ class TrialRun:
             copied_formula=copied_formula,
         )
         self.alone += self._compute_alone(None, "after")
-        probed = self._probe()
+        probed = list[float]()
+        if (nbytes := self.assignment.probe_bytes) is not None:
+            self.rank.report(Progress("probe"))
+            probed = measure_link(self.rank, (nbytes, PROBES, trial.cluster.transport))
         with self.rank.open_link():
             self.comparison.after_steps(self.strategy)
         ran = self._ran()
@@ -362,14 +365,6 @@ class TrialRun:
         if ledger is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
-
-    def _probe(self) -> list[float]:
-        nbytes, transport = self.assignment.probe_bytes, self.trial.cluster.transport
-        if nbytes is None:
-            return []
-        self.rank.report(Progress("probe"))
-        device = "cpu" if transport == "staged" else str(self.device)  # gloo carries CPU tensors alone
-        return exchange(self.rank, nbytes, PROBES, device, grouped=groups(transport))
 
     def _compare(self, index: int) -> None:
         """Compare what step ``index`` is about to send with exact values, if that is due; it is not timed."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import Link, open_link, slowest
+from harness.cluster.link import REPETITIONS, Link, open_link, slowest
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
 from harness.cluster.rank import Progress, Report, measure_link
@@ -80,7 +81,7 @@ class TrialRunner:
             blank = blank.model_copy(update={"link": link.record([])})
             assignment = Assignment(trial, link.message_bytes or None, self._folder)
             outcomes = self._start(trial)(run, assignment, self.launch(trial, link, trial.id), on_progress)
-            probed = slowest(outcome.probed for outcome in outcomes)
+            probed = slowest(map(attrgetter("probed"), outcomes))
             blank = blank.model_copy(update={"link": link.record(probed)})
             return assemble(outcomes, blank)
         except KeyboardInterrupt:
@@ -149,7 +150,7 @@ class TrialRunner:
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
         )
-        message = link.message_bytes, link.cluster.transport
+        message = link.message_bytes, REPETITIONS, link.cluster.transport
         link.calibrated_mbit = slowest(self._start(trial)(measure_link, message, launch, lambda _: None))
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped

@@ -26,7 +26,7 @@ from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
 from impl.adapters.inside_fsdp2 import InFSDP2
-from impl.adapters.traffic import GroupGeometry, Host
+from impl.adapters.traffic import GroupGeometry
 from impl.comm.mesh import Mesh
 from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
@@ -39,6 +39,7 @@ from impl.zero import Zero, shard
 
 # Bytes and messages that one rank sent, None if past our wire, and bytes that it copied.
 Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
+Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part, counted and predicted; the latter of ours
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
 
 
@@ -154,15 +155,11 @@ class Strategy:
         """Seconds that this rank, or its GPU's stream, has waited in the wire so far; None for peers."""
         return None if self.wire is None else self.wire.exposed_seconds
 
-    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """Bytes that stay on this rank at most, by part."""
+    def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
+        """Bytes that stay on this rank at most, by part, and as ``impl.plan.memory`` predicts those parts."""
         parameters = [local_part(parameter) for parameter in self.model.parameters()]
         held = sum(parameter.nbytes for parameter in parameters)
-        return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}
-
-    def formula(self, trial: Trial) -> dict[str, int]:
-        """The same parts as ``impl.plan.memory`` predicts them; empty for peers."""
-        return {}
+        return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}, {}
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -222,18 +219,15 @@ class ByDeepSpeed(Strategy):
         """See :meth:`Strategy.weights_changed`; what DeepSpeed keeps because it is small stays."""
         self.model.empty_partition_cache()
 
-    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """See :meth:`Strategy.memory`; shards of weights count among masters, gradients are as large."""
         masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
         stepped = sum(parameter.nbytes for parameter in masters)
         weights = [getattr(one, "ds_tensor", one) for one in self.model.parameters()]
         held = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
-        return {
-            "masters": sum(held.values()),
-            "gradients": stepped,
-            "optimizer": state_bytes(optimizer, optimizer.state),
-            **({"secondary": self._secondary} if self._secondary else {}),
-        }
+        found = {"masters": sum(held.values()), "gradients": stepped}
+        found["optimizer"] = state_bytes(optimizer, optimizer.state)
+        return found | ({"secondary": self._secondary} if self._secondary else {}), {}
 
 
 @dataclass(slots=True)
@@ -292,35 +286,41 @@ class Sharded(Strategy):
         book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
         return book.sent, book.copied
 
-    def memory(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """What the engine metered, and the optimizer's state."""
+    def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
+        """What the engine metered, and the optimizer's state; a frozen model is not passed backwards."""
         found = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for one in (unit.master_shard for unit in self.zero.units):
             where = "host_optimizer" if one.placement.shard else "optimizer"
             found[where] += state_bytes(optimizer, (master for _, master in one.masters))
-        return found
-
-    def formula(self, trial: Trial) -> dict[str, int]:
-        """See :meth:`Strategy.formula`; a model that is frozen as a whole is not passed backwards."""
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
         parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
-        return with_state(parts, state_bytes_per_element(trial.optimizer))
+        return found, with_state(parts, state_bytes_per_element(trial.optimizer))
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
     """Wrap ``model`` in the trial's strategy, in place, or raise Refusal, PolicyError or GeometryError."""
-    policy = trial.resolved_policy()
-    if policy is not None:
-        wire = wire_of(trial, rank, device)
-        if trial.host is not None:
-            return _hosted(trial.host, model, wire, policy)
+    policy, host = trial.resolved_policy(), trial.host
+    if policy is None:
+        peer, compute = PEERS[trial.strategy], trial.peer.compute
+        if peer.family != DEEPSPEED:
+            wrapped = torch_peers.wrapped(peer, model, device, compute)
+            return Strategy(wrapped, partial(torch_peers.algorithms, peer, compute), None, ())
+        config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
+        engine = deepspeed.initialised(model, optimizer, config, device)
+        told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
+        return ByDeepSpeed(engine, lambda: told, None, (), stepping=optimizer)
+    wire = wire_of(trial, rank, device)
+    if host is None:
         return sharded(trial, model, wire, policy)
-    peer, compute = PEERS[trial.strategy], trial.peer.compute
-    if peer.family == DEEPSPEED:
-        return _by_deepspeed(trial, model, device)
-    wrapped = torch_peers.wrapped(peer, model, device, compute)
-    return Strategy(wrapped, partial(torch_peers.algorithms, peer, compute), None, ())
+    joined: InFSDP2 | InDDP
+    if host == "fsdp2":
+        wrapped = torch_peers.wrapped(PEERS[host], model, device)
+        joined = InFSDP2(wrapped, wire, policy)
+    else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
+        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        joined = InDDP(wrapped, wire, policy)
+    return Hosted(wrapped, joined.describe, wire, joined.units, joined=joined)
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
@@ -340,22 +340,3 @@ def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Shard
     spoil(zero, trial.control)
     units = [unit.geometry for unit in zero.units]
     return Sharded(model, partial(describe, zero), wire, units, zero)
-
-
-def _by_deepspeed(trial: Trial, model: nn.Module, device: torch.device) -> ByDeepSpeed:
-    config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
-    engine = deepspeed.initialised(model, optimizer, config, device)
-    told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
-    return ByDeepSpeed(engine, lambda: told, None, (), stepping=optimizer)
-
-
-def _hosted(host: Host, model: nn.Module, wire: Wire, policy: Policy) -> Hosted:
-    """The named peer with our collectives inside."""
-    joined: InFSDP2 | InDDP
-    if host == "fsdp2":
-        wrapped = torch_peers.wrapped(PEERS[host], model, wire.mesh.device)
-        joined = InFSDP2(wrapped, wire, policy)
-    else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
-        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
-        joined = InDDP(wrapped, wire, policy)
-    return Hosted(wrapped, joined.describe, wire, joined.units, joined=joined)

@@ -21,7 +21,6 @@ from harness.workloads.models import shape_of
 from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 from impl.engine.masters import Stepped
-from impl.plan.learning_rate import Schedule
 from impl.plan.traffic import Event
 
 
@@ -59,26 +58,17 @@ def run_passes(
     return found
 
 
-@dataclass(slots=True)
 class TrainingLoop:
-    """Training steps of a trial on one rank."""
+    """Training steps of a trial on one rank, whose strategy has not trained yet."""
 
-    trial: Trial
-    strategy: Strategy
-    data: RankBatches
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule | None
-    clock: StepClock  # with the times and the loss of each step so far
-    events: list[Event]  # of all passes and steps so far
-    checks: TrainingChecks | None = None  # of every step, if any
-    collect: Callable[[int, StepClock], Given] | None = None  # makes what a step trains on, if not the data
-
-    @classmethod
-    def of(cls, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> TrainingLoop:
-        """The loop of a strategy that has not trained yet; a Refusal if torch has no such optimizer."""
-        optimizer, schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
-        clock = StepClock(strategy.exposed_seconds, device)
-        return cls(trial, strategy, data, optimizer, schedule, clock, [])
+    def __init__(self, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> None:
+        """A Refusal if torch has no such optimizer."""
+        self.trial, self.strategy, self.data = trial, strategy, data
+        self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
+        self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
+        self.events: list[Event] = []  # of all passes and steps so far
+        self.checks: TrainingChecks | None = None  # of every step, if any
+        self.collect: Callable[[int, StepClock], Given] | None = None  # makes what a step trains on, if any
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
         """Take one optimizer step; all ranks must call it."""

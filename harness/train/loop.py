@@ -69,7 +69,7 @@ class _Training:
             models.checkpoint_activations(model)
         self.strategy = sharded(trial, model, wire, policy)
         self.zero = self.strategy.zero
-        self.loop = TrainingLoop.of(trial, self.strategy, self.data, self.device)
+        self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
 
     def run(self) -> list[Step]:
         """Run all steps, reporting a line for each."""

@@ -63,11 +63,10 @@ def hang(rank: Rank, _: None) -> None:
     dist.barrier()
 
 
-def exchanged(rank: Rank, what: tuple[int, int, bool]) -> tuple[list[float], int, int]:
-    """Exchange messages, maybe grouped as on GPUs; achieved rates, and what the interface sent meanwhile."""
-    nbytes, repetitions, grouped = what
+def exchanged(rank: Rank, what: tuple[int, int]) -> tuple[list[float], int, int]:
+    """Exchange messages; achieved rates, and what the interface sent meanwhile."""
     before = counters(rank.port.interface or "lo")
-    rates = exchange(rank, nbytes, repetitions, grouped=grouped)
+    rates = exchange(rank, *what, grouped=False)
     tx_bytes, packets = (counters(rank.port.interface or "lo") - before).tolist()
     return rates, tx_bytes, packets
 
@@ -99,11 +98,8 @@ def _queue(rank: Rank) -> tuple[int, int]:
 
 
 def opened(rank: Rank, nbytes: int) -> tuple[list[int], list[float], int]:
-    """Send a message through the link as it is opened and shaped twice.
-
-    Returns:
-        The rate of this node's queue before, open, and shaped again, of each time; achieved rates of what is
-        sent afterwards, and bytes that waited when it was shaped again.
+    """Rates of this node's queue before, open and shaped again, twice; achieved rates of what is sent
+    afterwards, and bytes that waited when it was shaped again.
     """
     found, waiting, rates = [], 0, list[float]()
     for _ in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
@@ -161,30 +161,30 @@ def budgeted(text: str, tmp_path_factory: pytest.TempPathFactory) -> list[Outcom
     return outcomes(trial(text, "qgz", policy=policy), tmp_path_factory.mktemp("budgeted") / "log")
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient", "ledger", "codecs"])
-def test_what_is_not_as_it_must_be_is_no_result(budgeted: list[Outcome], what: str) -> None:
+def test_what_is_not_as_it_must_be_is_no_result(budgeted: list[Outcome]) -> None:
     """A loss or a gradient before training that is not a single process's, a ledger off by one byte, other
     codecs than the first rank's: the line names rank and numbers.
     """
     assert math.isfinite(assembled(budgeted).reference_loss or math.nan)
-    found = copy.deepcopy(budgeted)
-    compared, record = found[1].compared, found[1].record
-    if what == "loss":
-        compared.losses[0] = replace(compared.losses[0], found=compared.losses[0].found + 2e-3)
-        words = r"loss of rank 1 is .* more than 0.0001 apart"
-    elif what == "gradient":
-        compared.gradient_errors = [replace(compared.gradient_errors[0], share=1.01)]
-        words = "before training rank 1's reduced gradient of unit"
-    elif what == "ledger":
-        first, *others = record.ledger or []
-        ledger = [first.model_copy(update={"bytes": first.bytes + 1}), *others]
-        found[1] = replace(found[1], record=record.model_copy(update={"ledger": ledger}))
-        words = f"rank 1 sent {first.bytes + 1} bytes .* predicted are {first.bytes} bytes"
-    else:
-        found[1] = replace(found[1], chosen=found[1].chosen[1:])
-        words = "rank 1 chose other codecs"
-    with pytest.raises(TrialError, match=words):
-        assembled(found)
+    ours = budgeted[1]
+    loss, error = ours.compared.losses[0], ours.compared.gradient_errors[0]
+    first, *others = ours.record.ledger or []
+    ledger = [first.model_copy(update={"bytes": first.bytes + 1}), *others]
+    off = replace(ours.compared, losses=[replace(loss, found=loss.found + 2e-3)])
+    for wrong, words in (
+        ({"compared": off}, r"loss of rank 1 is .* more than 0.0001 apart"),
+        (
+            {"compared": replace(ours.compared, gradient_errors=[replace(error, share=1.01)])},
+            "before training rank 1's reduced gradient of unit",
+        ),
+        (
+            {"record": ours.record.model_copy(update={"ledger": ledger})},
+            f"rank 1 sent {first.bytes + 1} bytes .* predicted are {first.bytes} bytes",
+        ),
+        ({"chosen": ours.chosen[1:]}, "rank 1 chose other codecs"),
+    ):
+        with pytest.raises(TrialError, match=words):
+            assembled([budgeted[0], replace(ours, **wrong), *budgeted[2:]])
 
 
 def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path) -> None:
@@ -249,17 +249,12 @@ def test_peers_in_16_bits_are_checked_against_a_single_process(
     text: str, tmp_path: Path, strategy: str, peer: str
 ) -> None:
     """Before training a peer that computes in bf16 has the loss of one process that computes so, which is not
-    fp32's; its validation losses are near those of fp32.
+    fp32's.
     """
-    settings = {"validate_every": 2, "accumulation": 2}
-    found = outcomes(trial(text, strategy, peer={"compute": peer}, **settings), tmp_path / "log")
-    for outcome in found:
+    for outcome in outcomes(trial(text, strategy, peer={"compute": peer}, accumulation=2), tmp_path / "log"):
         first = outcome.compared.losses[0]
         assert first.found == pytest.approx(first.expected, abs=1e-4)
         assert (first.expected == first.reference) == (peer == "fp32")
-    expected = result(trial(text, "single", **settings), tmp_path / "log")
-    for ours, theirs in zip(assembled(found).validations, expected.validations, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=2**-8)
 
 
 @INSTALLED
@@ -471,9 +466,6 @@ def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:
 
 def dropping(sequence: int) -> Any:
     """A model with dropout and a buffer that training changes."""
-    from torch import nn
-
-    from harness.workloads.models import GPT, GPTShape
 
     class Dropping(GPT):
         def __init__(self) -> None:

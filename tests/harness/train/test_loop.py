@@ -31,8 +31,6 @@ LINE = re.compile(
     r"step \d+/[24] \| loss ([\d.]+) \| [\d.]+ ms \(forward [\d.]+, backward [\d.]+, optimizer [\d.]+\) "
     r"\| [\d.]+ samples/s \| [\d.e-]+ TFLOP/s per rank \| process peak [\d.]+ MB"
 )
-
-
 STEP = re.compile(r"loss ([\d.]+)")
 
 
@@ -305,22 +303,27 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("table", "flags", "words"),
     [
-        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
-        (["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
-        (["--hidden-size", "65"], "4 heads do not divide a width of 65"),
-        (["--deepspeed_config", "none.json"], "none.json: cannot read"),
-        (["--zero-stage", "7"], "zero-stage"),
-        (["--steps", "1" + "0" * 30], "--steps"),
-        (["--hidden-size", "1000000000", "--plan"], "--hidden-size"),
+        (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
+        (None, ["--fp16", "--bf16"], "fp16.enabled = true: not with bf16.enabled = true"),
+        (None, ["--hidden-size", "65"], "4 heads do not divide a width of 65"),
+        (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
+        (None, ["--zero-stage", "7"], "zero-stage"),
+        (None, ["--steps", "1" + "0" * 30], "--steps"),
+        (None, ["--hidden-size", "1000000000", "--plan"], "--hidden-size"),
+        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
+        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
+        ({"train_batch_size": 3}, [], "train_batch_size = 3"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": 2}}}, ["--lr", "0.5"], "--lr 0.5, but .*lr = 2"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(
-    flags: list[str], words: str, capfd: pytest.CaptureFixture[str]
+    table: object, flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In one line."""
-    assert words in refusal(capfd, *flags)
+    """In one line; with a configuration they must agree, where both say something."""
+    both = [] if table is None else [*TOY, "--deepspeed-config", config(tmp_path, json.dumps(table))]
+    assert re.search(words, refusal(capfd, *both, *flags))
 
 
 @pytest.mark.parametrize(
@@ -331,23 +334,6 @@ def test_a_wrong_configuration_is_named_once(
 ) -> None:
     """Whether it is no JSON, no table, or says what cannot be."""
     assert refusal(capfd, "--deepspeed-config", config(tmp_path, text)).count("ds.config") == 1
-
-
-@pytest.mark.parametrize(
-    ("table", "flags", "words"),
-    [
-        ({"zero_optimization": {"stage": 2}}, ["--zero-stage", "3"], "--zero-stage 3, but .* stage = 2"),
-        ({"train_micro_batch_size_per_gpu": 4}, ["--batch-size", "2"], "--batch-size 2, but .* = 4"),
-        ({"train_batch_size": 3}, [], "train_batch_size = 3"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": 2}}}, ["--lr", "0.5"], "--lr 0.5, but .*lr = 2"),
-    ],
-)
-def test_flags_and_configuration_must_agree(
-    table: dict[str, object], flags: list[str], words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """What both say must be the same."""
-    file = config(tmp_path, json.dumps(table))
-    assert re.search(words, refusal(capfd, *TOY, "--deepspeed-config", file, *flags))
 
 
 @pytest.mark.long
