@@ -101,14 +101,11 @@ def _half_widths(base: _Took, ours: _Took, done: range) -> list[float]:
 
 def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
     """What the trials of a folder took, read once each."""
-    known: dict[str, float] = {}
+    known: dict[str, float | None] = {}
 
     def took(trial: Trial) -> float | None:
-        if trial.id not in known and (path := path_of(folder, trial.id)).exists():
-            found = seconds_of(read(path))
-            if found is None:
-                return None
-            known[trial.id] = found
+        if known.get(trial.id) is None and (path := path_of(folder, trial.id)).exists():
+            known[trial.id] = seconds_of(read(path))
         return known.get(trial.id)
 
     return took

@@ -22,9 +22,9 @@ def place(rank: Rank, word: str) -> tuple[str, int, int, int, int]:
     return word, rank.rank, rank.node, int(total), torch.get_num_threads()
 
 
-def environment(rank: Rank, name: str) -> str | None:
-    """An environment variable as a rank sees it."""
-    return os.environ.get(name)
+def environment(rank: Rank, _: None) -> dict[str, str]:
+    """Environment variables as a rank sees them."""
+    return dict(os.environ)
 
 
 def crash(rank: Rank, how: str) -> None:

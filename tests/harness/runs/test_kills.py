@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from harness.records.record import read_all
 from tests.harness.cluster.test_rank_processes import until
-from tests.harness.runs.test_launchers import SUITE
+from tests.harness.runs.test_launchers import SUITE, found_in
 
 ROOT = Path(__file__).parents[3]
 CHANGES = {
@@ -53,17 +52,10 @@ def started(folder: Path, nodes: int = 1) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def results(folder: Path) -> dict[str, Any]:
-    """Ledgers and losses of finished trials, by id."""
+def results(folder: Path) -> dict[tuple[str, int], object]:
+    """Ledgers and losses of finished trials, by strategy and seed."""
     there = folder / "results" / "kills"
-    return {
-        one.id: (
-            [rank.ledger for rank in one.ranks],
-            [step.loss for rank in one.ranks for step in rank.steps],
-        )
-        for one in (read_all(there) if there.is_dir() else [])
-        if one.failure is None
-    }
+    return found_in(read_all(there) if there.is_dir() else [])
 
 
 def ended(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[int]:
@@ -107,7 +99,7 @@ def test_no_finished_trial_is_lost_by_kills(tmp_path: Path) -> None:
     keeps it, nothing of a run stays behind, and a run that is left alone ends with the ids, bytes and losses
     of one that was never disturbed.
     """
-    folder, undisturbed, there = tmp_path / "killed", tmp_path / "undisturbed", dict[str, Any]()
+    folder, undisturbed, there = tmp_path / "killed", tmp_path / "undisturbed", results(tmp_path)
     folder.mkdir()
     undisturbed.mkdir()
     assert ended(started(undisturbed), undisturbed) == [0]

@@ -89,11 +89,11 @@ def test_in_16_bits_all_train_nearly_like_a_single_process(
     assert losses(found) != pytest.approx(losses(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ALLOCATOR)
-def test_every_contender_has_the_same_allocator(tmp_path: Path, name: str) -> None:
+def test_every_contender_has_the_same_allocator(tmp_path: Path) -> None:
     """Ranks run with the allocator's settings, and the sweep's own environment is left alone."""
     before = dict(os.environ)
-    assert run_ranks(targets.environment, name, local(Topology(1, 1), tmp_path / "log")) == [ALLOCATOR[name]]
+    (there,) = run_ranks(targets.environment, None, local(Topology(1, 1), tmp_path / "log"))
+    assert ALLOCATOR.items() <= there.items()
     assert dict(os.environ) == before
     assert torch.get_num_threads() >= 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ

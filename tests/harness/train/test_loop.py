@@ -42,8 +42,14 @@ def config(folder: Path, snippet: str) -> str:
     return str(file)
 
 
-def losses(output: str) -> list[float]:
-    return list(map(float, LINE.findall(output)))
+def losses(text: str) -> list[float]:
+    return list(map(float, LINE.findall(text)))
+
+
+def output(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What is printed where all goes well."""
+    assert main(["train", *flags]) == 0
+    return capfd.readouterr().out
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -56,21 +62,16 @@ def refusal(capfd: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Three steps in one go are one and two more; on other ranks it says what it did not take over."""
     folder = str(tmp_path / "checkpoints")
-    base = ["train", *TOY, "--batch-size", "1", "--zero-stage", "3"]
-    two = ["--ranks-per-node", "2"]
-    assert main([*base, *two, "--steps", "3"]) == 0
-    whole = STEP.findall(capfd.readouterr().out)
-    assert main([*base, *two, "--steps", "1", "--save", folder]) == 0
-    first = capfd.readouterr().out
+    base = [*TOY, "--batch-size", "1", "--zero-stage", "3", "--ranks-per-node", "2"]
+    whole = STEP.findall(output(capfd, *base, "--steps", "3"))
+    first = output(capfd, *base, "--steps", "1", "--save", folder)
     assert "saved " in first
-    assert main([*base, *two, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1"]) == 0
-    then = capfd.readouterr().out
+    then = output(capfd, *base, "--steps", "3", "--load", folder, "--save", folder, "--keep", "1")
     assert "goes on after step 1" in then
     assert STEP.findall(first) + STEP.findall(then) == whole
     assert [path.name for path in Path(folder).iterdir()] == ["checkpoint-000002"]
-    other = ["train", *TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3"]
-    assert main([*other, "--steps", "4", "--load", folder]) == 0
-    assert "goes on after step 3\nnot taken over: " in capfd.readouterr().out
+    other = [*TOY, "--batch-size", "1", "--zero-stage", "1", "--ranks-per-node", "3", "--steps", "4"]
+    assert "goes on after step 3\nnot taken over: " in output(capfd, *other, "--load", folder)
 
 
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +79,7 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
     folder = str(tmp_path / "checkpoints")
     base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1"]
     assert "no such folder" in refusal(capfd, *base, "--load", folder)
-    assert main(["train", *base, "--steps", "1", "--save", folder]) == 0
-    capfd.readouterr()
+    output(capfd, *base, "--steps", "1", "--save", folder)
     assert "has 1 steps behind it, --steps 1 leaves none" in refusal(
         capfd, *base, "--load", folder, "--steps", "1"
     )
@@ -109,11 +109,10 @@ def test_a_run_goes_on_with_the_learning_rate_that_is_asked_for(
 ) -> None:
     """The configuration's and the flags' options count, not the checkpoint's, and what differs is said."""
     folder = str(tmp_path / "checkpoints")
-    base = ["train", *TOY, "--batch-size", "1", "--ranks-per-node", "1"]
-    assert main([*base, "--lr", "0.001", "--steps", "1", "--save", folder]) == 0
-    capfd.readouterr()
-    assert main([*base, "--lr", "0.0", "--steps", "3", "--load", folder, "--save", folder]) == 0
-    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in capfd.readouterr().out
+    base = [*TOY, "--batch-size", "1", "--ranks-per-node", "1", "--save", folder]
+    output(capfd, *base, "--lr", "0.001", "--steps", "1")
+    said = output(capfd, *base, "--lr", "0.0", "--steps", "3", "--load", folder)
+    assert "\nas asked: lr = 0.0, not the checkpoint's 0.001\n" in said
     weights = []
     for path in sorted(Path(folder).iterdir()):
         assert main(["export", str(path), str(tmp_path / path.name)]) == 0
@@ -156,8 +155,7 @@ def test_padding_is_refused_with_the_option_that_allows_it(
     needed = said.rpartition(" ")[2].strip()
     assert said.endswith(f"raise max_padding to {needed}: --max-padding {needed}\n")
     assert "'--max-padding'" in refusal(capfd, *flags, "--max-padding", "nan")
-    assert main(["train", *flags, "--max-padding", needed]) == 0
-    assert "step 1/1 | loss " in capfd.readouterr().out
+    assert "step 1/1 | loss " in output(capfd, *flags, "--max-padding", needed)
 
 
 def test_as_many_ranks_as_torchrun_started_are_asked_for(
@@ -236,8 +234,7 @@ def test_zero_tutorial_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     file = config(tmp_path, "zero_tutorial stage 1")
     shape = ["--num-layers", "48", "--hidden-size", "1600", "--num-attention-heads", "16"]
     flags = [*shape, "--batch-size", "1", "--deepspeed_config", file, "--ranks-per-node", "8", "--plan"]
-    assert main(["train", *flags]) == 0
-    found = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", capfd.readouterr().out)
+    found = re.search(r"states are ([\d.]+) GB, and ([\d.]+) GB on each rank", output(capfd, *flags))
     assert found is not None
     whole, share = float(found[1]), float(found[2])
     assert whole == pytest.approx(18, rel=0.05)
@@ -251,8 +248,7 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
     for more in ({}, {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}):
         file = config(tmp_path, json.dumps({"zero_optimization": keys | more}))
         flags = ["--preset", "1.5b", "--ranks-per-node", "8", "--batch-size", "1", "--plan"]
-        assert main(["train", *flags, "--deepspeed-config", file]) == 0
-        said.append(capfd.readouterr().out)
+        said.append(output(capfd, *flags, "--deepspeed-config", file))
     plain, half = said
     ((adam, *_),) = rows(plain, r"3 <")
     assert " host " not in plain
@@ -271,11 +267,9 @@ def test_offloaded_states_have_rows_of_their_own(tmp_path: Path, capfd: pytest.C
 def test_a_plan_has_the_bytes_between_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Of each stage, as many as a suite's plan predicts; on one node there are none to print."""
     asked = json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
-    flags = ["train", *TOY, "--deepspeed-config", config(tmp_path, asked), "--plan", "--nodes"]
-    assert main([*flags, "1"]) == 0
-    assert "between nodes" not in capfd.readouterr().out
-    assert main([*flags, "2"]) == 0
-    (line,) = [one for one in capfd.readouterr().out.splitlines() if one.startswith("sent between nodes by")]
+    flags = [*TOY, "--deepspeed-config", config(tmp_path, asked), "--plan", "--nodes"]
+    assert "between nodes" not in output(capfd, *flags, "1")
+    (line,) = [one for one in output(capfd, *flags, "2").splitlines() if one.startswith("sent between nodes")]
     model = Model(name="gpt-tiny")
     recipe = Trial(strategy="recipe", deepspeed_config=asked, model=model, sequence=32, tokens_per_rank=32)
     (same,) = forecast([recipe], this_host())
