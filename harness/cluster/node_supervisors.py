@@ -220,13 +220,7 @@ def _followed(channel: Channel, work: Work, number: int, command: dict[str, Any]
         return answer | {"log": said[-_LOG_LETTERS:]}
 
 
-def _done(
-    work: Work,
-    argument: Any,
-    launch: Launch,
-    on_progress: Report,
-    stopped: Stopped,
-) -> Answer:
+def _done(work: Work, argument: Any, launch: Launch, on_progress: Report, stopped: Stopped) -> Answer:
     """What comes of work on this node, whose interface is held to its rate meanwhile, if it has one."""
     own = launch.ports[launch.node or 0]
     others = [port.address for port in launch.ports if port is not own]

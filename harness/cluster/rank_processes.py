@@ -191,7 +191,7 @@ def run_in_place(
     target: Callable[[Rank, Argument], object],
     argument: Argument,
     launch: Launch,
-    on_progress: Report = lambda _: None,
+    on_progress: Report,
 ) -> None:
     """Be one rank of as many as ``launch`` has, which ``torchrun`` started, each with its own argument."""
     import torch

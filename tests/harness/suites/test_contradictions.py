@@ -19,6 +19,8 @@ _RLHF: Final[dict[str, Any]] = {
 }  # fmt: skip
 _UNORDERED: Final[dict[str, Any]] = {"control": "unordered"}
 _STALE: Final[dict[str, Any]] = {"control": "stale_secondary"}
+_FSDP2: Final[dict[str, Any]] = {"strategy": "fsdp2+qgz"}
+_DDP: Final[dict[str, Any]] = {"strategy": "ddp+qgz"}
 _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
 
 
@@ -72,6 +74,12 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
         (_UNORDERED | {"strategy": "qgz", "cluster": _ONE_NODE}, "in 1 hops; expected two"),
         (_STALE | {"strategy": "zero3"}, "'zero3' keeps no secondary"),
         (_STALE | {"strategy": "fsdp2+exact"}, r"'fsdp2\+exact' keeps no secondary"),
+        (_FSDP2 | {"policy": {"secondary": 2}}, "secondary = 2 inside fsdp2: it gathers anew in backward"),
+        (_FSDP2 | {"policy": {"feedback": "classic"}}, "feedback = classic inside fsdp2"),
+        (_FSDP2 | {"cluster": {"device": "cuda"}}, "expected 'cpu'"),
+        (_DDP | {"policy": {"weights": "int8:64"}}, "weights = int8:64 inside ddp: it keeps whole weights"),
+        (_DDP | {"policy": {"gradients": "int4:64:stochastic"}}, "stochastic inside ddp: it tells no steps"),
+        (_DDP | {"policy": {"gather": "flat"}}, "gather = flat inside ddp"),
     ],
 )
 def test_impossible_together(fields: dict[str, Any], words: str) -> None:
