@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -118,19 +118,16 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     from impl.ops import check_devices
     from impl.zero import ZeroError
 
-    optimizer, policy, cluster = _check_optimizer(trial), trial.resolved_policy(), trial.cluster
+    optimizer, policy = _check_optimizer(trial), trial.resolved_policy()
     codecs = () if policy is None else policy.own_codecs
     model = build_model(trial.model, trial.sequence, models)
     complaints = [
-        _check_ranks(trial, host),
+        next(_wrong_ranks(trial, host), None),
         _refused(lambda: trial_dataset.check(trial)),
-        _check_link(trial, host),
-        _refused(lambda: check_devices(torch.device(cluster.device), codecs)),
+        next(_wrong_link(trial, host), None),
+        _refused(lambda: check_devices(torch.device(trial.cluster.device), codecs)),
         optimizer if isinstance(optimizer, str) else None,
     ]
-    if cluster.launcher == "hosts" and len(cluster.hosts) < cluster.nodes:
-        count = len(cluster.hosts)
-        complaints.append(f"cluster.hosts has {count} names; expected one for each of {cluster.nodes} nodes")
     if isinstance(model, Refusal):
         complaints.append(str(model))
     elif trial.activation_checkpointing:
@@ -325,51 +322,43 @@ def _batch_bytes(trial: Trial) -> int:
     return trial_dataset.micro_batch_bytes(trial) * batches * parts
 
 
-def _check_ranks(trial: Trial, host: Host) -> str | None:
-    """Why the machine cannot hold the ranks, whatever the model; None if it can."""
-    ranks = _ranks_here(trial)
-    if trial.cluster.device == "cuda":
-        if trial.cluster.transport != "staged" and trial.strategy != "single" and ranks > len(host.gpus):
-            return (
-                f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {len(host.gpus)}"
-            )
-        return None if host.gpus else "cluster.device = 'cuda': this machine has no GPU that NVML shows"
-    most = host.memory // PROCESS_BYTES
-    if ranks > most:
-        return (
+def _wrong_ranks(trial: Trial, host: Host) -> Iterator[str]:
+    """Why the machine cannot hold the ranks, whatever the model."""
+    ranks, most, here = _ranks_here(trial), host.memory // PROCESS_BYTES, len(host.gpus)
+    cuda, alone = trial.cluster.device == "cuda", trial.strategy == "single"
+    if cuda and trial.cluster.transport != "staged" and not alone and ranks > here:
+        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {here}"
+    if cuda and not here:
+        yield "cluster.device = 'cuda': this machine has no GPU that NVML shows"
+    if ranks > most and not cuda:
+        yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
             f"model, at most {most} in {gib(host.memory)}"
         )
-    return None
 
 
-def _check_link(trial: Trial, host: Host) -> str | None:
-    """Why the link cannot be opened here, or cannot limit a peer's rate; None if it can."""
-    cluster, peer = trial.cluster, trial.strategy in PEERS and trial.strategy != "single"
-    if cluster.link in ("real", "shaped"):
-        if cluster.launcher == "local" and cluster.nodes > 1:
-            return (
-                f"cluster.link = {cluster.link!r}: {cluster.nodes} nodes are {cluster.nodes} machines, and "
-                "cluster.launcher = 'local' starts all ranks on this one; expected 'torchrun'"
-            )
-        if cluster.link == "real" and cluster.rate is not None:
-            return (
-                f"cluster.rate = {cluster.rate:g} Mbit/s is for predictions only: a real link is as fast "
-                "as it is; expected 'unshaped', or cluster.link = 'shaped', which holds hosts' interfaces, "
-                "or 'paced', which holds our own messages back"
-            )
-        return None
-    if cluster.nodes == 1 or cluster.link == "none":
-        return None
-    if cluster.link == "namespaces" and (why := host.namespaces()):
-        return f"cluster.link = 'namespaces': {why}"
-    if peer and cluster.rate is not None:
-        paced = "link 'paced' shapes our own wire only" if cluster.link == "paced" else host.namespaces()
-        if paced:
-            return (
-                f"strategy = {trial.strategy!r} at {cluster.rate:g} Mbit/s needs network namespaces: {paced}"
-            )
-    return None
+def _wrong_link(trial: Trial, host: Host) -> Iterator[str]:
+    """Why nodes cannot be joined as asked from here, or the link cannot limit a peer's rate."""
+    cluster, link, nodes, rate = trial.cluster, trial.cluster.link, trial.cluster.nodes, trial.cluster.rate
+    if cluster.launcher == "local" and nodes > 1 and link in ("real", "shaped"):
+        yield (
+            f"cluster.link = {link!r}: {nodes} nodes are {nodes} machines, and cluster.launcher = 'local' "
+            "starts all ranks on this one; expected 'torchrun'"
+        )
+    if link == "real" and rate is not None:
+        yield (
+            f"cluster.rate = {rate:g} Mbit/s is for predictions only: a real link is as fast as it is; "
+            "expected 'unshaped', or cluster.link = 'shaped', which holds hosts' interfaces, or 'paced', "
+            "which holds our own messages back"
+        )
+    if nodes > 1 and link == "namespaces" and (why := host.namespaces()):
+        yield f"cluster.link = 'namespaces': {why}"
+    if nodes > 1 and rate is not None and trial.strategy in PEERS and trial.strategy != "single":
+        unheld = {"auto": host.namespaces, "paced": lambda: "link 'paced' shapes our own wire only"}
+        if why := unheld.get(link, lambda: None)():
+            yield f"strategy = {trial.strategy!r} at {rate:g} Mbit/s needs network namespaces: {why}"
+    if cluster.launcher == "hosts" and (count := len(cluster.hosts)) < nodes:
+        yield f"cluster.hosts has {count} names; expected one for each of {nodes} nodes"
 
 
 def _refused(check: Callable[[], None]) -> str | None:

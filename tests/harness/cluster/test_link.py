@@ -42,7 +42,7 @@ def asked(link: str, nodes: int, rate: float | None = None, **more: object) -> C
 
 def launch_of(joined: Link, tmp_path: Path, per_node: int = 1) -> Launch:
     topology = Topology(joined.cluster.nodes, per_node)
-    return Launch(topology, joined.ports, joined.paced_mbit, 1, 60, tmp_path / "log")
+    return Launch(topology, joined.ports, joined.paced_mbit, 1, 120, tmp_path / "log")
 
 
 def exchanged(
@@ -369,7 +369,6 @@ def test_rootless_namespaces_work_like_roots(tmp_path: Path) -> None:
 from pathlib import Path
 from harness.cluster.link import *
 from tests.harness.cluster.test_link import asked, exchanged
-from tests.support.params import long
 if __name__ == "__main__":
     with open_link(asked("namespaces", 2, 50.0), "abc123") as joined:
         print(joined.details["mode"])

@@ -17,7 +17,7 @@ from torch import nn
 
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
-from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
+from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.measure.cpu_usage import busy
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
@@ -35,7 +35,7 @@ from impl.plan.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.errors import chosen_codecs
-from tests.harness.cluster.test_link import asked
+from tests.harness.cluster.test_link import asked, launch_of
 from tests.harness.cluster.test_rank_processes import local
 from tests.support.params import long
 
@@ -303,8 +303,7 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
     """In namespaces a node's interface counts the ledger's training bytes plus 66 a packet, within 3 %."""
     one = trial(text, strategy, validate_every=2, model={"name": "gpt-small"}, sequence=32, warmup=1)
     with open_link(asked("namespaces", 2, 1000.0), "abc123") as link:
-        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
-        ranks = run_ranks(run, Assignment(one, 1_000_000), launch)
+        ranks = run_ranks(run, Assignment(one, 1_000_000), launch_of(link, tmp_path, 2))
     found = assembled(ranks)
     assert [len(rank.probed) for rank in ranks if rank.record.local == 0] == [2, 2]
     assert [counted.node for counted in found.interfaces] == [0, 1]
@@ -335,9 +334,8 @@ def test_what_is_not_timed_is_the_same_over_an_open_link(text: str, tmp_path: Pa
     found = []
     with open_link(asked(kind, 2, 50.0), "abc125") as link:
         for shaped in (False, True):
-            launch = Launch(one.topology(), link.ports, link.paced_mbit, 1, 120, tmp_path / "log")
             target = run_shaped if shaped else run
-            found.append(run_ranks(target, Assignment(one, 300_000), launch))
+            found.append(run_ranks(target, Assignment(one, 300_000), launch_of(link, tmp_path, 2)))
     for opened, held in zip(*found, strict=True):
         sums = [
             [(place, one.error, one.value, np.array(one.products).tolist()) for place, one in outcome]
@@ -561,8 +559,7 @@ def test_truncated_sends_are_no_result(text: str, tmp_path: Path) -> None:
     """
     one = trial(text, "zero3", model={"name": f"{__name__}:truncating"}, steps=2, warmup=1)
     with open_link(asked("namespaces", 2, 1000.0), "abc124") as link:
-        launch = Launch(one.topology(), link.ports, None, 1, 120, tmp_path / "log")
-        found = run_ranks(run, Assignment(one, None), launch)
+        found = run_ranks(run, Assignment(one, None), launch_of(link, tmp_path, 2))
     with pytest.raises(TrialError, match=r"'s interface sent .* bytes in the timed steps, its ledger holds"):
         assembled(found)
     assert [outcome.record.ledger for outcome in found] == [outcome.predicted for outcome in found]
