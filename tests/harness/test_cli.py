@@ -33,9 +33,12 @@ from harness.records.record import (
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
+from tests.harness.conftest import Zeropp
+from tests.report.records import CRASHED, changed_steps
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
+RESULTS = Path("results/q")
 SMALL = 'policy.weights = "int8:64"\npolicy.gradients = "int4:64"\n'
 
 
@@ -72,7 +75,7 @@ def suite(folder: Path, body: str = SMALL, head: str = HEAD) -> str:
     return "q.toml"
 
 
-def record(results: Path, *, failure: Failure | None = None, **fields: Any) -> Record:
+def record(failure: Failure | None = None, **fields: Any) -> Record:
     """A small record, written."""
     trial = Trial(strategy="zero3", **fields)
     step = Step(
@@ -89,21 +92,21 @@ def record(results: Path, *, failure: Failure | None = None, **fields: Any) -> R
         id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
         machine={}, code={}, pool="p", failure=failure, ranks=[] if failure else [rank],
     )  # fmt: skip
-    write(results / "q", made)
+    write(RESULTS, made)
     return made
 
 
-BAD_SUITES = {
-    "unknown key": ("polcy.weights = 1\n", "polcy.weights"),
-    "too many ranks": (SMALL + "cluster.nodes = 4096\n", "more than this machine can hold"),
-    "padding": (
-        'policy.weights = "int8:65536"\n',
-        "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite",
-    ),
-}
+PADDING = "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite"
 
 
-@pytest.mark.parametrize(("body", "words"), BAD_SUITES.values(), ids=BAD_SUITES)
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("polcy.weights = 1\n", "polcy.weights"),
+        (SMALL + "cluster.nodes = 4096\n", "more than this machine can hold"),
+        ('policy.weights = "int8:65536"\n', PADDING),
+    ],
+)
 def test_bad_suites(folder: Path, capsys: pytest.CaptureFixture[str], body: str, words: str) -> None:
     """Running a bad suite is refused in one line and touches nothing."""
     error = refused(folder, capsys, "run", suite(folder, body))
@@ -136,10 +139,9 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
     """An unknown suite or id is refused, naming what is there; a folder without records says so."""
     if what in ("../..", ".."):
         what = f"{what}/no-such-folder"
-    record(Path("results"))
-    assert f"unknown suite{' or id' if command == 'show' else ''} " in (
-        text := refused(folder, capsys, command, what)
-    )
+    record()
+    text = refused(folder, capsys, command, what)
+    assert f"unknown suite{' or id' if command == 'show' else ''} " in text
     assert "results holds q" in text
     (folder / "results" / "empty").mkdir()
     if command == "show":
@@ -149,11 +151,9 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
 def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A results folder that cannot be written is refused before anything runs."""
     (folder / "file").write_text("")
-    error = refused(folder, capsys, "run", suite(folder), "--results", "file/results")
-    assert "results folder not writable" in error
-    assert "results folder not writable" in refused(
-        folder, capsys, "run", "q.toml", "--results", "/proc/none"
-    )
+    for results in ("file/results", "/proc/none"):
+        error = refused(folder, capsys, "run", suite(folder), "--results", results)
+        assert "results folder not writable" in error
 
 
 @pytest.mark.parametrize(
@@ -175,84 +175,72 @@ def test_records_that_cannot_be_read(
         assert words in refused(folder, capsys, *arguments)
 
 
-def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp) -> None:
     """Every command names it and the remedy; ``show`` lists the others before."""
-    whole = record(Path("results"))
+    whole = record()
     (folder / "results" / "q" / "0123456789ab.json").write_text('{"schema_version": 1,')
     for arguments in (("run", suite(folder)), ("report", "q"), ("show", "0123")):
         assert "; delete the file and run again" in refused(folder, capsys, *arguments)
-    assert cli.main(["show", "q"]) == cli.REFUSED
-    found = capsys.readouterr()
-    assert whole.id in found.out
-    assert found.err.count("\n") == 1
-    assert "0123456789ab.json: not a record" in found.err
-    assert found.err.endswith("; delete the file and run again\n")
+    found = zeropp("show", "q", status=cli.REFUSED)
+    assert whole.id in found.stdout
+    assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", found.stderr)
 
 
 def test_records_of_another_suite_of_that_name(
-    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+    folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
     """A run says how many records of its folder it does not ask for, if there are any."""
-    assert cli.main(["run", suite(folder)]) == cli.OK
-    assert "also holds" not in capsys.readouterr().err
-    failure = Failure(kind="crashed", message="it broke", log=None)
+    assert "also holds" not in zeropp("run", suite(folder)).stderr
     for seed in (1, 2):
-        record(Path("results"), failure=failure, seed=seed)
-    assert cli.main(["run", suite(folder)]) == cli.OK
-    assert "also holds 2 records that this suite does not ask for" in capsys.readouterr().err
+        record(CRASHED, seed=seed)
+    assert "also holds 2 records that this suite does not ask for" in zeropp("run", "q.toml").stderr
 
 
-def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_of_peers_are_those_of_the_interfaces(folder: Path, zeropp: Zeropp) -> None:
     """Without a ledger they are what interfaces counted over the timed steps, marked so in both tables."""
-    made = record(Path("results"))
+    made = record()
     rank = made.ranks[0].model_copy(update={"ledger": None})
     counters = [InterfaceCounters(node=node, tx_bytes=500_000, tx_packets=1) for node in (0, 1)]
-    write(Path("results/q"), made.model_copy(update={"ranks": [rank], "interfaces": counters}))
+    write(RESULTS, made.model_copy(update={"ranks": [rank], "interfaces": counters}))
     for what in ("q", made.id):
-        assert cli.main(["show", what]) == cli.OK
-        said = capsys.readouterr().out
+        said = zeropp("show", what).stdout
         assert re.search(r"between +\n.*MB/step.* 1 \*|between nodes, MB/step +1 \*", said, re.DOTALL)
         assert "*: counted by the interfaces of the nodes" in said
 
 
 def test_other_code(
-    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+    folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
     """Records of other code are left alone, before anything runs; what failed on it, with nothing measured,
     stops no run.
     """
-    made = record(Path("results"))
+    made = record()
     error = refused(folder, capsys, "run", suite(folder))
     assert "holds 1 record of other code (hash of sources None, here " in error
     (folder / "results" / "q" / f"{made.id}.json").unlink()
-    record(Path("results"), failure=Failure(kind="crashed", message="it broke", log=None))
-    assert cli.main(["run", suite(folder)]) == cli.OK
-    assert machinery == [("sweep", "q", 1, Path("results/q")), ("report", Path("results/q"))]
+    record(CRASHED)
+    zeropp("run", "q.toml")
+    assert machinery == [("sweep", "q", 1, RESULTS), ("report", RESULTS)]
 
 
-def test_show_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_folder(folder: Path, zeropp: Zeropp) -> None:
     """A results folder is shown as a table, failures with their message and log."""
-    good = record(Path("results"))
-    bad = record(
-        Path("results"), repeat=1, failure=Failure(kind="crashed", message="it [broke]", log="logs/x.log")
-    )
+    good = record()
+    bad = record(Failure(kind="crashed", message="it [broke]", log="logs/x.log"), repeat=1)
     for what in ("q", "results/q"):
-        assert cli.main(["show", what]) == cli.OK
-        text = capsys.readouterr().out
+        text = zeropp("show", what).stdout
         assert good.id in text
         assert re.search(r"between +\n.*MB/step.* 2 ", text, re.DOTALL)
         assert f"{bad.id} crashed: it [broke]; log: results/q/logs/x.log\n" in text
-    assert cli.main(["show", bad.id]) == cli.OK
-    assert "\nlog: results/q/logs/x.log\n" in capsys.readouterr().out
+    assert "\nlog: results/q/logs/x.log\n" in zeropp("show", bad.id).stdout
 
 
-def test_show_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_record(folder: Path, zeropp: Zeropp) -> None:
     """One record is shown by its id or the start of it; rates and limits on memory as a suite writes them."""
     cluster = Cluster(rate="0.05 Gbit/s")  # type: ignore[arg-type]
-    made = record(Path("results"), cluster=cluster, memory_limit="1536 MiB")
+    made = record(cluster=cluster, memory_limit="1536 MiB")
     for what in (made.id, made.id[:5]):
-        assert cli.main(["show", what]) == cli.OK
-        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        lines = [" ".join(line.split()) for line in zeropp("show", what).stdout.splitlines()]
         assert {"cluster.rate 50 Mbit/s", "memory_limit 1.5 GiB", f"id {made.id}", "loss 5.5000"} <= {*lines}
 
 
@@ -265,7 +253,7 @@ def test_ids_are_whole_in_narrow_terminals(folder: Path) -> None:
         "sequence": 64,
     }
     failure = Failure(kind="crashed", message="rank 0: " + "many words " * 9, log="logs/0123456789ab.log")
-    found = [record(Path("results")), record(Path("results"), repeat=1, failure=failure, **changes)]
+    found = [record(), record(failure, repeat=1, **changes)]
     for width in (40, 80, 100):
         shown = io.StringIO()
         terminal.records(found, Console(file=shown, width=width), Path("results/a-suite-of-some-name"))
@@ -276,33 +264,28 @@ def test_ids_are_whole_in_narrow_terminals(folder: Path) -> None:
         assert "\u2026" not in text
 
 
-def test_show_means_over_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_means_over_ranks(folder: Path, zeropp: Zeropp) -> None:
     """The loss that is shown is the mean over ranks, whatever the strategy."""
-    made = record(Path("results"))
-    other = made.ranks[0].model_copy(
-        update={"rank": 1, "steps": [made.ranks[0].steps[0].model_copy(update={"loss": 6.5})]}
-    )
-    write(Path("results/q"), made.model_copy(update={"ranks": [made.ranks[0], other]}))
-    assert cli.main(["show", "q"]) == cli.OK
-    assert "6.0000" in capsys.readouterr().out
+    made = record()
+    (rank,) = changed_steps(made, lambda step: {"loss": step.loss + 1}).ranks
+    write(RESULTS, made.model_copy(update={"ranks": [*made.ranks, rank]}))
+    assert "6.0000" in zeropp("show", "q").stdout
 
 
-def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan(folder: Path, zeropp: Zeropp) -> None:
     """A plan names the question, every cell and what cannot run, and writes nothing; status 1 if any."""
     suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\ncluster.nodes = [2, 4096]\n')
     before = tree(folder)
-    assert cli.main(["plan", "q.toml"]) == cli.SOME_FAILED
+    text = zeropp("plan", "q.toml", status=cli.SOME_FAILED).stdout
     assert tree(folder) == before
-    text = capsys.readouterr().out
     assert "4 trials" in text
     assert "more than this machine can hold" in text
     assert "2 of 4 trials cannot run here: `zeropp run` refuses the suite\n" in text
     suite(folder, SMALL + '[matrix]\nstrategy = ["zero3", "zeropp"]\n')
-    assert cli.main(["plan", "q.toml"]) == cli.OK
-    assert "cannot run here" not in capsys.readouterr().out
+    assert "cannot run here" not in zeropp("plan", "q.toml").stdout
 
 
-def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, zeropp: Zeropp) -> None:
     """Their number stands beside the cells', and the plan says where seeds or steps are too few for a verdict
     on losses.
     """
@@ -312,8 +295,7 @@ def test_seeds_of_a_cell_are_one_row_of_a_plan(folder: Path, capsys: pytest.Capt
     ):
         body = f"validate_every = 0\nwarmup = 1\nsteps = {steps}\n[matrix]\nseed = {list(range(seeds))}\n"
         suite(folder, f'{SMALL}{body}strategy = ["zero3", "zeropp"]\n')
-        assert cli.main(["plan", "q.toml"]) == cli.OK
-        said = " ".join(capsys.readouterr().out.split())
+        said = " ".join(zeropp("plan", "q.toml").stdout.split())
         assert words in said
         assert said.count(" zeropp ") == 1
         short = "Too short for a verdict on losses: 5 steps where 100 are needed, and 3 seeds where 6 are"
@@ -332,13 +314,11 @@ def test_an_unknown_model_is_refused(
     assert "vit-small or 'module:function'; did you mean 'gpt-small'?" in error
 
 
-def test_plan_says_which_limit_stops_each_cell(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_which_limit_stops_each_cell(folder: Path, zeropp: Zeropp) -> None:
     """By a number in its row and a line with the limit's numbers, of memory limits too."""
     padded = 'policy.weights = "int8:4096"\n[matrix]\nstrategy = ["zero3", "zeropp", "ddp"]\n'
     suite(folder, padded + 'memory_limit = ["1 MiB", "1 GiB"]\n')
-    assert cli.main(["plan", "q.toml"]) == cli.SOME_FAILED
-    text = capsys.readouterr().out
-    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in zeropp("plan", "q.toml", status=cli.SOME_FAILED).stdout.splitlines()]
     said = {line.partition(":")[0]: line for line in lines if line[:2] in ("1:", "2:", "3:")}
     (limit,) = [
         number for number, line in said.items() if "limit (1 of 6 cells): not run: a rank holds " in line
@@ -355,47 +335,39 @@ def test_plan_says_which_limit_stops_each_cell(folder: Path, capsys: pytest.Capt
     assert found == [f"over its limit: {limit}", "yes"]
 
 
-def test_plan_and_show_mark_padding_and_not_its_limit(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_and_show_mark_padding_and_not_its_limit(folder: Path, zeropp: Zeropp) -> None:
     """Bytes of models padded by more than 5 % are marked and told; the limit is no column."""
     body = '[matrix]\nstrategy = ["zero3", "zeropp"]\n[[override]]\nmatch.strategy = "zeropp"\n'
     suite(folder, body + "set.policy.max_padding = 0.5\n")
-    assert cli.main(["plan", "q.toml"]) == cli.OK
-    said = capsys.readouterr().out
+    said = zeropp("plan", "q.toml").stdout
     assert re.search(r"^The same in all rows: parameters [\d,]+ ¶", said, re.MULTILINE)
     assert "¶: more than 5% of the model's elements, at most 16.6%, is added to them as padding" in said
-    record(Path("results"), policy={"max_padding": 0.5})
-    path = record(Path("results"))
-    assert cli.main(["show", "q"]) == cli.OK
-    bare = capsys.readouterr().out
+    record(policy={"max_padding": 0.5})
+    path = record()
+    bare = zeropp("show", "q").stdout
     for units, marked in (([("u", 1000, 1050)], False), ([("u", 1000, 1051)], True)):
-        write(Path("results/q"), path.model_copy(update={"units": units}))
-        assert cli.main(["show", "q"]) == cli.OK
-        said = capsys.readouterr().out
+        write(RESULTS, path.model_copy(update={"units": units}))
+        said = zeropp("show", "q").stdout
         assert (" 2 ¶ " in said, "at most 5.1%, is added" in said) == (marked, marked)
         assert "max_padding" not in said + bare
 
 
-def test_plan_tells_what_became_of_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_tells_what_became_of_a_configuration(folder: Path, zeropp: Zeropp) -> None:
     """What it says of keys is of the model: ZeRO++ does nothing for a toy whose parameters persist."""
     table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
     suite(folder, SMALL + f'strategy = "recipe"\ndeepspeed_config.zero_optimization = {table}\n')
-    assert cli.main(["plan", "q.toml"]) == cli.OK
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(zeropp("plan", "q.toml").stdout.split())
     assert "overlap_comm = true: without effect: " in text
     assert "zero_quantized_weights = true: without effect: all parameters persist" in text
 
 
-def test_plan_of_paper_scale(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_paper_scale(zeropp: Zeropp) -> None:
     """Models and clusters of the paper are planned here, and running them is refused with numbers."""
-    path = str(machine.ROOT / "suites" / "paper_scale.toml")
-    assert cli.main(["plan", path]) == cli.SOME_FAILED
-    out = capsys.readouterr().out
+    path = machine.ROOT / "suites" / "paper_scale.toml"
+    out = zeropp("plan", path, status=cli.SOME_FAILED).stdout
     assert "gpt-100b" in out
     assert len(re.findall(r" 6\.347 +12\.67 ", out)) == 4  # GB of hpZ's copy of ZeRO++, kept either way
-    assert cli.main(["run", path]) == cli.REFUSED
-    assert "24 of 24 trials cannot run here" in capsys.readouterr().err
+    assert "24 of 24 trials cannot run here" in zeropp("run", path, status=cli.REFUSED).stderr
 
 
 @pytest.fixture
@@ -424,58 +396,54 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-def test_run(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
+def test_run(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) -> None:
     """A run sweeps, builds the report and prints nothing but its path on standard output, and the answer
     beside its progress; or neither. Failed trials leave a report and exit status 1.
     """
-    assert cli.main(["run", suite(folder), "--results", "there"]) == cli.OK
-    said = capsys.readouterr()
-    assert said.out == "there/q/report.html\n"
-    assert said.err.endswith("\nYes, by 2.\nBesides.\n")
+    said = zeropp("run", suite(folder), "--results", "there")
+    assert said.stdout == "there/q/report.html\n"
+    assert said.stderr.endswith("\nYes, by 2.\nBesides.\n")
     assert machinery == [("sweep", "q", 1, Path("there/q")), ("report", Path("there/q"))]
-    assert cli.main(["run", suite(folder), "--no-report"]) == cli.OK
-    assert capsys.readouterr().out == ""
-    assert machinery[2:] == [("sweep", "q", 1, Path("results/q"))]
-    assert cli.main(["run", suite(folder, head=HEAD.replace('"q"', '"bad"'))]) == cli.SOME_FAILED
-    assert capsys.readouterr().out == "results/bad/report.html\n"
+    assert zeropp("run", "q.toml", "--no-report").stdout == ""
+    assert machinery[2:] == [("sweep", "q", 1, RESULTS)]
+    said = zeropp("run", suite(folder, head=HEAD.replace('"q"', '"bad"')), status=cli.SOME_FAILED)
+    assert said.stdout == "results/bad/report.html\n"
 
 
 def test_run_with_sweeps(
-    folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]
+    folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
 ) -> None:
     """The first sweep's trials are asked for at once, others when these are done; too many are refused."""
-    assert cli.main(["run", suite(folder), "--sweeps", "3"]) == cli.OK
-    assert machinery[0] == ("sweep", "q", 1, Path("results/q"))
-    assert "3 sweeps of 1 trial (1 repeat)" in capsys.readouterr().err
+    assert "3 sweeps of 1 trial (1 repeat)" in zeropp("run", suite(folder), "--sweeps", 3).stderr
+    assert machinery[0] == ("sweep", "q", 1, RESULTS)
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
     assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
 
 
-def test_a_sweep_is_shown_beside_its_repeat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_shown_beside_its_repeat(folder: Path, zeropp: Zeropp) -> None:
     """Once there is a second one; a single sweep has no column."""
-    made = record(Path("results"))
-    assert cli.main(["show", "q"]) == cli.OK
-    assert "sweep" not in capsys.readouterr().out
-    write(Path("results/q"), made.model_copy(update={"sweep": 1}))
-    assert cli.main(["show", "q"]) == cli.OK
-    assert "sweep" in capsys.readouterr().out
+    made = record()
+    assert "sweep" not in zeropp("show", "q").stdout
+    write(RESULTS, made.model_copy(update={"sweep": 1}))
+    assert "sweep" in zeropp("show", "q").stdout
 
 
-def test_report(folder: Path, capsys: pytest.CaptureFixture[str], machinery: list[tuple[Any, ...]]) -> None:
+def test_report(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) -> None:
     """A report is built from a suite's name, file or folder."""
-    record(Path("results"))
+    record()
     suite(folder)
     for what in ("q", "q.toml", "results/q"):
-        assert cli.main(["report", what]) == cli.OK
-        assert capsys.readouterr().out == "results/q/report.html\n"
+        assert zeropp("report", what).stdout == "results/q/report.html\n"
 
 
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor(zeropp: Zeropp) -> None:
     """The doctor names everything a trial may use, and leaves with status 0."""
-    assert cli.main(["doctor"]) == cli.OK
-    text = capsys.readouterr().out
+    text = zeropp("doctor").stdout
     looked_for = ["torch", "CuPy", "NVML", "tbf", "shm", "DeepSpeed", "compiler", "cores", "memory"]
     assert all(word in text for word in ["network namespaces", *looked_for])
+
+
+MAIN = "import sys; from harness.cli import main; sys.exit(main())"
 
 
 def by_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -509,36 +477,30 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_help_cuts_nothing(
-    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_cuts_nothing(command: tuple[str, ...], zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 80 columns every option's name and every command's line of help is whole."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
-    assert cli.main([*command, "--help"]) == cli.OK
-    text = capsys.readouterr().out
+    text = zeropp(*command, "--help").stdout
     assert "\u2026" not in text
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
     assert "--help" in text
     for cut in (line for line in text.splitlines() if line.rstrip().endswith("...")):
         assert cut.startswith("Usage: ")
     if command == ("train",):
-        for name in (
+        longest = (
             "--deepspeed-activation-checkpointing",
             "--pipeline-model-parallel-size",
             "--save-interval",
-        ):
-            assert name in text
+        )
+        assert all(name in text for name in longest)
 
 
-def test_nothing_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_asked(zeropp: Zeropp) -> None:
     """Without a command the help is printed, and nothing is wrong; or the version and nothing else."""
-    assert cli.main([]) == cli.OK
-    out, err = capsys.readouterr()
-    assert "report" in out
-    assert err == ""
-    assert cli.main(["--version"]) == cli.OK
-    assert capsys.readouterr().out.count("\n") == 1
+    said = zeropp()
+    assert ("report" in said.stdout, said.stderr) == (True, "")
+    assert zeropp("--version").stdout.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -588,7 +550,7 @@ def test_interrupt_at_any_moment(folder: Path, seconds: float) -> None:
     """
     suite(folder, 'strategy = "single"\nsteps = 1000000\ntimeout_seconds = 60\n')
     with subprocess.Popen(
-        [sys.executable, "-c", "import sys; from harness.cli import main; sys.exit(main())", "run", "q.toml"],
+        [sys.executable, "-c", MAIN, "run", "q.toml"],
         env={**os.environ, "PYTHONPATH": str(machine.ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

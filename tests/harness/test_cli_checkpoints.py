@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness.cli import main
 from impl.checkpoint.save_load import save
 from impl.comm.mesh import Mesh
 from impl.plan.policy import parse_loss_scale, preset
 from impl.plan.topology import Topology
 from impl.zero import shard
+from tests.harness.conftest import Zeropp
 from tests.support.models import Odd
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
@@ -33,39 +33,35 @@ def _saved(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
         save(folder, zero, [optimizer])
 
 
-def test_checkpoints_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_listed(tmp_path: Path, zeropp: Zeropp) -> None:
     """A line each, of a folder of them or of one: step, elements, optimizers, bytes, where from."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    assert main(["checkpoints", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = zeropp("checkpoints", tmp_path).stdout.splitlines()
     assert len(lines) == 2
     sizes = [parameter.numel() for parameter in NET.parameters()]
     words = f"{sum(sizes):,} elements in {len(sizes)} parameters, optimizers AdamW"
     assert f"checkpoint-000002: step 0, {words}" in lines[1]
     assert "in 2 files, from 2x1 ranks at stage 3; zeropp " in lines[1]
-    assert main(["checkpoints", str(tmp_path / "checkpoint-000001")]) == 0
-    assert capsys.readouterr().out.splitlines() == lines[:1]
+    assert zeropp("checkpoints", tmp_path / "checkpoint-000001").stdout.splitlines() == lines[:1]
 
 
-def test_what_was_checked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
     """An altered file has its size: a listing says that contents were not checked, and --verify finds it."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
-    assert main(["checkpoints", str(tmp_path), "--verify"]) == 0
-    assert all(line.endswith("; sizes and digests checked") for line in capsys.readouterr().out.splitlines())
+    lines = zeropp("checkpoints", tmp_path, "--verify").stdout.splitlines()
+    assert all(line.endswith("; sizes and digests checked") for line in lines)
     file = tmp_path / "checkpoint-000001" / "rank-00001.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert main(["checkpoints", str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = zeropp("checkpoints", tmp_path).stdout.splitlines()
     assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
-    assert main(["checkpoints", str(tmp_path), "--verify"]) == 2
-    told = capsys.readouterr()
-    first, second = told.out.splitlines()
+    told = zeropp("checkpoints", tmp_path, "--verify", status=2)
+    first, second = told.stdout.splitlines()
     words = "rank-00001.safetensors: altered since it was written: its digest is another"
     assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{words}$", first)
     assert second.endswith("; sizes and digests checked")
-    assert told.err.endswith(f"{words}\n")
-    assert main(["export", str(tmp_path / "checkpoint-000001"), str(tmp_path / "out")]) == 2
+    assert told.stderr.endswith(f"{words}\n")
+    zeropp("export", tmp_path / "checkpoint-000001", tmp_path / "out", status=2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +73,7 @@ def test_what_was_checked_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_a_broken_checkpoint_hides_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, text: bytes | None, words: str
+    tmp_path: Path, zeropp: Zeropp, file: str, text: bytes | None, words: str
 ) -> None:
     """Each has a line, one without a manifest too; the error says why, and how many are broken; status 2."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
@@ -86,12 +82,10 @@ def test_a_broken_checkpoint_hides_no_other(
         path.unlink()
         if text is not None:
             path.write_bytes(text)
-        assert main(["checkpoints", str(tmp_path)]) == 2
-        told = capsys.readouterr()
-        lines = told.out.splitlines()
-        assert len(lines) == 2
-        assert re.search(f"checkpoint-000001: .*BROKEN: .*{words}", lines[0])
-        assert re.search(f"{words}.*{count}\n$", told.err)
+        told = zeropp("checkpoints", tmp_path, status=2)
+        first, _ = told.stdout.splitlines()
+        assert re.search(f"checkpoint-000001: .*BROKEN: .*{words}", first)
+        assert re.search(f"{words}.*{count}\n$", told.stderr)
 
 
 def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
@@ -108,22 +102,18 @@ def _overflowing(mesh: Mesh, folder: Path, net: torch.nn.Module) -> None:
     save(folder, zero, [optimizer], extra={"seed": 0, "corpus": "c", "sequence": 8, "steps": 3})
 
 
-def test_steps_are_counted_as_the_log_of_a_run_counts_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_are_counted_as_the_log_of_a_run_counts_them(tmp_path: Path, zeropp: Zeropp) -> None:
     """A step that an overflow skipped is one, and is told apart."""
     on_threads(Topology(1, 2), _overflowing, tmp_path, NET)
-    assert main(["checkpoints", str(tmp_path)]) == 0
     words = "checkpoint-000001: step 3, 1 of them skipped for an overflow, "
-    assert words in capsys.readouterr().out
+    assert words in zeropp("checkpoints", tmp_path).stdout
 
 
-def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_exported(tmp_path: Path, zeropp: Zeropp) -> None:
     """The newest of a folder, in the type asked for; the path is printed."""
     on_threads(Topology(2, 1), _saved, tmp_path, NET)
     out = tmp_path / "out.safetensors"
-    assert main(["export", str(tmp_path), str(out), "--dtype", "bf16"]) == 0
-    assert capsys.readouterr().out.split() == [str(out)]
+    assert zeropp("export", tmp_path, out, "--dtype", "bf16").stdout.split() == [str(out)]
     state = load_file(out)
     assert state["head.weight"].dtype == torch.bfloat16
     assert state.keys() == NET.state_dict().keys()
@@ -147,11 +137,12 @@ def test_a_checkpoint_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    tmp_path: Path, zeropp: Zeropp, arguments: list[str], words: str
 ) -> None:
     """What is not a checkpoint, or not a type, is said; nothing is written."""
-    assert main([one.replace("FOLDER", str(tmp_path)) for one in arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = zeropp(
+        *(one.replace("FOLDER", str(tmp_path)) for one in arguments), status=2
+    ).stderr.splitlines()
     assert words in line
     assert list(tmp_path.iterdir()) == []
 

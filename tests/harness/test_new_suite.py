@@ -11,6 +11,7 @@ from docs.tables.suite_keys import fields_of_a_trial
 from harness import cli, expected_time, new_suite
 from harness.runs.feasibility import Host, any_host, forecast
 from harness.suites.suite_file import load
+from tests.harness.conftest import Zeropp
 
 GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
@@ -41,12 +42,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_is_written_and_fits_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_written_and_fits_here(folder: Path, zeropp: Zeropp) -> None:
     """In its own name, asked nothing; twelve trials, six pairs, all of which can run, in five minutes."""
-    assert cli.main(["new", "mine"]) == cli.OK
-    said = capsys.readouterr()
-    assert said.out == "mine.toml\n"
-    assert "Expected here: about" in said.err
+    said = zeropp("new", "mine")
+    assert (said.stdout, "Expected here: about" in said.stderr) == ("mine.toml\n", True)
     suite = load(Path("mine.toml"))
     assert (suite.name, len(suite.trials), suite.repeats.least) == ("mine", 12, 6)
     found = forecast(suite.trials, HERE)
@@ -107,7 +106,7 @@ def test_the_cluster_is_what_the_machine_has(host: Host, lines: list[str]) -> No
     assert ("cuda" in text) == (len(host.gpus) >= 4)
 
 
-def test_what_is_there_is_not_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_not_overwritten(folder: Path, zeropp: Zeropp) -> None:
     """Nor is a name taken that no suite can have; both with status 2, in one line."""
     (folder / "mine.toml").write_text("mine", encoding="utf-8")
     for name, words in (
@@ -118,8 +117,7 @@ def test_what_is_there_is_not_overwritten(folder: Path, capsys: pytest.CaptureFi
         ("", "'': expected"),
         ("x" * 101, "expected at most 100 letters"),
     ):
-        assert cli.main(["new", name]) == cli.REFUSED
-        said = capsys.readouterr().err
+        said = zeropp("new", name, status=cli.REFUSED).stderr
         assert words in said
         assert said.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["mine.toml"]

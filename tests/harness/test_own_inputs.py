@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,8 @@ import pytest
 from harness import cli
 from harness.measure import machine
 from harness.records.record import Record, read_all
-from harness.workloads.input_digests import digests
 from tests.conftest import forget_suite
+from tests.harness.test_cli import MAIN, by_python
 from tests.report.conftest import undrawn
 
 __all__ = ["undrawn"]  # a fixture
@@ -134,12 +132,7 @@ def write(folder: Path, body: str) -> str:
     return str(folder / "q.toml")
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What a command line returned and said."""
-
-    returncode: int
-    stderr: str
+Done = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
@@ -155,17 +148,9 @@ def zeropp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         importlib.invalidate_caches()
         forget_suite()
         capsys.readouterr()
-        return Done(cli.main(arguments), capsys.readouterr().err)
+        return Done(arguments, cli.main(arguments), stderr=capsys.readouterr().err)
 
     return zeropp
-
-
-def by_a_new_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A command line whose process has digested nothing yet."""
-    code = "import sys; from harness.cli import main; sys.exit(main())"
-    environment = {**os.environ, "PYTHONPATH": str(machine.ROOT)}
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 def losses(record: Record) -> list[float]:
@@ -252,7 +237,7 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Done])
     records = read_all(Path("results/q"))
     assert {"tokenizer" in one.inputs for one in records} == {True, False}
     (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
-    done = by_a_new_process("run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
+    done = by_python(MAIN, "run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
     assert done.returncode == cli.REFUSED, done.stderr
     assert "was made of another" in done.stderr
 
@@ -275,7 +260,7 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
         assert record.validations[-1].loss < 0.6
         assert record.inputs.keys() == {"corpus", "model"}
     (folder / "mine.py").write_text(module.replace("rng(0)", "rng(1)"), encoding="utf-8")
-    done = by_a_new_process("run", "--no-report", str(folder / "images.toml"))
+    done = by_python(MAIN, "run", "--no-report", str(folder / "images.toml"))
     assert "was made of another corpus 'mine:images'" in done.stderr
 
 
@@ -367,10 +352,3 @@ def test_ranks_that_have_other_inputs_fail(
     assert done.returncode == cli.SOME_FAILED, done.stderr
     (record,) = read_all(Path("results/q"))
     assert words in record.failure.message
-
-
-def test_a_trial_without_own_inputs_has_its_corpus_alone() -> None:
-    """As before there were others."""
-    from harness.suites.trial import Trial
-
-    assert digests(Trial()).keys() == {"corpus"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,18 @@ from harness.runs.feasibility import Forecast
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
 from report.data import published
+from tests.harness.conftest import Zeropp
 
 SUITES = Path(__file__).parents[2] / "suites"
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "peers", "generation", "offload"])
-def test_json_and_csv_hold_the_same_trials(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_csv_hold_the_same_trials(suite: str, zeropp: Zeropp) -> None:
     """Every trial of the suite once, under its id, with what is predicted; unknown is null, or empty."""
-    path = str(SUITES / f"{suite}.toml")
-    assert cli.main(["plan", path, "--json"]) == cli.OK
-    told = json.loads(capsys.readouterr().out)
-    assert cli.main(["plan", path, "--csv"]) == cli.OK
-    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    trials = load(Path(path)).trials
+    path = SUITES / f"{suite}.toml"
+    told = json.loads(zeropp("plan", path, "--json").stdout)
+    lines = list(csv.DictReader(io.StringIO(zeropp("plan", path, "--csv").stdout)))
+    trials = load(path).trials
     assert [one["id"] for one in told["trials"]] == [one["id"] for one in lines] == [one.id for one in trials]
     for one, line, trial in zip(told["trials"], lines, trials, strict=True):
         assert Trial.from_canonical(one["trial"]) == trial
@@ -38,20 +38,19 @@ def test_json_and_csv_hold_the_same_trials(suite: str, capsys: pytest.CaptureFix
             assert line[key] == ("" if one[key] is None else str(one[key]))
 
 
-def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_run_says_why(zeropp: Zeropp) -> None:
     """With status 1; two forms at once are refused with status 2."""
-    path = str(SUITES / "gpu_node.toml")
-    assert cli.main(["plan", path, "--csv"]) == cli.SOME_FAILED
-    line = next(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    path = SUITES / "gpu_node.toml"
+    line = next(csv.DictReader(io.StringIO(zeropp("plan", path, "--csv", status=cli.SOME_FAILED).stdout)))
     assert (line["runs_here"], "need a GPU" in line["why"]) == ("False", True)
-    assert cli.main(["plan", path, "--csv", "--json"]) == cli.REFUSED
+    zeropp("plan", path, "--csv", "--json", status=cli.REFUSED)
 
 
-def test_a_machine_adds_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_adds_seconds(zeropp: Zeropp) -> None:
     """By trial, over ZeRO-3 of the same setting, and whether the machine was measured there."""
-    path, machine = str(SUITES / "paper_scale.toml"), str(SUITES / "machines" / "v100-dgx2.toml")
-    assert cli.main(["plan", path, "--machine", machine, "--json"]) == cli.SOME_FAILED
-    table = json.loads(capsys.readouterr().out)["trials"]
+    path, machine = SUITES / "paper_scale.toml", SUITES / "machines" / "v100-dgx2.toml"
+    planned = partial(zeropp, "plan", path, "--machine", machine, status=cli.SOME_FAILED)
+    table = json.loads(planned("--json").stdout)["trials"]
     assert len(table) == 24
     for row in table:
         assert row["modelled_seconds"] == pytest.approx(
@@ -63,12 +62,12 @@ def test_a_machine_adds_seconds(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["modelled_low_seconds"] is row["modelled_high_seconds"] is None
         assert (row["modelled_basis"] == "calibrated") == (row["tokens_per_rank"] == 1024)
         assert (row["modelled_speed_up"] == 1) == (row["strategy"] == "zero3")
-    assert cli.main(["plan", path, "--machine", machine]) == cli.SOME_FAILED
-    assert "TFLOPS" in capsys.readouterr().out
-    assert cli.main(["plan", path, "--machine", path]) == cli.REFUSED
-    assert "no key of a machine" in capsys.readouterr().err
-    assert cli.main(["run", path, "--machine", machine]) == cli.REFUSED
-    assert "nothing is run by it" in capsys.readouterr().err
+    assert "TFLOPS" in planned().stdout
+    for command, file, words in (
+        ("plan", path, "no key of a machine"),
+        ("run", machine, "nothing is run by it"),
+    ):
+        assert words in zeropp(command, path, "--machine", file, status=cli.REFUSED).stderr
 
 
 def test_the_published_machine_is_the_fitted_one() -> None:

@@ -20,6 +20,7 @@ from harness.records import record, reproduce, run_record
 from harness.records.record import RecordError
 from harness.records.run_record import Changes, SuiteText
 from harness.suites.trial import Trial
+from tests.harness.conftest import Zeropp
 from tests.report.records import record_of
 
 SUITE = """\
@@ -163,9 +164,9 @@ def test_secrets_are_not_kept() -> None:
     assert found == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2", "TORCH_HUB_TOKEN": run_environment.HIDDEN}
 
 
-def test_a_record_without_the_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_without_the_file_of_a_run(tmp_path: Path, zeropp: Zeropp) -> None:
     """An older record is refused in one line."""
     one = record_of(Trial(steps=2, warmup=0))
     record.write(tmp_path / "q", one)
-    assert cli.main(["show", one.id, "--results", str(tmp_path), "--reproduce"]) == cli.REFUSED
-    assert "names no file of its run" in capsys.readouterr().err
+    refused = zeropp("show", one.id, "--results", tmp_path, "--reproduce", status=cli.REFUSED)
+    assert "names no file of its run" in refused.stderr

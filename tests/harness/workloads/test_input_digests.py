@@ -9,12 +9,15 @@ import pytest
 
 from harness import cli
 from harness.measure import machine
-from harness.records.record import Failure, Record, write
+from harness.records.record import write
 from harness.runs.feasibility import check_inputs
 from harness.runs.sweep import finished
+from harness.suites.suite_file import load
 from harness.suites.trial import Model, PolicyChanges, Trial
 from harness.workloads import input_digests as inputs
 from harness.workloads.input_digests import digests
+from tests.harness.conftest import Zeropp
+from tests.report.records import CRASHED, record_of
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,8 @@ def forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digests(tmp_path: Path) -> None:
-    """Corpus and modules are named by the SHA-256 of their bytes; a preset needs none."""
+    """Corpus and modules are named by the SHA-256 of their bytes; a preset needs none: its corpus is all."""
+    assert digests(Trial()).keys() == {"corpus"}
     (tmp_path / "text").write_text("some text")
     (tmp_path / "mine_a.py").write_text("x = 1\n")
     found = digests(Trial(corpus="text", model=Model(name="mine_a:build")))
@@ -51,9 +55,7 @@ def test_what_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("changed", ["corpus", "model"])
-def test_another_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: str, *, failed: bool
-) -> None:
+def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: bool) -> None:
     """A result of another corpus or model is refused, with what to do; a failure is run again."""
     (tmp_path / "text").write_text("some text " * 1000)
     (tmp_path / "mine_b.py").write_text("from tests.harness.runs.test_feasibility import tiny as build\n")
@@ -61,31 +63,21 @@ def test_another_input(
         'name = "q"\nquestion = "?"\n[defaults]\nstrategy = "single"\ncorpus = "text"\nsequence = 32\n'
         'tokens_per_rank = 64\nmodel.name = "mine_b:build"\n'
     )
-    from harness.suites.suite_file import load
-
     (trial,) = load(tmp_path / "q.toml").trials
-    facts, code = machine.facts(), machine.code()
-    pool = machine.pool_key(facts, code)
-    write(
-        tmp_path / "results" / "q",
-        Record(
-            id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
-            machine=facts, code=code, inputs=digests(trial), pool=pool,
-            failure=Failure(kind="crashed", message="it broke", log=None) if failed else None,
-        ),
-    )  # fmt: skip
-    check_inputs(tmp_path / "results" / "q", [trial])
-    assert finished(tmp_path / "results" / "q", trial, pool)
-    assert (finished(tmp_path / "results" / "q", trial, "another") is None) == failed
+    code, results = machine.code(), tmp_path / "results" / "q"
+    made = record_of(trial, code=code, inputs=digests(trial), failure=CRASHED if failed else None)
+    write(results, made)
+    check_inputs(results, [trial])
+    assert finished(results, trial, made.pool)
+    assert (finished(results, trial, "another") is None) == failed
     (tmp_path / {"corpus": "text", "model": "mine_b.py"}[changed]).write_text("# another\n" * 100)
     inputs._corpus_digest.cache_clear()
     inputs._module_digest.cache_clear()
     if failed:
-        check_inputs(tmp_path / "results" / "q", [trial])
-        assert not finished(tmp_path / "results" / "q", trial, pool)
+        check_inputs(results, [trial])
+        assert not finished(results, trial, made.pool)
         return
-    assert cli.main(["run", "q.toml"]) == cli.REFUSED
-    error = capsys.readouterr().err
+    error = zeropp("run", "q.toml", status=cli.REFUSED).stderr
     assert error.count("\n") == 1
     assert f"{trial.id}.json: was made of another {changed}" in error
     assert "keep it under another name (mv results/q results/q-before), or choose another folder" in error

@@ -1,0 +1,26 @@
+"""The command line in the process of a test."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from harness import cli
+
+Zeropp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def zeropp(capsys: pytest.CaptureFixture[str]) -> Zeropp:
+    """Runs a command that ends with the ``status`` that is expected; gives what it said."""
+
+    def run(*arguments: object, status: int = cli.OK) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        words = [*map(str, arguments)]
+        done = subprocess.CompletedProcess(words, cli.main(words), *capsys.readouterr())
+        assert done.returncode == status, done.stderr
+        return done
+
+    return run
