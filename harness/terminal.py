@@ -58,7 +58,7 @@ _PLANNED: Final = (
 
 
 def _mark(row: Mapping[str, Any]) -> str:
-    return labels.padded(row["padding"]) + f" {labels.INTERFACES}" * row["counted_by_interfaces"]
+    return labels.padded(row["padding"]) + (f" {labels.INTERFACES}" if row["counted_by_interfaces"] else "")
 
 
 _MEASURED: Final = (
