@@ -83,7 +83,8 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
     if same:
         say(f"The same in all rows: {'; '.join(same)}.", out)
     left_out: list[Column] = []
-    while not _fits(table := _table(shown), out):
+    unbounded = out.options.update(width=10_000, max_width=10_000)
+    while out.measure(table := _table(shown), options=unbounded).maximum > out.width:
         last = max(reversed(shown), key=lambda column: column.rank)
         if not last.rank:
             break  # folded
@@ -99,11 +100,6 @@ def say(line: str, out: Console) -> None:
     """Print a line, if it says anything, broken at words in a terminal; elsewhere it stays one line."""
     if line:
         out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
-
-
-def _fits(table: Table, out: Console) -> bool:
-    unbounded = out.options.update(width=10_000, max_width=10_000)
-    return out.measure(table, options=unbounded).maximum <= out.width
 
 
 def _table(columns: Sequence[Column]) -> Table:

@@ -67,22 +67,16 @@ def median_interval(values: Sequence[float], sweeps: Sequence[int] | None = None
     n, median = len(data), float(np.median(data))
     of_sweeps = _by_sweep(data, sweeps, np.median)
     data = np.sort(data if len(of_sweeps) == 1 else of_sweeps)
-    if len(data) < FEWEST:
+    if (m := len(data)) < FEWEST:
         return Interval(median, math.nan, math.nan, n, len(of_sweeps))
-    low, high = _order_statistics(data)
-    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps))
-
-
-def _order_statistics(data: _Floats) -> tuple[float, float]:
-    """The ends of the interval of the median of sorted ``data``, whose coverage is binomial, interpolated."""
-    n, d = len(data), 1
-    while (inner := _coverage(n, d + 1)) >= CONFIDENCE:
+    d = 1
+    while (inner := _coverage(m, d + 1)) >= CONFIDENCE:
         d += 1
-    share = ((outer := _coverage(n, d)) - CONFIDENCE) / (outer - inner)
-    inwards = (n - d) * share / (d + (n - 2 * d) * share)
-    low = (1 - inwards) * data[d - 1] + inwards * data[d]
-    high = (1 - inwards) * data[n - d] + inwards * data[n - d - 1]
-    return float(low), float(high)
+    share = ((outer := _coverage(m, d)) - CONFIDENCE) / (outer - inner)
+    inwards = (m - d) * share / (d + (m - 2 * d) * share)
+    low = float((1 - inwards) * data[d - 1] + inwards * data[d])
+    high = float((1 - inwards) * data[m - d] + inwards * data[m - d - 1])
+    return Interval(median, min(low, median), max(high, median), n, len(of_sweeps))
 
 
 def _coverage(n: int, d: int) -> float:

@@ -20,9 +20,20 @@ _EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora
 
 def script(record: Record, run: Run) -> str:
     """The script; what is not known, or not kept whole, is said in its comments.  It starts in a clone."""
-    node, folder = run.nodes[0], f"zeropp-{record.id}"
-    lines = ["set -e", *_comments(record, run), "", *_checkout(node, folder), f"cd ../{folder}"]
-    lines += [*_changed(run), "", *_installed(node), ""]
+    node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
+    lines = ["set -e", *_comments(record, run), ""]
+    commit = node.code.get("commit")
+    if commit is None:
+        version, source = one_line(str(node.code.get("version"))), node.code.get("source")
+        lines.append(f"# The commit is not known; version {version}, hash of the sources {source}")
+    at = "" if commit is None else f" {shlex.quote(str(commit))}"
+    lines += [f"git worktree add --detach ../{folder}{at}", f"cd ../{folder}"]
+    if changes is not None and changes.whole:
+        lines += [*_file("changes.patch", changes.text), "git apply changes.patch"]
+    elif changes is not None:
+        size = f"{changes.size} bytes, SHA-256 {changes.sha256}"
+        lines.append(f"# The checkout had changes that are not kept whole ({size}): this is not what ran.")
+    lines += ["", *_installed(node), ""]
     if run.suite is None:
         lines.append(f"# The suite's file is not known; the trial was {json.dumps(record.trial)}")
     else:
@@ -46,27 +57,6 @@ def _comments(record: Record, run: Run) -> list[str]:
         if name != "corpus" or record.trial.get("corpus") not in _EVERYWHERE:
             said.append(f"Its {name} is not kept; beside suite.toml it needs the file of SHA-256 {digest}.")
     return ["# " + one_line(line) for line in said]
-
-
-def _checkout(node: Node, folder: str) -> list[str]:
-    """The sources, beside the clone."""
-    commit, source = node.code.get("commit"), node.code.get("source")
-    if commit is not None:
-        return [f"git worktree add --detach ../{folder} {shlex.quote(str(commit))}"]
-    version = one_line(str(node.code.get("version")))
-    said = f"# The commit is not known; version {version}, hash of the sources {source}"
-    return [said, f"git worktree add --detach ../{folder}"]
-
-
-def _changed(run: Run) -> list[str]:
-    """What the checkout had beside its commit."""
-    changes = run.changes
-    if changes is None:
-        return []
-    if not changes.whole:
-        size = f"{changes.size} bytes, SHA-256 {changes.sha256}"
-        return [f"# The checkout had changes that are not kept whole ({size}): this is not what ran."]
-    return [*_file("changes.patch", changes.text), "git apply changes.patch"]
 
 
 def _installed(node: Node) -> list[str]:

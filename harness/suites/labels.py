@@ -19,9 +19,9 @@ _RATES: Final = ("cluster.rate", "cluster.inner_rate")
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")  # from the suite; they change no trial's question
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: ``1 seed``, ``3 seeds``; ``plural`` where an s is not enough."""
-    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
+def counted(count: int, noun: str) -> str:
+    """A count with its noun: ``1 seed``, ``3 seeds``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -175,7 +175,11 @@ def _expanded(file: _File) -> Suite:
     cells, left_out = _fitting(cells, file)
     trials = [_trial(cell) for cell in cells]
     for cell, trial, whose in zip(cells, trials, told, strict=True):
-        _check_together(cell, trial, whose)
+        try:
+            check(trial)
+        except ValueError as error:  # which begins with the path of a field
+            tables = [f"{one.table} " for path, one in cell.items() if str(error).startswith(f"{path} = ")]
+            raise SuiteError(f"{f'with {whose}: ' if whose else ''}{''.join(tables[:1])}{error}") from None
     trials = _aligned(trials)
     unique = _different(trials)
     _check_baselines(file.repeats, unique)
@@ -329,15 +333,6 @@ def _fitting(cells: list[_Cell], file: _File) -> tuple[list[_Cell], list[str]]:
         values, names = (", ".join(dict.fromkeys(column)) for column in zip(*told, strict=True))
         lines.append(f"{path} ({values} of {table}) is left out of {names}: {why} {names}")
     return fitting, lines
-
-
-def _check_together(cell: _Cell, trial: Trial, whose: str) -> None:
-    """Refuse fields that contradict each other, naming the first one's table, and the cell."""
-    try:
-        check(trial)
-    except ValueError as error:
-        table = next((f"{s.table} " for path, s in cell.items() if str(error).startswith(f"{path} = ")), "")
-        raise SuiteError(f"with {whose}: {table}{error}" if whose else f"{table}{error}") from None
 
 
 def _aligned(trials: list[Trial]) -> list[Trial]:

@@ -188,7 +188,14 @@ def under_autocast(model: nn.Module, device: torch.device) -> None:
 def build(model: Model, sequence: int) -> nn.Module:
     """Build a model on the default device, whose weights follow from torch's seed, or raise a Refusal."""
     if ":" in model.name:
-        return _of_ones_own(model, sequence)
+        try:
+            function: Any = import_object(model.name)
+        except NamedObjectError as error:
+            raise Refusal(f"model {error}") from error
+        built = function(sequence=sequence, **model.arguments)
+        if not isinstance(built, nn.Module):
+            raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
+        return built
     shape = shape_of(model)
     if not isinstance(shape, ViTShape):
         return (GPT if isinstance(shape, GPTShape) else BERT)(shape, sequence)
@@ -248,18 +255,6 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
         return checkpoint(plain, *args, use_reentrant=False, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _of_ones_own(model: Model, sequence: int) -> nn.Module:
-    """What a ``module:function`` returns for the suite's sequence and the model's arguments."""
-    try:
-        function: Any = import_object(model.name)
-    except NamedObjectError as error:
-        raise Refusal(f"model {error}") from error
-    built = function(sequence=sequence, **model.arguments)
-    if not isinstance(built, nn.Module):
-        raise Refusal(f"model {model.name!r} returned {type(built).__name__}, not an nn.Module")
-    return built
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]

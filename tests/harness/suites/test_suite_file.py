@@ -319,18 +319,10 @@ def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
     assert words in refusal(tmp_path, "", head)
 
 
-def test_what_is_no_file_of_text_is_refused(tmp_path: Path) -> None:
-    """A binary or endless file as such; a missing file, or a folder, with the system's reason."""
-    file = tmp_path / "q.toml"
-    file.write_bytes(b"\x7fELF\xff\x00")
-    for path, words in (
-        (file, "not TOML: 'utf-8' codec can't decode byte 0xff in position 4"),
-        (tmp_path / "none.toml", "No such file"),
-        (tmp_path, "Is a directory"),
-        (Path("/dev/zero"), "more than 1 MiB"),
-    ):
-        with pytest.raises(SuiteError, match=words):
-            load(path)
+def test_an_endless_file_is_refused() -> None:
+    """After its first megabyte."""
+    with pytest.raises(SuiteError, match="more than 1 MiB"):
+        load(Path("/dev/zero"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.peers import PEERS
-from harness.suites.trial import Cluster, LearningRates, Model, Optimizer, PeerSettings, PolicyChanges, Trial
+from harness.suites.trial import Cluster, LearningRates, Optimizer, PeerSettings, PolicyChanges, Trial
 from impl.codecs.codec import Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
@@ -166,10 +166,3 @@ def test_what_came_later_changes_no_id() -> None:
         said, changed = (Trial(strategy=strategy, policy=PolicyChanges(sums=sums)) for sums in (own, other))  # type: ignore[arg-type]
         assert said.id == Trial(strategy=strategy).id != changed.id
         assert Trial.from_canonical(changed.canonical()) == changed
-
-
-def test_an_unknown_model_is_refused_where_it_is_named() -> None:
-    """With the names there are; a function of the user's is not looked for."""
-    with pytest.raises(ValidationError, match=r"expected one of gpt-tiny, .*; did you mean 'gpt-small'"):
-        Model(name="gpt-smal")
-    assert Model(name="no_such_module:f").name == "no_such_module:f"
