@@ -435,8 +435,7 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, more: S
 
 def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
-    is_id = re.fullmatch(r"[0-9a-f]{4,12}", trial_id)
-    found = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
+    found = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not found:
         raise Refusal(
             f"unknown suite or id {trial_id!r}: {results} holds {report_command.suites_in(results)}; "

@@ -11,9 +11,7 @@ _PATIENCE: Final = timedelta(seconds=5)  # for the store
 
 
 def speaks(words: str) -> bool:
-    """Whether this process is the one to print ``words``: the first that asks, by torchrun's rendezvous
-    store; where there is none, every one.
-    """
+    """Whether this process prints ``words``: the first that asks torchrun's store; without one, every one."""
     # Without the agent's store rank 0 would have to serve one, and may have failed first.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True

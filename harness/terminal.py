@@ -93,8 +93,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     count = f"{counted(len(found), 'trial')}: {_cells(suite, len(shown))} x {suite.repeats}"
     say(f"{count}. Stated time: {suite.time}.")
     if suite.merged:
-        same = "; ".join(suite.merged)
-        say(f"Run once, being the same run as another cell, {len(suite.merged)}: {same}.")
+        say(f"Run once, being the same run as another cell, {len(suite.merged)}: {'; '.join(suite.merged)}.")
     peers = (one.trial.strategy for one in shown if one.trial.strategy in PEERS)
     said = (f"{name}: {PEERS[name].says.replace('`', '')}" for name in peers)
     other = (str(finding) for one in shown for finding in one.findings if finding.kind != "honoured")

@@ -25,9 +25,7 @@ _MOST: Final = 64 << 20  # bytes of a file in it
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write a folder's records, runs, traces and journal to ``<into>/<its name>.tar.xz``, or raise a
-    RecordError.
-    """
+    """Write records, runs, traces and journal to ``<into>/<folder's name>.tar.xz``; or a RecordError."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise RecordError(f"{folder}: no records in it")
@@ -55,9 +53,7 @@ def pack(folder: Path, into: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path | None = None) -> Path:
-    """Write an archive's records into a folder, or beside it; returns their suite's folder, or raises a
-    RecordError for what is no record, or for a folder that has others.
-    """
+    """Write an archive's records into a folder, or beside it; a RecordError for what is none, or others."""
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
     folder, there = into / suite, set()

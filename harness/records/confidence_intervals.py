@@ -49,9 +49,7 @@ class Interval:
 
 
 def of_another_sweep(found: Interval, *, ratio: bool) -> Interval:
-    """Where one further sweep is expected to find it: Student's prediction interval, of a ratio on
-    logarithms.
-    """
+    """Where a further sweep is expected to be: Student's prediction interval, of a ratio by logarithms."""
     low, middle, high = (math.log(x) if ratio else x for x in (found.low, found.estimate, found.high))
     wider = math.sqrt(1 + found.sweeps)
     ends = (middle + wider * (end - middle) for end in (low, high))
@@ -192,8 +190,7 @@ def crossing(
         return bool((first + rise * x) ** 2 > aa * (1 - x) ** 2 + 2 * ab * x * (1 - x) + bb * x**2)
 
     square, linear = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab)
-    roots = np.roots([square, linear, first**2 - aa])
-    real = [float(x.real) for x in roots if not x.imag]
+    real = [float(x.real) for x in np.roots([square, linear, first**2 - aa]) if not x.imag]
     below = [x for x in real if 0 <= x <= place]
     above = [x for x in real if place <= x <= 1]
     low = max(below) if below and outside(0.0) else -math.inf

@@ -155,12 +155,10 @@ class QuantisationError(_Part):
 
 
 class CommunicationError(_Part):
-    """Error of what was communicated of one unit in one step: of one hop, or end to end.
+    """Error of what was communicated of one unit in one step, summed over all ranks.
 
-    Sums over all ranks: of a hop of (decoded frames - values that were encoded there)^2 and of these values
-    squared, error feedback included; end to end of (reduced - exact mean)^2 or (gathered - master)^2, and of
-    what is exact squared; None where values overflowed.  ``secondary`` are weights gathered of hpZ's copy.
-    ``repeated`` reductions are summed where errors differ from step to step.  ``cosine`` is of ranks' pairs.
+    Of one hop, of decoded frames beside what was encoded there, error feedback included; or end to end, of
+    the reduced beside the exact mean, or gathered weights beside masters.  None where values overflowed.
     """
 
     step: int

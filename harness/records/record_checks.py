@@ -53,9 +53,7 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 
 
 def miscounted(record: Record) -> str | None:
-    """In what the interfaces on record are not the ledgers, where a node has both, validation being in
-    neither; None if they agree.
-    """
+    """In what interfaces on record are not the ledgers, where a node has both; None if they agree."""
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)

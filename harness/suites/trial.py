@@ -21,16 +21,9 @@ from impl.adapters.traffic import HOSTED, Host
 from impl.codecs.codec import Codec, parse
 from impl.deepspeed.keys import load as load_configuration
 from impl.deepspeed.recipe import Recipe, recipe
+from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
-from impl.plan.policy import (
-    MOST_CHUNKS,
-    PRESETS,
-    MemoryLimits,
-    Policy,
-    parse_budget,
-    parse_feedback,
-    parse_loss_scale,
-)
+from impl.plan.policy import PRESETS, Policy
 from impl.plan.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy a DeepSpeed configuration says
@@ -136,7 +129,8 @@ def _parse_or_none(text: str) -> Codec | None:
 
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
     "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
-    "feedback": parse_feedback, "loss_scale": parse_loss_scale, "budget": parse_budget,
+    "feedback": policies.parse_feedback, "loss_scale": policies.parse_loss_scale,
+    "budget": policies.parse_budget,
 }  # fmt: skip
 
 
@@ -149,7 +143,7 @@ class PolicyChanges(_Frozen):
     gradients: str | tuple[str, str] | None = None
     gather: Literal["flat", "hierarchical"] | None = None
     reduce: Literal["ring", "one_hop", "two_hop"] | None = None
-    chunks: int | None = Field(None, ge=1, le=MOST_CHUNKS)
+    chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
     differences: str | None = None
@@ -192,7 +186,7 @@ class PolicyChanges(_Frozen):
     def applied(self, base: Policy) -> Policy:
         """``base`` with these fields in place of its own; a PolicyError if no topology could run it."""
         changes = {name: value for name, value in self if value is not None}
-        limits = {field.name for field in dataclasses.fields(MemoryLimits)}
+        limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = [name for name in changes if name.startswith("offload_")]
         offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}

@@ -181,8 +181,7 @@ class ViT(_Transformer):
 
 def under_autocast(model: nn.Module, device: torch.device) -> None:
     """Have ``model`` compute in bf16 by autocast; its parameters and their gradients stay fp32."""
-    cast = torch.autocast(device.type, torch.bfloat16)
-    model.forward = cast(model.forward)
+    model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
 
 def build(model: Model, sequence: int) -> nn.Module:
