@@ -19,22 +19,12 @@ from rich.console import Console
 
 from harness import cli, terminal
 from harness.measure import machine
-from harness.records.record import (
-    SCHEMA_VERSION,
-    Failure,
-    InterfaceCounters,
-    LedgerRow,
-    Memory,
-    RankRecord,
-    Record,
-    Step,
-    write,
-)
+from harness.records.record import SCHEMA_VERSION, Failure, InterfaceCounters, Record, write
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
 from tests.harness.conftest import Zeropp
-from tests.report.records import CRASHED, changed_steps
+from tests.report.records import CRASHED, changed_steps, record_of
 
 TOP = 'name = "q"\nquestion = "?"\n'
 HEAD = f'{TOP}[defaults]\nmodel.name = "gpt-tiny"\nsequence = 32\ntokens_per_rank = 64\n'
@@ -76,22 +66,14 @@ def suite(folder: Path, body: str = SMALL, head: str = HEAD) -> str:
 
 
 def record(failure: Failure | None = None, **fields: Any) -> Record:
-    """A small record, written."""
-    trial = Trial(strategy="zero3", **fields)
-    step = Step(
-        index=1, warmup=False, total=0.5, forward=0.2, backward=0.2, optimizer=0.1,
-        exposed_forward=0.1, exposed_backward=0.1, loss=5.5,
-    )  # fmt: skip
-    row = LedgerRow(
-        phase="forward", purpose="weights", unit="u", hop="node", link="inter", bytes=2_000_000, messages=1
-    )
-    rank = RankRecord(
-        rank=0, node=0, local=0, steps=[step], ledger=[row], memory=Memory(engine={}, formula={}, peak_rss=1)
-    )
-    made = Record(
-        id=trial.id, suite="q", trial=trial.canonical(), started="1", finished="2", order=0,
-        machine={}, code={}, pool="p", failure=failure, ranks=[] if failure else [rank],
-    )  # fmt: skip
+    """A record of one rank, whose one step sent 2 MB between nodes at a loss of 5.5; written."""
+    made = record_of(Trial(strategy="zero3", **fields), suite="q", failure=failure, code={}, units=[])
+    ranks = []
+    for rank in made.ranks[:1]:
+        step = rank.steps[-1].model_copy(update={"loss": 5.5})
+        row = (rank.ledger or [])[0].model_copy(update={"link": "inter", "bytes": 2_000_000})
+        ranks.append(rank.model_copy(update={"steps": [step], "ledger": [row]}))
+    made = made.model_copy(update={"ranks": ranks})
     write(RESULTS, made)
     return made
 
@@ -388,11 +370,9 @@ def machinery(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     def of_folder(results: Path) -> object:
         return types.SimpleNamespace(sentences=("Yes, by 2.", "Besides."))
 
-    lead = ("report.answer.lead", of_folder)
-    for module, function in (("harness.runs.sweep", run_sweep), ("report.build", build), lead):
-        fake = types.ModuleType(module)
-        setattr(fake, function.__name__, function)
-        monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setattr("harness.runs.sweep.run_sweep", run_sweep)
+    monkeypatch.setattr("report.build.build", build)
+    monkeypatch.setattr("report.answer.lead.of_folder", of_folder)
     return calls
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.suites.repeat_order import LEAST, MOST, Repeats
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError
-from tests.harness.suites.test_suite_file import HEAD, suite
+from tests.harness.suites.test_suite_file import HEAD, Read, suite
+
+__all__ = ["suite"]  # a fixture
 
 
-def repeated(folder: Path, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
+def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "qwz"]') -> Suite:
     body = f"[matrix]\nstrategy = {strategies}\nseed = [0, 1]\n"
-    return suite(folder, body, f"{HEAD}repeats = {repeats}\n")
+    return read(body, f"{HEAD}repeats = {repeats}\n")
 
 
 @pytest.mark.parametrize(
@@ -32,23 +32,23 @@ def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
     assert str(meant.most) in str(meant)
 
 
-def test_a_further_sweep_changes_no_trial_of_those_before(tmp_path: Path) -> None:
+def test_a_further_sweep_changes_no_trial_of_those_before(suite: Read) -> None:
     """Its repeats go on where the first's end: two sweeps of three repeats are the trials of six repeats."""
-    three, six = repeated(tmp_path, "3"), repeated(tmp_path, "6")
+    three, six = repeated(suite, "3"), repeated(suite, "6")
     first, second = three.sweep(0), three.sweep(1)
     assert first == three.trials
     assert [trial.id for trial in first + second] == [trial.id for trial in six.trials]
     assert not {trial.id for trial in first} & {trial.id for trial in second}
 
 
-def test_sweeps_of_unknown_length_do_not_overlap(tmp_path: Path) -> None:
+def test_sweeps_of_unknown_length_do_not_overlap(suite: Read) -> None:
     """Where repeats go on until ratios are known, a sweep begins where the one before must have ended."""
-    found = repeated(tmp_path, '"until 2 %, at most 10"')
+    found = repeated(suite, '"until 2 %, at most 10"')
     assert {trial.repeat for trial in found.sweep(0)} == set(range(LEAST))
     assert {trial.repeat for trial in found.sweep(2)} == set(range(20, 20 + LEAST))
 
 
-def test_ratios_need_a_baseline(tmp_path: Path) -> None:
+def test_ratios_need_a_baseline(suite: Read) -> None:
     """Repeating until a ratio is known is refused where nothing stands for the other side of it."""
     with pytest.raises(SuiteError, match="over zero3, which does not stand beside zeropp, qwz"):
-        repeated(tmp_path, '"until 2 %"', '["zeropp", "qwz"]')
+        repeated(suite, '"until 2 %"', '["zeropp", "qwz"]')

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from harness.suites.suite import Suite
 from harness.suites.suite_file import SuiteError
-from tests.harness.suites.test_suite_file import HEAD, suite
+from tests.harness.suites.test_suite_file import HEAD, Read, suite
+
+__all__ = ["suite"]  # a fixture
 
 BODY = """
 [defaults.cluster]
@@ -22,23 +22,23 @@ sequence = [32]
 """
 
 
-def asked(tmp_path: Path, keys: str) -> Suite:
+def asked(read: Read, keys: str) -> Suite:
     """The suite with these keys."""
-    return suite(tmp_path, BODY, f"{HEAD}repeats = 2\n{keys}\n")
+    return read(BODY, f"{HEAD}repeats = 2\n{keys}\n")
 
 
-def test_all_repeats_of_the_baseline_are_it(tmp_path: Path) -> None:
+def test_all_repeats_of_the_baseline_are_it(suite: Read) -> None:
     """A partial match names it in every cell; all others are the contrast, or those that are named.
 
     Without keys nobody has a role.
     """
-    assert {asked(tmp_path, "").role_of(trial) for trial in asked(tmp_path, "").trials} == {""}
+    assert {asked(suite, "").role_of(trial) for trial in asked(suite, "").trials} == {""}
     keys = 'baseline = { strategy = "zeropp", policy.weights = "int8:64" }'
-    found = asked(tmp_path, keys)
+    found = asked(suite, keys)
     for trial in found.trials:
         base = trial.strategy == "zeropp" and trial.policy.weights == "int8:64"
         assert found.role_of(trial) == ("baseline" if base else "contrast")
-    narrow = asked(tmp_path, f'{keys}\ncontrast = {{ policy.weights = "int6:64", strategy = "zeropp" }}')
+    narrow = asked(suite, f'{keys}\ncontrast = {{ policy.weights = "int6:64", strategy = "zeropp" }}')
     told = {(trial.strategy, str(trial.policy.weights)): narrow.role_of(trial) for trial in narrow.trials}
     assert told["zeropp", "int6:64"] == "contrast"
     assert {role for (strategy, _), role in told.items() if strategy == "zero3"} == {""}
@@ -55,7 +55,7 @@ def test_all_repeats_of_the_baseline_are_it(tmp_path: Path) -> None:
         ('baseline = { strategie = "zero3" }', "did you mean 'strategy'"),
     ],
 )
-def test_what_names_no_two_groups_is_refused(keys: str, words: str, tmp_path: Path) -> None:
+def test_what_names_no_two_groups_is_refused(keys: str, words: str, suite: Read) -> None:
     """In one line with the key."""
     with pytest.raises(SuiteError, match=words):
-        asked(tmp_path, keys)
+        asked(suite, keys)

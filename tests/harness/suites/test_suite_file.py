@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,19 +25,35 @@ AXES = ("seed", "steps", "warmup", "validation_batches")
 NAMED = [name for name in STRATEGIES if name != RECIPE]  # that need nothing else
 
 
-def suite(tmp_path: Path, body: str, head: str = HEAD) -> Suite:
-    file = tmp_path / "q.toml"
-    file.write_text(head + body, encoding="utf-8")
-    return load(file)
+Read = Callable[..., Suite]
+Refused = Callable[..., str]
 
 
-def refusal(tmp_path: Path, body: str, head: str = HEAD) -> str:
-    with pytest.raises(SuiteError) as caught:
-        suite(tmp_path, body, head)
-    text = str(caught.value)
-    assert "\n" not in text
-    assert text.startswith(str(tmp_path / "q.toml"))
-    return text
+@pytest.fixture
+def suite(tmp_path: Path) -> Read:
+    """Reads the suite of a body, and of another head than the usual one."""
+
+    def read(body: str, head: str = HEAD) -> Suite:
+        file = tmp_path / "q.toml"
+        file.write_text(head + body, encoding="utf-8")
+        return load(file)
+
+    return read
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, suite: Read) -> Refused:
+    """The one line that refuses a body, after the file's path."""
+
+    def refused(*texts: str) -> str:
+        with pytest.raises(SuiteError) as caught:
+            suite(*texts)
+        text = str(caught.value)
+        assert "\n" not in text
+        assert text.startswith(str(tmp_path / "q.toml"))
+        return text
+
+    return refused
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -46,13 +63,12 @@ def refusal(tmp_path: Path, body: str, head: str = HEAD) -> str:
     zipped=st.integers(1, 4),
     repeats=st.integers(1, 4),
 )
-def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
+def test_product(suite: Read, policies: list[str], steps: list[int], zipped: int, repeats: int) -> None:
     """Matrix and zips multiply, repeats come outermost, and ids are unique."""
     found = suite(
-        tmp_path,
         f"repeats = {repeats}\n[matrix]\nstrategy = {policies}\nsteps = {steps}\n"
         f"[[zip]]\nsequence = {[64 * (i + 1) for i in range(zipped)]}\n"
-        f"tokens_per_rank = {[128 * (i + 1) for i in range(zipped)]}\n",
+        f"tokens_per_rank = {[128 * (i + 1) for i in range(zipped)]}\n"
     )
     cells = len(policies) * len(steps) * zipped
     assert len(found.trials) == cells * repeats
@@ -63,11 +79,9 @@ def test_product(tmp_path: Path, policies: list[str], steps: list[int], zipped: 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(NAMED), min_size=2, max_size=6, unique=True), st.integers(2, 4))
-def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None:
+def test_interleaving(suite: Read, policies: list[str], repeats: int) -> None:
     """Compared trials stand together in every repeat, and none of them always runs first."""
-    found = suite(
-        tmp_path, f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n"
-    )
+    found = suite(f"repeats = {repeats}\n[matrix]\ncluster.nodes = [2, 3, 4]\nstrategy = {policies}\n")
     blocks = [found.trials[i : i + len(policies)] for i in range(0, len(found.trials), len(policies))]
     for block in blocks:
         assert len({(trial.repeat, trial.cluster.nodes) for trial in block}) == 1
@@ -75,18 +89,16 @@ def test_interleaving(tmp_path: Path, policies: list[str], repeats: int) -> None
     assert len({block[0].strategy for block in blocks}) > 1
 
 
-def test_one_geometry(tmp_path: Path) -> None:
+def test_one_geometry(suite: Read) -> None:
     """All policies of a suite start on the least common multiple of all their grains."""
-    found = suite(
-        tmp_path, '[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n'
-    )
+    found = suite('[matrix]\nstrategy = ["zero3", "zeropp"]\npolicy.weights = ["int8:96", "bf16"]\n')
     grains = {policy.grain for trial in found.trials if (policy := trial.resolved_policy())}
     assert grains == {math.lcm(96, 256)}
 
 
-def test_peers_run_once(tmp_path: Path) -> None:
+def test_peers_run_once(suite: Read) -> None:
     """A peer's cells that differ in policy alone are one run, and that is said."""
-    found = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    found = suite('[matrix]\nstrategy = ["zero3", "ddp"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero3": 2, "ddp": 1}
     assert found.merged == ('strategy = "ddp", policy.weights = "bf16"',)
     (line,) = found.kept
@@ -105,12 +117,11 @@ def resolved(found: Suite) -> list[tuple[str, str, str, object]]:
     return sorted(rows, key=str)
 
 
-def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_strategy_stays_what_it_is(suite: Read) -> None:
     """What all strategies are given alike quantises none that does not, and copies for none without hpZ."""
     found = suite(
-        tmp_path,
         'defaults.policy.secondary = 2\n[matrix]\nstrategy = ["exact", "zero3", "qgz", "zeropp"]\n'
-        'policy.weights = ["int8:64", "int6:64"]\n',
+        'policy.weights = ["int8:64", "int6:64"]\n'
     )
     assert resolved(found) == [
         ("exact", "fp32", "fp32", 0),
@@ -127,53 +138,46 @@ def test_a_strategy_stays_what_it_is(tmp_path: Path) -> None:
         for line in found.kept
     )
     assert not any("zeropp" in line for line in found.kept)
-    found = suite(
-        tmp_path, '[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n'
-    )
+    found = suite('[matrix]\nstrategy = ["zero0", "zero2"]\npolicy.reduce_every = ["micro_batch", "step"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero0": 1, "zero2": 2}
     assert any("is left out of zero0: it would make another strategy of" in line for line in found.kept)
 
 
-def test_what_is_said_of_a_strategy_holds(tmp_path: Path) -> None:
+def test_what_is_said_of_a_strategy_holds(suite: Read) -> None:
     """A zip or an override that names the strategy changes it, and so does a suite of one policy."""
-    zipped = suite(tmp_path, '[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
+    zipped = suite('[[zip]]\nstrategy = ["zero3", "qgz"]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[:2] for row in resolved(zipped)] == [("qgz", "bf16"), ("zero3", "int8:64")]
     override = '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int8:64" }\n'
-    overridden = suite(tmp_path, '[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
+    overridden = suite('[matrix]\nstrategy = ["zero3", "hpz"]\n' + override)
     assert [row[2] for row in resolved(overridden)] == ["bf16", "int8:64"]
-    alone = suite(
-        tmp_path, '[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n'
-    )
+    alone = suite('[defaults]\nstrategy = "zero3"\n[matrix]\npolicy.weights = ["int8:64", "bf16"]\n')
     assert [row[1] for row in resolved(alone)] == ["bf16", "int8:64"]
     assert not zipped.kept + overridden.kept + alone.kept
 
 
-def test_one_policy_of_two_names_runs_once(tmp_path: Path) -> None:
+def test_one_policy_of_two_names_runs_once(suite: Read) -> None:
     """Two strategies that resolve to one policy are one run, under the plainer name."""
     found = suite(
-        tmp_path,
         '[[zip]]\nstrategy = ["zero3", "qgz", "hpz", "hpz"]\n'
         'policy.gradients = [["int4:256", "int4:256"], "int4:256", "bf16", "bf16"]\n'
-        'policy.secondary = [0, 0, "node", 2]\n',
+        'policy.secondary = [0, 0, "node", 2]\n'
     )
     assert len(found.trials) == 2
     assert len(found.merged) == 2
-    groups = suite(tmp_path, '[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
+    groups = suite('[matrix]\nstrategy = ["zero3"]\npolicy.group = ["node", 2, 0, 4]\n')
     assert len(groups.trials) == 2  # on two nodes of two ranks
     qgz = suite(
-        tmp_path,
         '[matrix]\nstrategy = ["zero3", "qgz"]\n'
-        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256:clip" }\n',
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { policy.gradients = "int4:256:clip" }\n'
     )
     assert [trial.strategy for trial in qgz.trials] == ["qgz"]
 
 
-def test_the_papers_baseline_keeps_its_flat_rings(tmp_path: Path) -> None:
+def test_the_papers_baseline_keeps_its_flat_rings(suite: Read) -> None:
     """Hops and chunks for all strategies do not turn it into the best ZeRO-3; the suite says so."""
     found = suite(
-        tmp_path,
         '[defaults]\npolicy.chunks = 2\npolicy.reduce = "two_hop"\npolicy.gather = "hierarchical"\n'
-        '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n',
+        '[matrix]\nstrategy = ["zero3-flat", "zero3"]\n'
     )
     flat, best = sorted(found.trials, key=lambda trial: trial.strategy, reverse=True)
     assert flat.resolved_policy() == replace(PRESETS["zero3-flat"], align=flat.policy.align)
@@ -204,31 +208,29 @@ def test_shipped_suites_ask_what_they_say(path: Path) -> None:
     assert found.kept == ()
 
 
-def test_data_follow_from_a_model_of_images(tmp_path: Path) -> None:
+def test_data_follow_from_a_model_of_images(suite: Read) -> None:
     """A vision model has images and as many patches as fit, unless the suite says otherwise."""
-    found = suite(tmp_path, '[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
+    found = suite('[matrix]\nmodel.name = ["gpt-tiny", "vit-tiny"]\n')
     assert [(t.corpus, t.sequence) for t in found.trials] == [("stdlib", 128), ("glyphs", 64)]
-    found = suite(tmp_path, '[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
+    found = suite('[defaults]\nmodel.name = "vit-tiny"\nsequence = 16\n')
     assert [(t.corpus, t.sequence) for t in found.trials] == [("glyphs", 16)]
 
 
-def test_a_match_on_what_only_generation_has_hits_no_training(tmp_path: Path) -> None:
+def test_a_match_on_what_only_generation_has_hits_no_training(suite: Read) -> None:
     """An override of generations by their tokens leaves alone trials that train."""
     found = suite(
-        tmp_path,
         '[[zip]]\nworkload = ["train", "generate"]\ngenerate.tokens = [32, 8]\n'
-        "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n",
+        "[[override]]\nmatch = { generate.tokens = 8 }\nset = { steps = 3 }\n"
     )
     assert [(t.workload, t.steps) for t in found.trials] == [("train", 8), ("generate", 3)]
 
 
-def test_exclude_and_override(tmp_path: Path) -> None:
+def test_exclude_and_override(suite: Read) -> None:
     """Excludes and overrides match by value, and a list of a match is any of its members."""
     found = suite(
-        tmp_path,
         '[matrix]\nstrategy = ["zero3", "hpz", "qgz"]\ncluster.rate = ["1 Gbit/s", "50 Mbit/s"]\n'
         '[[exclude]]\nstrategy = ["hpz", "qgz"]\ncluster.rate = "1000 Mbit/s"\n'
-        '[[override]]\nmatch = { strategy = "zero3" }\nset = { steps = 3, cluster.link = "paced" }\n',
+        '[[override]]\nmatch = { strategy = "zero3" }\nset = { steps = 3, cluster.link = "paced" }\n'
     )
     assert {(t.strategy, t.cluster.rate) for t in found.trials} == {
         ("zero3", 1000.0), ("zero3", 50.0), ("hpz", 50.0), ("qgz", 50.0),
@@ -237,11 +239,9 @@ def test_exclude_and_override(tmp_path: Path) -> None:
     assert all((t.cluster.link == "paced") == (t.strategy == "zero3") for t in found.trials)
 
 
-def test_quoted_and_nested_axes(tmp_path: Path) -> None:
+def test_quoted_and_nested_axes(suite: Read) -> None:
     """An axis may be a quoted path, a dotted key or a list of tables; free keys reach the model."""
-    found = suite(
-        tmp_path, '[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n'
-    )
+    found = suite('[matrix]\n"model.arguments.layers" = [1, 2]\ncluster = [{ nodes = 1 }, { nodes = 4 }]\n')
     assert {(t.model.arguments["layers"], t.cluster.nodes) for t in found.trials} == {
         (1, 1), (1, 4), (2, 1), (2, 4),
     }  # fmt: skip
@@ -257,11 +257,11 @@ def test_quoted_and_nested_axes(tmp_path: Path) -> None:
         ("retry 1, then stop", Answer(retries=1, stop=True)),
     ],
 )
-def test_a_suite_says_what_follows_a_failure(tmp_path: Path, text: str, answer: Answer) -> None:
+def test_a_suite_says_what_follows_a_failure(suite: Read, text: str, answer: Answer) -> None:
     """By kind, and without another trial."""
-    found = suite(tmp_path, f'[on_failure]\nkilled = "{text}"\n')
+    found = suite(f'[on_failure]\nkilled = "{text}"\n')
     assert found.on_failure == {"killed": answer}
-    assert found.trials == suite(tmp_path, "").trials
+    assert found.trials == suite("").trials
 
 
 CASES = {
@@ -298,9 +298,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("body", "found", "allowed"), CASES.values(), ids=CASES)
-def test_refusals(tmp_path: Path, body: str, found: str, allowed: str) -> None:
+def test_refusals(refusal: Refused, body: str, found: str, allowed: str) -> None:
     """What cannot be used is one line with file, key, value and what is allowed."""
-    text = refusal(tmp_path, body)
+    text = refusal(body)
     assert found in text
     assert allowed in text
 
@@ -314,9 +314,9 @@ def test_refusals(tmp_path: Path, body: str, found: str, allowed: str) -> None:
         ('name = 3\nquestion = "?"\n', "expected a valid string"),
     ],
 )
-def test_refused_heads(tmp_path: Path, head: str, words: str) -> None:
+def test_refused_heads(refusal: Refused, head: str, words: str) -> None:
     """A suite has a question and a name that can name a folder."""
-    assert words in refusal(tmp_path, "", head)
+    assert words in refusal("", head)
 
 
 def test_an_endless_file_is_refused() -> None:
@@ -341,13 +341,13 @@ def test_no_traceback(tmp_path: Path, junk: bytes) -> None:
 STAGE_3 = '{"zero_optimization": {"stage": 3, "zero_quantized_weights": true, "overlap_comm": true}}'
 
 
-def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
+def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, suite: Read) -> None:
     """A file beside the suite or a table: the same trial, of the recipe's policy, which holds its text."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     head = '[defaults]\nstrategy = "recipe"\n'
-    of_file = suite(tmp_path, head + 'deepspeed_config = "ds.json"\n')
+    of_file = suite(head + 'deepspeed_config = "ds.json"\n')
     table = "{ stage = 3, zero_quantized_weights = true, overlap_comm = true }"
-    of_table = suite(tmp_path, head + f"deepspeed_config.zero_optimization = {table}\n")
+    of_table = suite(head + f"deepspeed_config.zero_optimization = {table}\n")
     assert of_file.trials == of_table.trials
     assert list(of_file.configurations) == ["ds.json"]
     assert not of_table.configurations
@@ -358,7 +358,7 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     assert Trial.from_canonical(trial.canonical()) == trial
     (tmp_path / "other.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
     files = '[matrix]\ndeepspeed_config = ["ds.json", "other.json"]\n'
-    axis = suite(tmp_path, '[defaults]\nstrategy = "recipe"\n' + files).trials
+    axis = suite('[defaults]\nstrategy = "recipe"\n' + files).trials
     assert [policy.stage for one in axis if (policy := one.resolved_policy())] == [3, 2]
 
 
@@ -383,39 +383,39 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_trial_says_of_deepspeed_is_said_once(
-    tmp_path: Path, strategy: str, fields: str, words: str
+    tmp_path: Path, refusal: Refused, strategy: str, fields: str, words: str
 ) -> None:
     """A configuration that contradicts a field of the trial is refused in one line with both values."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
-    assert words in refusal(tmp_path, f'[defaults]\nstrategy = "{strategy}"\n{fields}\n')
+    assert words in refusal(f'[defaults]\nstrategy = "{strategy}"\n{fields}\n')
 
 
-def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path) -> None:
+def test_deepspeed_itself_takes_the_configuration_that_a_recipe_reads(tmp_path: Path, suite: Read) -> None:
     """Both may stand in a suite with one file; without one, DeepSpeed's is its ZeRO-3 as shipped."""
     (tmp_path / "ds.json").write_text(STAGE_3, encoding="utf-8")
     body = (
         '[matrix]\nstrategy = ["recipe", "deepspeed"]\n[[override]]\n'
         'match = { strategy = ["recipe", "deepspeed"] }\nset = { deepspeed_config = "ds.json" }\n'
     )
-    ours, theirs = suite(tmp_path, body).trials
+    ours, theirs = suite(body).trials
     assert (ours.strategy, theirs.strategy) == ("recipe", "deepspeed")
     assert ours.resolved_policy() is not None
     assert theirs.resolved_policy() is None
     assert theirs.peer_configuration() == json.loads(STAGE_3)
-    (bare,) = suite(tmp_path, '[defaults]\nstrategy = "deepspeed"\n').trials
+    (bare,) = suite('[defaults]\nstrategy = "deepspeed"\n').trials
     assert bare.peer_configuration() == {"zero_optimization": {"stage": 3}}
 
 
-def test_the_type_of_peers_leaves_policies_alone(tmp_path: Path) -> None:
+def test_the_type_of_peers_leaves_policies_alone(suite: Read) -> None:
     """Peers' ``compute`` changes peers alone: a policy beside them is the same run, under its id."""
     head = '[matrix]\nstrategy = ["zero3", "fsdp2-prefetch"]\n'
-    plain, peer = suite(tmp_path, head).trials
-    same, other = suite(tmp_path, f'[defaults]\npeer.compute = "bf16"\n{head}').trials
+    plain, peer = suite(head).trials
+    same, other = suite(f'[defaults]\npeer.compute = "bf16"\n{head}').trials
     assert same == plain
     assert other != peer
     assert other.peer.compute == "bf16"
     assert "peer" not in plain.canonical()
-    found = suite(tmp_path, f'{head}peer.compute = ["fp32", "bf16"]\n')
+    found = suite(f'{head}peer.compute = ["fp32", "bf16"]\n')
     assert Counter(trial.strategy for trial in found.trials) == {"zero3": 1, "fsdp2-prefetch": 2}
 
 
@@ -424,18 +424,20 @@ COUNTS = [*_fields(Trial), "model.arguments.layers"]
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(path="policy.max_padding", value=2**63)
-@given(path=st.sampled_from(COUNTS), value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63)))
-def test_numbers_that_nothing_counts_are_refused(tmp_path: Path, path: str, value: int) -> None:
+@given(
+    path=st.sampled_from(COUNTS), value=st.integers(2**63, 10**400) | st.integers(-(10**400), -(2**63) - 1)
+)
+def test_numbers_that_nothing_counts_are_refused(refusal: Refused, path: str, value: int) -> None:
     """In every field, beyond 64 bits as beyond a float, with the field's name and what is expected."""
-    text = refusal(tmp_path, f"[defaults]\n{path} = {value}\n")
+    text = refusal(f"[defaults]\n{path} = {value}\n")
     assert f"defaults.{path} = " in text
     assert "expected" in text
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([*range(9), 11, *range(12, 32), *range(127, 160)]), st.booleans())
-def test_no_name_and_no_value_holds_a_control_character(tmp_path: Path, code: int, key: bool) -> None:
+def test_no_name_and_no_value_holds_a_control_character(refusal: Refused, code: int, key: bool) -> None:
     """A terminal would act on it wherever it is shown, in the question too."""
     escaped = f'"x\\u{code:04x}"'
     body = f"[defaults]\nmodel.arguments = {{ {escaped} = 1 }}\n" if key else f"time = {escaped}\n"
-    assert "control character" in refusal(tmp_path, body)
+    assert "control character" in refusal(body)
