@@ -16,24 +16,9 @@ from harness.suites.trial import Cluster, LearningRates, Optimizer, PeerSettings
 from impl.codecs.codec import Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
-codecs = st.one_of(
-    st.sampled_from(["fp32", "bf16", "fp16"]),
-    st.builds(
-        lambda bits, block, asym: f"int{bits}:{block}{asym}",
-        st.integers(2, 8),
-        st.one_of(st.integers(1, 4096), st.just("shard")),
-        st.sampled_from(["", ":asym"]),
-    ),
-)
-rates = st.one_of(
-    st.none(),
-    st.just("unshaped"),
-    st.builds(
-        lambda number, unit: f"{number} {unit}/s",
-        st.integers(1, 1000),
-        st.sampled_from(["kbit", "Mbit", "Gbit"]),
-    ),
-)
+integers = r"int[2-8]:([1-9][0-9]{0,2}|[1-3][0-9]{3}|shard)(:asym)?"
+codecs = st.sampled_from(["fp32", "bf16", "fp16"]) | st.from_regex(integers, fullmatch=True)
+rates = st.sampled_from([None, "unshaped"]) | st.from_regex("[1-9][0-9]{0,2} [kMG]bit/s", fullmatch=True)
 trials = st.builds(
     Trial,
     strategy=st.sampled_from([*PEERS, *PRESETS]),

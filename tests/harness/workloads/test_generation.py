@@ -17,20 +17,10 @@ TOKENS = 5
 
 
 def trial(strategy: str, **changes: Any) -> Trial:
-    one = Trial.model_validate(
-        {
-            "workload": "generate",
-            "generate": {"prompt": 4, "tokens": TOKENS},
-            "strategy": strategy,
-            "model": {"name": "gpt-tiny"},
-            "policy": {"max_padding": 1.0},
-            "sequence": 16,
-            "tokens_per_rank": 32,
-            "steps": 2,
-            "warmup": 1,
-            **changes,
-        }
-    )
+    sizes = {"sequence": 16, "tokens_per_rank": 32, "steps": 2, "warmup": 1}
+    asked = {"workload": "generate", "generate": {"prompt": 4, "tokens": TOKENS}, "strategy": strategy}
+    usual = {"model": {"name": "gpt-tiny"}, "policy": {"max_padding": 1.0}}
+    one = Trial.model_validate({**sizes, **asked, **usual, **changes})
     check(one)
     return one
 

@@ -17,14 +17,8 @@ IMAGES = {"corpus": "glyphs", "sequence": 64}
 
 
 def trial(name: str, **changes: object) -> Trial:
-    return Trial.model_validate(
-        {
-            "model": {"name": name},
-            "tokens_per_rank": 256,
-            **(IMAGES if name.startswith("vit") else {}),
-            **changes,
-        }
-    )
+    usual = {"model": {"name": name}, "tokens_per_rank": 256}
+    return Trial.model_validate(usual | (IMAGES if name.startswith("vit") else {}) | changes)
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "vit-tiny"])
