@@ -70,9 +70,9 @@ app = typer.Typer(
 
 def _show_bench(record: Path | None) -> None:
     if record is not None:
-        from report.bench import page
+        from report.bench_page import show_run
 
-        page.show_run(record)
+        show_run(record)
 
 
 bench.app.command("formats")(lab.formats)
@@ -286,7 +286,7 @@ def show(
             if not _print_rows(plan_rows.of_records([one]), whole, as_json=as_json, as_csv=as_csv):
                 terminal.record(one, out, path.parent)
     elif bench_record.holds(folder):
-        from report.bench.page import show as show_bench
+        from report.bench_page import show as show_bench
 
         show_bench(bench_record.read_all(folder), out)
     else:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+import pandas as pd
+
 from harness.records.confidence_intervals import FEWEST, Interval, of_another_sweep
 from report.data import loss_verdicts
 from report.data.frames import groups
@@ -68,19 +70,17 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     """A table whose columns of one value, but for the contender's, and what all places share stand in the
     line above it; a place stands in the first of the rows that share it.
     """
-    columns = list(zip(head, zip(*rows, strict=True), strict=True))
-    if head[0] == "where" and len(set(columns[0][1])) > 1:
-        shared, places = apart(columns[0][1])
-        title = ", ".join((title, *shared))
-        columns[0] = head[0], tuple(places[where] for where in columns[0][1])
-    common = [(name, cells[0]) for name, cells in columns if len(set(cells)) == 1 and name != "contender"]
-    shown = [(name, cells) for name, cells in columns if (name, cells[0]) not in common]
-    said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in common if cell != NOTHING)))
-    lines, above = [[name for name, _ in shown], ["---"] * len(shown)], ""
-    for first, *others in zip(*(cells for _, cells in shown), strict=True):
-        again = shown[0][0] == "where" and first == above
-        lines.append(["" if again else markdown(first), *map(markdown, others)])
-        above = first
+    found = pd.DataFrame(rows, columns=list(head))
+    if "where" in found and len(set(found["where"])) > 1:
+        shared, places = apart(found["where"])
+        title, found["where"] = ", ".join((title, *shared)), found["where"].map(places)
+    common = [name for name in found if len(set(found[name])) == 1 and name != "contender"]
+    told = [(name, found[name].iloc[0]) for name in common]
+    said = "; ".join((title, *(f"{name}: {markdown(cell)}" for name, cell in told if cell != NOTHING)))
+    found = found.drop(columns=common).map(markdown)
+    if "where" in found:
+        found["where"] = found["where"].mask(found["where"].eq(found["where"].shift()), "")
+    lines = [list(found), ["---"] * found.shape[1], *found.to_numpy().tolist()]
     return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from report import page
 from report.data.frames import ReportError, load
-from report.data.metrics import derive, records_of
+from report.data.metrics import derive
 from report.draw import theme
 from report.draw.figure import style_of
 from report.figures import all_figures
@@ -41,10 +41,9 @@ def build(
     shown = with_columns(tables.all_tables(derived), columns or {})
 
     def page_of(folder: Path) -> str:
-        style = style_of(derived, width)
-        found = (one.draw(derived, folder / "figures", style) for one in all_figures.FIGURES)
-        drawn = [one for one in found if one is not None]
-        macros = latex.numbers(shown, lambda row: records_of(derived, row))
+        style, figures = style_of(derived, width), folder / "figures"
+        drawn = [found for one in all_figures.FIGURES if (found := one.draw(derived, figures, style))]
+        macros = latex.numbers(shown, derived)
         (folder / "tables" / "numbers.tex").write_text(macros, encoding="utf-8", newline="\n")
         return page.render(derived, drawn, shown)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from harness.records import archive, run_record
-from harness.records.record import RecordError, read_all
+from harness.records.record import RecordError, read_all, write_whole
 from report import artifact_claims, page
 from report.answer.lead import answer
 from report.data.frames import frames_of
@@ -62,13 +62,9 @@ def bundle(folder: Path, into: Path) -> Path:
     node = run.nodes[0]
     packages = [one.partition("+")[0] for one in node.software.packages if not one.startswith("zeropp")]
     facts = "".join(f"- {name}: {value}\n" for name, value in page.facts(derived))
-    own = {
-        f"{name} (SHA-256 {sha[:12]})"
-        for one in records
-        for name, sha in one.inputs.items()
-        if name != "corpus"
-    }
-    facts += f"- not packed, and needed: the suite's own {listed(sorted(own))}\n" if own else ""
+    inputs = {given for one in records for given in one.inputs.items()}
+    own = [f"{name} (SHA-256 {sha[:12]})" for name, sha in sorted(inputs) if name != "corpus"]
+    facts += f"- not packed, and needed: the suite's own {listed(own)}\n" if own else ""
     commit = str(node.code.get("commit") or "HEAD")
     python = ".".join(str(node.machine.get("python")).split(".")[:2])
     texts = {
@@ -96,24 +92,14 @@ def bundle(folder: Path, into: Path) -> Path:
     with tempfile.TemporaryDirectory() as name:
         packed = archive.pack(folder, Path(name)).read_bytes()
     files = {name: text.encode() for name, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
-    return _written(into, f"{suite}-artifact", files)
-
-
-def _written(into: Path, name: str, files: dict[str, bytes]) -> Path:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as packed:
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as whole:
         for path, content in sorted(files.items()):
             if Path(path).is_absolute() or ".." in Path(path).parts:
                 raise RecordError(f"{path}: a file outside of the suite's folder; it cannot be packed")
-            entry = tarfile.TarInfo(f"{name}/{path}")
+            entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)
-            packed.addfile(entry, io.BytesIO(content))
-    try:
-        into.mkdir(parents=True, exist_ok=True)
-        target = into / f"{name}{archive.SUFFIX}"
-        aside = target.with_suffix(".tmp")
-        aside.write_bytes(buffer.getvalue())
-        aside.replace(target)
-    except OSError as error:
-        raise RecordError(f"{into}: cannot write there: {error.strerror or error}") from error
+            whole.addfile(entry, io.BytesIO(content))
+    target = into / f"{suite}-artifact{archive.SUFFIX}"
+    write_whole(target, buffer.getvalue())
     return target

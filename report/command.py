@@ -69,15 +69,11 @@ def report(
             many = f"{folder} holds {len(archives)} archives"
             raise Refusal(f"{many}: --columns and --explain are of one suite")
         built, processes = partial(_built, width=width), min(len(archives), machine.cores())
-        if processes == 1:
-            pages = list(map(built, archives))
-        else:
-            with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-                pages = list(pool.map(built, archives))
-        print("\n".join(map(str, pages)))
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            print("\n".join(map(str, pool.map(built, archives))))
         return
     if explain is not None:
-        from report.explain import explained
+        from report.tables.all_tables import explained
 
         print(explained(folder, *explain))
         return
@@ -145,7 +141,7 @@ def build_report(
     """Build a folder's page, and print its path; with ``lead`` also the answer to the suite's question."""
     interrupts.take_over()
     if bench_record.holds(folder):
-        from report.bench.page import build as build_bench
+        from report.bench_page import build as build_bench
 
         if columns or width != _WIDTH:
             raise Refusal(f"{folder} holds a benchmark's records: --columns and --width are of suites")
@@ -163,10 +159,10 @@ def _columns(asked: Sequence[str]) -> dict[str, list[str]]:
     """Columns by table, of ``TABLE=COLUMN;COLUMN``."""
     found = {}
     for text in asked:
-        table, equals, names = text.partition("=")
-        if not (equals and table.strip() and names.strip()):
+        table, _, names = map(str.strip, text.partition("="))
+        if not (table and names):
             raise Refusal(f"--columns {text}: expected TABLE=COLUMN;COLUMN, as 'summary=Step, s;Tokens/s'")
-        found[table.strip()] = [name.strip() for name in names.split(";")]
+        found[table] = [name.strip() for name in names.split(";")]
     return found
 
 

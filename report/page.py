@@ -38,9 +38,9 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
     frames = derived.frames
     by_name = {table.name: table for table in tables}
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
-    apart = [*first, *(table for table in tables if table.name in ("failures", *_LAST))]
+    apart = {"failures", *_LAST, *(table.name for table in first)}
     subject, found = heading(derived), answer(derived)
-    shows = next((figure for figure in drawn if figure.figure.name == found.figure), next(iter(drawn), None))
+    shows = next((one for one in drawn if one.figure.name == found.figure), next(iter(drawn), None))
     modelled = ", on a modelled link" if derived.finished["modelled"].any() else ""
     suite = "" if derived.finished.empty else f": {frames.suite}"
     return fill(
@@ -57,7 +57,7 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         note=caveats.modelled_in_words(derived),
         marked=derived.disturbed,
         summary=first,
-        tables=[table for table in tables if table not in apart],
+        tables=[table for table in tables if table.name not in apart],
         last=[by_name[name] for name in _LAST if name in by_name],
         failures=by_name.get("failures"),
         pools=frames.pools,
@@ -104,7 +104,7 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
         for fact, values in frames.facts.groupby("fact")["value"]
     }
     interrupted = f", {frames.interrupted} interrupted, not yet run again" if frames.interrupted else ""
-    started = sorted(str(when)[:16].replace("T", " ") for when in ran["started"])
+    started = sorted(ran["started"].str[:16].str.replace("T", " "))
     found = [
         ("suite", frames.suite),
         ("trials", f"{len(ran)} finished, {len(frames.failures)} failed{interrupted}"),
@@ -113,8 +113,8 @@ def facts(derived: Derived) -> list[tuple[str, str]]:
     ]
     if frames.shared:
         found.append(("all policies", ", ".join(f"{name} {value}" for name, value in frames.shared.items())))
-    shown = [(told, known.get(fact)) for fact, told in _FACTS.items()]
-    found += [(told, str(value)) for told, value in shown if value not in (None, "[]", "null")]
+    shown = [(told, known.get(fact, "null")) for fact, told in _FACTS.items()]
+    found += [(told, value) for told, value in shown if value not in ("[]", "null")]
     if (taken := caveats.taken_fact(derived)) is not None:
         found.append(("processors taken by others", taken))
     if "true" in str(known.get("code.dirty")):

@@ -196,16 +196,16 @@ def rate(derived: Derived) -> Found:
     crossed, kept, slow, verdicts = list[str](), list[str](), list[str](), list[str]()
     unsure: list[str] = []  # of those kept, whose interval at the highest rate holds 1
     others: list[str] = []  # break-evens of further contenders
-    for row in speedups.break_even(derived.pairs).itertuples():
-        at: Interval = row.break_even_mbit
-        size = f"on {row.nodes}x{row.ranks_per_node} ranks with {row.tokens_per_rank} tokens a rank"
-        size += "".join(f", {part}" for part in row.elsewhere.split(", ")[2:])
+    for row in speedups.break_even(derived.pairs).to_dict("records"):
+        at: Interval = row["break_even_mbit"]
+        size = f"on {row['nodes']}x{row['ranks_per_node']} ranks with {row['tokens_per_rank']} tokens a rank"
+        size += "".join(f", {part}" for part in row["elsewhere"].split(", ")[2:])
         crossing = with_interval(at, lambda end: "beyond what was measured" if math.isinf(end) else g3(end))
-        if row.contender != name:
+        if row["contender"] != name:
             bounded = math.isfinite(at.low) or math.isfinite(at.high)
-            others += [f"{spelled(row.contender)} at {crossing} Mbit/s {size}"] if bounded else []
+            others += [f"{spelled(row['contender'])} at {crossing} Mbit/s {size}"] if bounded else []
             continue
-        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row.elsewhere]
+        here = [one for one in mine if one.pairs["elsewhere"].iloc[0] == row["elsewhere"]]
         verdicts += [one.verdict for one in here]
         slow.append(f"{ratio(here[0].ratio)} {size} at {rate_of(here[0])}")
         if not math.isnan(at.estimate):
@@ -244,7 +244,7 @@ def nodes(derived: Derived) -> Found:
         middles = mine.pivot_table("tokens_per_second", "contender", "nodes", speedups.geometric, sort=False)
         common = middles.dropna(axis=1).sort_index(axis=1)
         first, last = common.columns[[0, -1]]
-        told = [f"{of:.2f} with {spelled(name)}" for name, of in (common[last] / common[first]).items()]
+        told = [f"{of:.2f} with {spelled(str(name))}" for name, of in (common[last] / common[first]).items()]
         batch = "equal batches a rank" if kind == "weak" else "equal batches in all"
         changes.append(f"{listed(told)} from {first} to {last} nodes at {batch}")
     least = int(rows.groupby(["kind", "contender", "nodes"]).size().min())

@@ -103,7 +103,10 @@ def between(derived: Derived, base: str, others: Iterable[str]) -> list[Effect]:
 def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
     rows = rows[rows["contender"].isin(list(contenders))]
     named = ["cell", "contender", "baseline_contender", "where"]
-    return [Effect(*key[1:], mine, speedups.speedup(mine)) for key, mine in groups(rows, named)]
+    return [
+        Effect(contender, base, where, mine, speedups.speedup(mine))
+        for (_, contender, base, where), mine in groups(rows, named)
+    ]
 
 
 def variants(derived: Derived) -> list[list[str]]:

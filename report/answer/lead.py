@@ -113,16 +113,14 @@ def _others(derived: Derived, asked: Quantity, found: Sequence[Effect]) -> list[
 
 def _caveat(derived: Derived, found: Sequence[Effect]) -> list[str]:
     """What limits the comparison: trials that others disturbed, and links of different rates."""
-    ran, taken = len(derived.finished), len(derived.disturbed)
+    taken, trials = len(derived.disturbed), counted(len(derived.finished), "trial")
     differing = {effect.cell for effect in found} & derived.differing.keys()
-    trials, most = counted(ran, "trial"), f"{metrics.OTHERS_WITHIN:.0%}"
-    why = [f"others took more than {most} of the processors' time in {taken} of {trials}"] if taken else []
-    if differing:
-        why.append(
-            f"in {counted(len(differing), 'setting')} the links of what is compared achieved rates more than "
-            f"{speedups.RATES_AGREE_WITHIN:.0%} apart"
-        )
-    text = "; ".join(why)
+    disturbed = (
+        f"others took more than {metrics.OTHERS_WITHIN:.0%} of the processors' time in {taken} of {trials}"
+    )
+    other = f"in {counted(len(differing), 'setting')} the links of what is compared achieved rates more than "
+    other += f"{speedups.RATES_AGREE_WITHIN:.0%} apart"
+    text = "; ".join(filter(None, (disturbed * bool(taken), other * bool(differing))))
     if derived.mostly_disturbed or differing:
         return [f"The seconds are not to be relied on: {text}."]
     return [sentence(text)] if text else []

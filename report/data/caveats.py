@@ -62,12 +62,11 @@ def footnotes(cells: Iterable[str]) -> str:
 
 def alone_in_words(derived: Derived) -> str:
     """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
-    ran = derived.trials
-    older = int((~ran["alone"].eq(other=True)).sum())
+    older = int((~derived.trials["alone"].eq(other=True)).sum())
     more = any(trial.workload == "rlhf" for trial in derived.frames.ran.values())
     why = "whose steps do more than train" if more else "whose records are older"
     said = (
-        f" Of {older} of {counted(len(ran), 'trial')}, {why}, computation is what ranks "
+        f" Of {older} of {counted(len(derived.trials), 'trial')}, {why}, computation is what ranks "
         "did while they did not wait, and the engine's own stalls count as such."
     )
     return said if older else ""
@@ -88,16 +87,15 @@ def modelled_in_words(derived: Derived) -> str:
 def taken_fact(derived: Derived) -> str | None:
     """Largest part of the CPU time that others took in any trial, as text; None without trials."""
     taken = derived.finished["taken_share"]
-    unknown = int(taken.isna().sum())
-    if unknown == len(taken):
-        return "not on record" if unknown else None
-    return f"at most {taken.max():.1%} in a trial" + (f"; not on record in {unknown}" if unknown else "")
+    if not taken.notna().any():
+        return "not on record" if len(taken) else None
+    unknown = f"; not on record in {taken.isna().sum()}" if taken.hasnans else ""
+    return f"at most {taken.max():.1%} in a trial{unknown}"
 
 
 def warnings(derived: Derived) -> list[str]:
     """What stands at the head of a page, a sentence each, in the order in which they matter."""
     frames, ran = derived.frames, derived.finished
-    trials = counted(len(ran), "trial")
     found = [
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
@@ -115,21 +113,20 @@ def warnings(derived: Derived) -> list[str]:
         failures = counted(frames.left_out, "failure")
         found.append(f"Left out: {failures} of another machine or code, of which nothing was measured.")
     if frames.stale_traces:
-        found.append(
-            f"Not drawn: {counted(frames.stale_traces, 'trace')} of other trials, another machine or code "
-            "than the records; `zeropp trace` writes them again."
-        )
+        stale = counted(frames.stale_traces, "trace")
+        why = "of other trials, another machine or code than the records; `zeropp trace` writes them again"
+        found.append(f"Not drawn: {stale} {why}.")
     found += frames.journal
-    unequal = ran[ran["predicted_equal"].eq(other=False)]
-    if len(unequal):
-        found.append(
-            f"The ledger differs from the prediction in {counted(len(unequal), 'trial')}: "
-            f"{listed(sorted(unequal['id'])[:6])}; what was sent by them is not to be relied on."
-        )
+
+    def which(wrong: pd.DataFrame) -> str:
+        return f"{counted(len(wrong), 'trial')}: {listed(sorted(wrong['id'])[:6])}"
+
+    if len(unequal := ran[ran["predicted_equal"].eq(other=False)]):
+        differs = f"The ledger differs from the prediction in {which(unequal)}"
+        found.append(f"{differs}; what was sent by them is not to be relied on.")
     for column, what in _AT_FAULT.items():
         if len(wrong := ran[ran[column].ne("")]):
-            ids, why = listed(sorted(wrong["id"])[:6]), " ".join(wrong.iloc[0][["id", column]])
-            found.append(f"{what} in {counted(len(wrong), 'trial')}: {ids}; in {why}.")
+            found.append(f"{what} in {which(wrong)}; in {' '.join(wrong.iloc[0][['id', column]])}.")
     contents = ran[ran["corpus_sha256"] != ""].groupby(["corpus", "cell"])["corpus_sha256"].nunique()
     found += [
         f"Corpus {corpus} changed between trials; losses are not of the same text (see Setting)."
@@ -141,10 +138,10 @@ def warnings(derived: Derived) -> list[str]:
         f"comparison is marked ({RATES})."
         for cell, spread in derived.differing.items()
     ]
-    if len(taken := ran[ran["taken_share"].gt(OTHERS_WITHIN)]):
+    if taken := len(derived.disturbed):
         found.append(
-            f"During {len(taken)} of {trials} other programs and the machine's host took more than "
-            f"{OTHERS_WITHIN:.0%} of the processors' time, at most {taken['taken_share'].max():.0%}; such "
+            f"During {taken} of {counted(len(ran), 'trial')} other programs and the machine's host took more "
+            f"than {OTHERS_WITHIN:.0%} of the processors' time, at most {ran['taken_share'].max():.0%}; such "
             f"trials are marked ({TAKEN})."
         )
     if said := labels.padded_in_words(ran["padding_share"]):
@@ -158,27 +155,25 @@ def warnings(derived: Derived) -> list[str]:
     if frames.interrupted:
         stopped = counted(frames.interrupted, "trial")
         found.append(f"{stopped} interrupted, not yet run again: the same `zeropp run` does.")
-    if modelled := modelled_in_words(derived):
-        found.append(modelled.strip())
+    found.append(modelled_in_words(derived).strip())
     if len(frames.failures):
         found.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
-    return found
+    return [one for one in found if one]
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
     """What links of these kinds emulate, with latencies asked for, one way; empty for a real network."""
-    told = [words for kind, words in _NODES.items() if kind in set(kinds)]
-    throttled = [_SHAPED] if "shaped" in set(kinds) else []
+    kinds = set(kinds)
+    told, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
     if not told:
-        return "".join(throttled)
+        return throttled
     added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
     latency = "no latency" if added == "0" else f"{added} ms of latency one way"
-    said = (
+    return (
         f"Emulated: {'; or '.join(told)}. All ranks share one machine's processors, so that bytes cost "
         f"processor time beside the link's, a hop inside a node is a copy in its memory, and the link adds "
-        f"{latency}."
-    )
-    return " ".join([said, *throttled])
+        f"{latency}. {throttled}"
+    ).strip()
 
 
 def emulated_by_trials(frames: Frames) -> str:

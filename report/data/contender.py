@@ -9,7 +9,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Literal
 
@@ -95,46 +95,26 @@ def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
     return table["strategy"].eq(strategy) & table["contender"].eq(NAMES[strategy])
 
 
-def name_of(strategy: str) -> str:
-    """The printed name of a strategy."""
-    return NAMES.get(strategy, strategy)
-
-
-def order_of(strategy: str) -> int:
-    """Sort key of a strategy in lists; unknown ones come last."""
-    return list(NAMES).index(strategy) if strategy in NAMES else len(NAMES)
-
-
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     """Fields of a policy that affect what is computed and sent, as text; empty without a policy."""
     if policy is None:
         return {}
-    return {
-        "stage": str(policy.stage),
-        "group": str(policy.group_ranks(topology)),
-        "weights": str(policy.weights),
+    found = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    del found["align"], found["memory"], found["offload"]
+    found |= {
+        "group": policy.group_ranks(topology),
         "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
-        "secondary": str(policy.secondary_ranks(topology)),
-        "hpZ copy": policy.secondary_format,
-        "inside": str(policy.inside or "as sent"),
-        "differences": str(policy.differences or "none"),
-        "refresh": str(policy.refresh),
-        "gather": policy.gather,
-        "reduce": policy.reduce,
-        "chunks": str(policy.chunks),
-        "feedback": str(policy.feedback or "none"),
-        "sums": policy.sums,
-        "blocks": policy.blocks,
-        "planes": str(policy.planes),
-        "budget": str(policy.budget or "none"),
-        "reduce every": policy.reduce_every.replace("_", "-"),
-        "compute": policy.compute,
-        "loss scale": str(policy.loss_scale or "none"),
-        "frozen": str(policy.frozen or "none"),
-        **{name.replace("_", " "): str(getattr(policy.memory, name)) for name in _LIMITS},
+        "secondary": policy.secondary_ranks(topology),
+        "inside": policy.inside or "as sent",
+        "reduce_every": policy.reduce_every.replace("_", "-"),
+        **{name: getattr(policy.memory, name) for name in _LIMITS},
         "optimizer on the host": f"{policy.offload.optimizer:g}",
         "weights on the host": f"{policy.offload.weights:g}",
-        "order checked every": str(policy.order_every),
+    }
+    told = {"secondary_format": "hpZ copy", "order_every": "order checked every"}
+    return {
+        told.get(name, name.replace("_", " ")): "none" if value is None else str(value)
+        for name, value in found.items()
     }
 
 
@@ -157,7 +137,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 
 def label_of(trial: Trial, shared: Mapping[str, str]) -> str:
     """``ZeRO++``, or ``ZeRO++ (w int8:64)`` where a change distinguishes it."""
-    name, changes = name_of(trial.strategy), changes_of(trial)
+    name, changes = NAMES[trial.strategy], changes_of(trial)
     if trial.strategy == RECIPE:  # told by its stage, and its policy's changes from the bare stage
         stage = trial.recipe().policy.stage
         bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy

@@ -26,9 +26,9 @@ def generations(frames: Frames) -> pd.DataFrame:
     by_token = timed.groupby(["id", "step", "index"])
     tokens = timed.loc[by_token["seconds"].idxmax()].set_index(["id", "step", "index"])  # of the slowest rank
     tokens["bytes"] = by_token["inter_bytes"].sum(min_count=1)
-    first = tokens[tokens.index.get_level_values("index") == 0].groupby(["id", "step"])
-    later = tokens[tokens.index.get_level_values("index") > 0].groupby(["id", "step"])
-    whole = tokens.groupby(["id", "step"])
+    index = tokens.index.get_level_values("index")
+    parts = (tokens, tokens[index == 0], tokens[index > 0])
+    whole, first, later = (part.groupby(["id", "step"]) for part in parts)
     found = pd.DataFrame(
         {
             "tokens": whole["seconds"].size(),
@@ -42,8 +42,7 @@ def generations(frames: Frames) -> pd.DataFrame:
     table = frames.finished.merge(found, on="id")
     table["sequences"] = table["tokens_per_rank"] // table["sequence"]
     table["tokens_per_second"] = table["sequences"] * table["tokens"] / table["seconds"]
-    later_tokens = table["sequences"] * (table["tokens"] - 1)
-    table["later_tokens_per_second"] = later_tokens / table["later_seconds"]
+    table["later_tokens_per_second"] = table["sequences"] * (table["tokens"] - 1) / table["later_seconds"]
     of = {"baseline": "id", "baseline_tokens_per_second": "tokens_per_second"}
     table = with_baseline(table, is_baseline(table), PAIR, "left", **of)
     return table.assign(speedup=table["tokens_per_second"] / table["baseline_tokens_per_second"])

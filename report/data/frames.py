@@ -8,7 +8,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +24,7 @@ from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
-from report.data.contender import label_of, order_of, shared_changes
+from report.data.contender import NAMES, label_of, shared_changes
 from report.data.text import called, plain
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
@@ -45,46 +44,74 @@ class ReportError(RecordError):
     """Records cannot be reported together, or there are none."""
 
 
-@dataclass(frozen=True)
 class Frames:
-    """A results folder as tables; columns are the fields of records, units in their names.
+    """Records, and traces of their steps, as tables; columns are the fields of records, units in their names.
 
     In ``finished``, ``processors`` are the CPUs that all ranks share (NaN on GPUs and several machines),
     ``taken_share`` what other programs (``others_share``) and the hypervisor (``steal_share``) took of them,
-    and ``place`` and ``first`` the order in which contenders are listed.
+    and ``place`` and ``first`` the order in which contenders are listed.  Raises as :func:`load`.
     """
 
-    suite: str  # its name, or names joined by a comma
-    questions: tuple[str, ...]  # of the suites, where records hold them
-    answer: Said  # the quantity that the suite names, if all records name one
-    margin: int  # steps of training that its losses may differ by; 0 if it names none
-    pools: tuple[str, ...]  # hashes of machine and code
-    left_out: int  # failures of another pool, without measurements
-    interrupted: int  # trials that Ctrl-C ended and that have not been run again; they are no failures
-    finished: pd.DataFrame  # one row per finished trial, by its place and then by contender
-    # The next ones are of trials that trained, ``tokens`` of those that generated.
-    steps: pd.DataFrame  # per rank and optimizer step; seconds
-    # Sent over the timed steps, by all its columns; source: ledger or predicted.  ``padding`` is how much of
-    # the bytes is of padding, ``headers`` what a real network's packets would add to them.
-    bytes: pd.DataFrame
-    interfaces: pd.DataFrame  # per node: counted over the timed steps, with the bytes of a packet's headers
-    # By part, rank and source: engine, formula or process; of a step, copied and copied_formula.
-    memory: pd.DataFrame
-    tokens: pd.DataFrame  # per rank and decoded token; seconds, and bytes that the rank sent for it
-    alone: pd.DataFrame  # computation by itself: per rank and sample; seconds of one micro-batch, and a step
-    validations: pd.DataFrame
-    quantisation: pd.DataFrame  # error of a codec that was tried on a unit
-    communication_errors: pd.DataFrame  # of what was sent, by hop and end to end; sums of squares
-    chosen_codecs: pd.DataFrame  # by a budget, of each unit at each choice
-    traces: pd.DataFrame  # what lanes of ranks did in a traced step; seconds, those of it and the one before
-    stale_traces: int  # of trials, machines or code that are not among the records
-    links: pd.DataFrame  # one row per measurement, ``when`` calibrated or probed
-    failures: pd.DataFrame  # one row per trial without a result
-    facts: pd.DataFrame  # machine, code and what ran: one row per pool and distinct value
-    ran: dict[str, Trial]  # by id
-    journal: Sequence[str]  # what is unlike the folder's journal; none of records of no folder
-    shared: dict[str, str]  # changes that all policies share, which names leave out
-    units: dict[str, list[tuple[str, int, int]]]  # by id: name, elements and padded elements of each
+    def __init__(
+        self,
+        records: list[Record],
+        traces: Sequence[Trace] = (),
+        *,
+        across_pools: bool = False,
+        verified: Sequence[str] = (),
+    ) -> None:
+        found = len(records)
+        if not across_pools:  # without old failures: of other pools than that of the measured, or the latest
+            latest = max(records, key=lambda record: record.started)
+            kept = {record.pool for record in records if record.measured} or {latest.pool}
+            records = [record for record in records if record.pool in kept]
+            _check_pools(records)
+        self.ran = {record.id: _trial(record) for record in records}
+        self.shared = shared_changes(list(self.ran.values()))  # by all policies, which names leave out
+        rows = {record.id: _trial_row(record, self.ran[record.id], self.shared) for record in records}
+        for identity, cell in _cells(rows, self.ran).items():
+            rows[identity] |= cell
+        ended = [record for record in records if record.failure is None]
+        trained = [record for record in ended if self.ran[record.id].workload != "generate"]
+        failed = [rows[one.id] | one.failure.model_dump() for one in records if one.failure]
+        failures = [row for row in failed if row["kind"] != "interrupted"]
+        pools = {(record.id, record.pool) for record in trained}
+        shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
+        answers = {record.answer for record in records}
+        columns = list(rows[records[0].id])
+        self.suite = ", ".join(sorted({record.suite for record in records}))
+        self.questions = tuple(sorted({record.question for record in records if record.question}))
+        self.answer: Said = answers.pop() if len(answers) == 1 else ""  # the quantity, if all name one
+        self.margin = min(
+            record.margin for record in records
+        )  # steps that losses may differ by; 0: none named
+        self.pools = tuple(sorted({record.pool for record in records}))  # hashes of machine and code
+        self.left_out = found - len(records)  # failures of another pool, without measurements
+        self.interrupted = len(failed) - len(failures)  # by Ctrl-C, and not run again: no failures
+        self.stale_traces = len(traces) - len(shown)  # of trials, machines or code not among the records
+        self.journal = verified  # what is unlike the folder's journal; none of records of no folder
+        self.units = {record.id: record.units for record in ended}
+        # A row per trial: finished ones by place, then by contender, and those without a result.
+        self.finished = _listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns))
+        self.failures = pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields])
+        # Per rank and optimizer step of training, per rank and decoded token, and of computation by itself,
+        # per rank and sample: seconds of one micro-batch, and of a step.
+        self.steps = _parts(trained, schema.Step, "steps", "rank")
+        self.tokens = _parts(ended, schema.Token, "tokens", "rank")
+        self.alone = _parts(trained, schema.Alone, "alone", "rank")
+        # Sent over the timed steps; source: ledger or predicted.  ``padding`` is how much of the bytes is of
+        # padding, ``headers`` what a real network's packets would add to them; and what interfaces counted.
+        self.bytes = pd.DataFrame(_sent_rows(trained), columns=_SENT)
+        self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
+        # Source: engine, formula or process; of a step, copied and copied_formula.
+        self.memory = pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"])
+        self.validations = _parts(trained, schema.Validation, "validations")
+        self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")  # of codecs tried
+        self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
+        self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # by a budget
+        self.traces = pd.DataFrame(_span_rows(shown), columns=_SPANS)  # seconds of it and of the step before
+        self.links = _links_frame(ended)  # a row per measurement
+        self.facts = _facts_frame(records)  # a row per pool and distinct value
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
         """The units of a trial with a policy, without their parameters."""
@@ -96,9 +123,12 @@ class Frames:
         ]
 
 
+frames_of = Frames
+
+
 def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Read a results folder, which holds ``<id>.json``, or raise a ReportError without records and for some
-    that are not to be put together, a RecordError for a file that is not a record of this schema.
+    that are not to be put together, unless ``across_pools``; a RecordError for a file of another schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
@@ -106,68 +136,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     if not records:
         raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
     verified = chained_journal.verify(results, records)
-    return frames_of(records, read_traces(results), across_pools=across_pools, verified=verified)
-
-
-def frames_of(
-    records: list[Record],
-    traces: Sequence[Trace] = (),
-    *,
-    across_pools: bool = False,
-    verified: Sequence[str] = (),
-) -> Frames:
-    """Tables of ``records`` and traces of their steps, of several pools if asked; see :func:`load`."""
-    found = len(records)
-    if (
-        not across_pools
-    ):  # failures of other pools than that of the measured records, or the latest, are left out
-        kept = {one.pool for one in records if one.measured} or {
-            max(records, key=lambda one: one.started).pool
-        }
-        records = [record for record in records if record.pool in kept]
-        _check_pools(records)
-    trials = {record.id: _trial(record) for record in records}
-    shared = shared_changes(list(trials.values()))
-    rows = {record.id: _trial_row(record, trials[record.id], shared) for record in records}
-    for identity, cell in _cells(rows, trials).items():
-        rows[identity] |= cell
-    ended = [record for record in records if record.failure is None]
-    trained = [record for record in ended if trials[record.id].workload != "generate"]
-    failed = [rows[one.id] | one.failure.model_dump() for one in records if one.failure]
-    failures = [row for row in failed if row["kind"] != "interrupted"]
-    pools = {(record.id, record.pool) for record in trained}
-    shown = [one for one in traces if (one.otherData.trial, one.otherData.pool) in pools]
-    answers = {record.answer for record in records}
-    columns = list(rows[records[0].id])
-    return Frames(
-        suite=", ".join(sorted({record.suite for record in records})),
-        questions=tuple(sorted({record.question for record in records if record.question})),
-        answer=answers.pop() if len(answers) == 1 else "",
-        margin=min(record.margin for record in records),
-        pools=tuple(sorted({record.pool for record in records})),
-        left_out=found - len(records),
-        interrupted=len(failed) - len(failures),
-        finished=_listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns)),
-        steps=_parts(trained, schema.Step, "steps", "rank"),
-        bytes=pd.DataFrame(_sent_rows(trained), columns=_SENT),
-        interfaces=pd.DataFrame(_interface_rows(trained), columns=_INTERFACES),
-        memory=pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"]),
-        tokens=_parts(ended, schema.Token, "tokens", "rank"),
-        alone=_parts(trained, schema.Alone, "alone", "rank"),
-        validations=_parts(trained, schema.Validation, "validations"),
-        quantisation=_parts(trained, schema.QuantisationError, "quantisation"),
-        communication_errors=_parts(trained, schema.CommunicationError, "communication_errors"),
-        chosen_codecs=_parts(trained, schema.ChosenCodec, "chosen_codecs"),
-        traces=pd.DataFrame(_span_rows(shown), columns=_SPANS),
-        stale_traces=len(traces) - len(shown),
-        links=_links_frame(ended),
-        failures=pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields]),
-        facts=_facts_frame(records),
-        ran=trials,
-        journal=verified,
-        shared=shared,
-        units={record.id: record.units for record in ended},
-    )
+    return Frames(records, read_traces(results), across_pools=across_pools, verified=verified)
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
@@ -263,7 +232,7 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         **{name: getattr(trial, name) for name in asked},
         **{name: getattr(topology, name) for name in ("nodes", "ranks_per_node", "world")},
         "contender": label_of(trial, shared),
-        "place": order_of(trial.strategy),
+        "place": list(NAMES).index(trial.strategy),
         "processes": len(record.ranks),
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,

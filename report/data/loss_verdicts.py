@@ -50,7 +50,7 @@ def _row(derived: Derived, mine: pd.DataFrame, base: pd.DataFrame) -> Row:
     ours, theirs, first = by_seed(mine), by_seed(base), mine.iloc[0]
     steps = int(first["validation_step"])
     row: Row = {
-        **{name: first[name] for name in ("where", "cell", "strategy", "contender", "place", "first")},
+        **first[["where", "cell", "strategy", "contender", "place", "first"]],
         "id": " ".join(sorted(mine["id"])),
         "base": "" if base.empty else base["contender"].iloc[0],
         "baseline": " ".join(sorted(base["id"])),
@@ -106,11 +106,11 @@ def front(derived: Derived) -> pd.DataFrame:
     (``beaten``: by whom), ``yes`` if all that send no more have a higher one, by intervals paired by seed.
     """
     found = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for (cell,), of_cell in groups(found, ["cell"]):
-        losses_of = {str(name): by_seed(mine) for (name,), mine in groups(of_cell, ["contender"])}
+        losses_of = {name: by_seed(mine) for (name,), mine in groups(of_cell, ["contender"])}
         sent = of_cell.groupby("contender")["sent_bytes"].median().sort_values()
-        names = [str(name) for name in sent.index if len(losses_of[str(name)]) >= FEWEST]
+        names = [str(name) for name in sent.index if len(losses_of[name]) >= FEWEST]
         for name in names if len(names) >= FEWEST_OF_FRONT else ():
             apart = {
                 other: mean_interval(list((losses_of[other] - losses_of[name]).dropna()))

@@ -71,8 +71,8 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
     if preset is None or not set(model.arguments) <= asdict(preset).keys():
         return math.nan
     changed: dict[str, Any] = model.arguments
-    sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
     shape = replace(preset, **changed)
+    sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * trial.topology().world
     flops = step_flops(shape, sequences=sequences, length=trial.sequence, recompute=False)
     return flops / seconds / ranks / 1e12
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pandas as pd
 
-from report.data.contender import BASELINE, PROPOSED, name_of
+from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.text import NOTHING
 
 PUBLISHED: Final = "published"  # where such rows were measured
@@ -62,7 +62,7 @@ def rows_below(
     """Rows that stand below ``ours``: cells of each number of :func:`rlhf`, its row, and whose it is."""
     for row in rlhf(*phases).to_dict("records") if ours else []:
         for name in (BASELINE, PROPOSED):
-            who = f"{PUBLISHED}: {name_of(name)}, {row['model']} on {row['gpus']} GPUs"
+            who = f"{PUBLISHED}: {NAMES[name]}, {row['model']} on {row['gpus']} GPUs"
             faster = row["speedup"] if name == PROPOSED else 1.0
             cells = {"where": PUBLISHED, "contender": who, "trials": NOTHING, "_taken": ""}
             yield cells | {"speedup": faster}, row, name

@@ -27,11 +27,12 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     of = {"baseline": "id", "baseline_contender": "contender", "baseline_seconds": "step_seconds"}
     of |= {f"baseline_{name}": name for name in ("sent_bytes", "interface_bytes")}
     joined = with_baseline(table, is_base, PAIR, "inner", **of)
-    joined["speedup"] = joined["baseline_seconds"] / joined["step_seconds"]
-    joined["allowed"] = joined["baseline_seconds"] / joined["best_seconds"]
-    joined["bytes_ratio"] = joined["sent_bytes"] / joined["baseline_sent_bytes"]
-    joined["interface_ratio"] = joined["interface_bytes"] / joined["baseline_interface_bytes"]
-    return joined
+    return joined.assign(
+        speedup=joined["baseline_seconds"] / joined["step_seconds"],
+        allowed=joined["baseline_seconds"] / joined["best_seconds"],
+        bytes_ratio=joined["sent_bytes"] / joined["baseline_sent_bytes"],
+        interface_ratio=joined["interface_bytes"] / joined["baseline_interface_bytes"],
+    )
 
 
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
@@ -90,17 +91,16 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     ends; ``records``, the ids behind it.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "contender"]
-    rows: list[tuple[object, ...]] = []
+    rows = []
     measured = pairs[pairs["achieved_mbit"].notna() & (pairs["id"] != pairs["baseline"])]
     for key, group in groups(measured, keys):
         cells = ((float(mine["achieved_mbit"].median()), mine) for _, mine in groups(group, ["cell"]))
         points = sorted(cells, key=lambda point: point[0])
-        if len(points) < 2:
-            continue
-        (lowest, slow), (highest, fast) = points[0], points[-1]
-        found, records = _highest_crossing(points), " ".join(sorted({*group["id"], *group["baseline"]}))
-        ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
-        rows.append((*key, found, found.n, *ends, records))
+        if len(points) > 1:
+            (lowest, slow), (highest, fast) = points[0], points[-1]
+            found, records = _highest_crossing(points), sorted({*group["id"], *group["baseline"]})
+            ends = (lowest, highest, speedup(slow).estimate, speedup(fast).estimate)
+            rows.append((*key, found, found.n, *ends, " ".join(records)))
     names = ["break_even_mbit", "fewest_pairs", "low_mbit", "high_mbit", "low_speedup", "high_speedup"]
     return pd.DataFrame(rows, columns=[*keys, *names, "records"])
 
@@ -108,7 +108,10 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
     """The rate between the last neighbours whose speed-ups lie on both sides of 1."""
     for (r0, slow), (r1, fast) in reversed(list(pairwise(points))):
-        left, right = _log_speedups(slow), _log_speedups(fast)
+        by_pair = (
+            one.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"]) for one in (slow, fast)
+        )
+        left, right = (np.log(one["baseline_seconds"]) - np.log(one["step_seconds"]) for one in by_pair)
         both = left.index.intersection(right.index)
         if len(both) and left[both].mean() * right[both].mean() < 0:
             sweeps = slow.set_index(["seed", "repeat"])["sweep"].to_dict()
@@ -116,12 +119,6 @@ def _highest_crossing(points: list[tuple[float, pd.DataFrame]]) -> Interval:
             at, low, high = (r0 * (r1 / r0) ** one if math.isfinite(one) else one for one in places)
             return Interval(at, low, high, len(both))
     return Interval(math.nan, math.nan, math.nan, 0)
-
-
-def _log_speedups(group: pd.DataFrame) -> pd.Series[float]:
-    """Logarithms of the speed-ups of a cell's pairs, by seed and repeat."""
-    by_pair = group.drop_duplicates(["seed", "repeat"]).set_index(["seed", "repeat"])
-    return by_pair["baseline_seconds"].map(math.log) - by_pair["step_seconds"].map(math.log)
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:

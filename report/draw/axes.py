@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -69,9 +69,8 @@ def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
     """Make an axis logarithmic with plain labels: at decades, over few of them at 1, 2 and 5 of each."""
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
-    part.set_major_locator(
-        LogLocator(subs=(1, 2, 5) if high / low < _FEW_DECADES else (1,), numticks=_MOST_TICKS)
-    )
+    subs = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
+    part.set_major_locator(LogLocator(subs=subs, numticks=_MOST_TICKS))
     part.set_major_formatter(StrMethodFormatter("{x:g}"))
     part.set_minor_locator(NullLocator())
 
@@ -91,10 +90,10 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
     ax.set_xlim(min(0.0, low) if zero else low - 0.15 * air, high + share * (high if zero else air) + 1e-12)
 
 
-def lines(looks: Mapping[str, Look]) -> dict[str, Artist]:
+def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
     """A legend's entries of lines or points."""
     return {
-        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes)
+        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes, **changes)
         for name, one in looks.items()
     }
 

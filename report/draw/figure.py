@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import textwrap
 from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import matplotlib.figure
 import pandas as pd
 from matplotlib.transforms import Bbox
 
-from harness.records.confidence_intervals import Interval
 from report.data import caveats
-from report.data.contender import name_of
+from report.data.contender import NAMES
 from report.data.metrics import Derived
-from report.data.text import number, sweeps_in_words
+from report.data.text import sweeps_in_words
+from report.draw.marks import Front, Lanes, Lines, Rows, Stacked
 from report.draw.names_of_rows import common_to, peers_note
 from report.draw.theme import WIDTH, Style, fonts, looks_of
 
-THREE_DIGITS: Final = number(3)
 # No dates and no versions: the same records give the same bytes.
 _METADATA: Final[dict[str, dict[str, Any]]] = {
     "svg": {"Date": None, "Creator": None},
@@ -37,38 +35,6 @@ _LETTERS: Final = 36  # of a line over or under a panel of a narrow figure
 _LAYOUTS: Final = 4  # at most: labels beside the axes keep their widths, so the second to fourth fits
 
 
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """A column of raw values, and how it is drawn."""
-
-    column: str
-    label: str  # of its axis, with the unit
-    says: str  # what it is, as a part of a sentence, for the caption
-    # of the rows of one contender in one cell; their median by default
-    estimate: Callable[[pd.DataFrame], Interval] | None = None
-    form: Callable[[float], str] = THREE_DIGITS  # prints an estimate
-    bar: bool = True  # whether it is a length from 0; else a position, on an axis that need not begin there
-    log: bool = False  # whether its axis is logarithmic
-    line: float | None = None  # at which value a line is drawn
-    stroke: str = ""  # column whose median is drawn as a stroke across
-
-    def of(self, group: pd.DataFrame) -> Interval:
-        """The estimate of a contender's rows."""
-        if self.estimate is not None:
-            return self.estimate(group)
-        return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
-
-
-class Mark(Protocol):
-    """How a table is drawn."""
-
-    def draw(self, data: pd.DataFrame, style: Style) -> matplotlib.figure.Figure:
-        """Draw a table that has rows."""
-
-    def says(self, data: pd.DataFrame) -> str:
-        """Caption text: what is drawn how."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """One figure: how a tidy table of raw values with a column ``id`` (records) is drawn."""
@@ -76,7 +42,7 @@ class Figure:
     name: str  # of its files, and of its anchor on the page
     title: str
     question: str  # that it answers, with which its caption begins
-    mark: Mark
+    mark: Rows | Lines | Stacked | Front | Lanes
     # its data of a suite's records; without rows if they hold nothing to draw
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
     note: str = ""  # a further sentence of its caption
@@ -150,7 +116,7 @@ def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
     """The style of a page: presets have the plain looks of their strategies, changed ones follow."""
     ran = derived.finished.sort_values("place", kind="stable")
-    ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(name_of))
+    ran = ran.assign(changed=ran["contender"] != ran["strategy"].map(NAMES))
     ran = ran.sort_values("changed", kind="stable")
     return Style(width, looks_of(zip(ran["strategy"], ran["contender"], strict=True)))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -13,19 +14,42 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas.api.types import is_integer_dtype
 
+from harness.records.confidence_intervals import Interval
 from report.data import caveats
 from report.data.frames import groups
 from report.data.text import listed, number, sentence
 from report.draw import axes, theme
-from report.draw.figure import Measure
 from report.draw.names_of_rows import by_cell, by_cell_and_contender, by_contender, contenders
 from report.draw.theme import Look, Style
 
+_THREE_DIGITS: Final = number(3)
 _FEW: Final = 8  # values of an axis, each of which has its tick
 _PANEL_INCHES: Final = 2.3
 _COLUMNS: Final = 3  # of panels in a row, for a single measure
 _MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A column of raw values, and how it is drawn."""
+
+    column: str
+    label: str  # of its axis, with the unit
+    says: str  # what it is, as a part of a sentence, for the caption
+    # of the rows of one contender in one cell; their median by default
+    estimate: Callable[[pd.DataFrame], Interval] | None = None
+    form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
+    bar: bool = True  # whether it is a length from 0; else a position, on an axis that need not begin there
+    log: bool = False  # whether its axis is logarithmic
+    line: float | None = None  # at which value a line is drawn
+    stroke: str = ""  # column whose median is drawn as a stroke across
+
+    def of(self, group: pd.DataFrame) -> Interval:
+        """The estimate of a contender's rows."""
+        if self.estimate is not None:
+            return self.estimate(group)
+        return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
@@ -203,10 +227,9 @@ class Stacked:
             self._panel(ax, mine, colours)
             ax.set_title(title)
         panels[-1][0].set_xlabel(self.label)
-        drawn = [kind for kind in self.also if (data["kind"] == kind).any()]
-        marks = axes.lines({kind: Look(self.also[kind][1], self.also[kind][0]) for kind in drawn})
-        for entry in marks.values():
-            entry.set(linestyle="none", markerfacecolor="none")
+        drawn = {kind: of for kind, of in self.also.items() if kind in set(data["kind"])}
+        looks = {kind: Look(colour, marker) for kind, (marker, colour, _) in drawn.items()}
+        marks = axes.lines(looks, linestyle="none", markerfacecolor="none")
         axes.legend(figure, axes.patches(colours) | marks, style)
         return figure
 
@@ -231,11 +254,8 @@ class Stacked:
 
     def says(self, data: pd.DataFrame) -> str:
         """What bars and marks are."""
-        told = "".join(
-            f"; {_MARKERS[marker]}: {what}"
-            for kind, (marker, _, what) in self.also.items()
-            if (data["kind"] == kind).any()
-        )
+        also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
+        told = "".join(f"; {_MARKERS[marker]}: {what}" for marker, _, what in also)
         return f"{self.says_parts}{told}. Means over trials; numbers are of bars, where there are any."
 
 
@@ -276,10 +296,7 @@ class Front:
                 ax.set_ylabel(measure.label)
             row[0].set_title(title)
         looks = {axes.wrapped(name, 30, most=40): style.look(name) for name in contenders(data)}
-        entries = axes.lines(looks)
-        for entry in entries.values():
-            entry.set(linestyle="none")
-        axes.legend(figure, entries, style)
+        axes.legend(figure, axes.lines(looks, linestyle="none"), style)
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
@@ -310,8 +327,8 @@ class Lanes:
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
         for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
             for place, lane in enumerate(self.lanes):
-                spans = mine[mine["lane"] == lane]
-                bars = list(zip(1e3 * spans["begin"], 1e3 * (spans["end"] - spans["begin"]), strict=True))
+                spans = 1e3 * mine[mine["lane"] == lane][["begin", "end"]]
+                bars = spans.assign(end=spans["end"] - spans["begin"]).to_numpy()
                 ax.broken_barh(bars, (place - 0.45, 0.9), color=colours[lane], lw=0)
             ax.set_ylim(len(self.lanes) - 0.5, -0.5)
             ax.set_yticks([])

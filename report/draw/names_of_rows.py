@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from harness.suites.peers import PEERS
-from report.data.contender import name_of
+from report.data.contender import NAMES
 from report.data.text import listed
 
 
@@ -38,7 +38,7 @@ def peers_note(data: pd.DataFrame) -> str:
     for strategy, contender in zip(data["strategy"], data.get("contender", data["strategy"]), strict=True):
         if strategy in PEERS and strategy != "single":
             wire = PEERS[strategy].wire("bf16" if "compute bf16" in contender else "fp32")
-            travels[wire][name_of(strategy)] = None
+            travels[wire][NAMES[strategy]] = None
     told = [
         f"{listed(list(names))} {'travel' if len(names) > 1 else 'travels'} in {wire}"
         for wire, names in travels.items()

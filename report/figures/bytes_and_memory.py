@@ -12,8 +12,8 @@ from report.data import bytes_and_memory, published
 from report.data.metrics import Derived
 from report.data.text import plain
 from report.draw import theme
-from report.draw.figure import Figure, Measure
-from report.draw.marks import Rows, Stacked
+from report.draw.figure import Figure
+from report.draw.marks import Measure, Rows, Stacked
 
 _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 

@@ -10,8 +10,8 @@ from report.data import loss_verdicts
 from report.data.contender import is_baseline
 from report.data.metrics import OF_TRIAL, Derived
 from report.data.text import byte_unit, counted, number, span
-from report.draw.figure import Figure, Measure
-from report.draw.marks import Front, Lines, Rows
+from report.draw.figure import Figure
+from report.draw.marks import Front, Lines, Measure, Rows
 from report.draw.names_of_rows import titles_of
 from report.quantities import formula
 
@@ -113,10 +113,14 @@ FRONTIER: Final = Figure(
 def _sent(derived: Derived) -> pd.DataFrame:
     """Errors of gradients at the last measured step, of hops and end to end; exact messages are left out."""
     found = derived.sent_errors
-    found = found[(found["purpose"] == "gradients") & (found["repeated"] == 1) & found["vnmse"].gt(0)]
-    last: pd.DataFrame = found[found["step"] == found.groupby("id")["step"].transform("max")]
+    last = _last(found[found["purpose"].eq("gradients") & found["repeated"].eq(1) & found["vnmse"].gt(0)])
     end = last["hop"].isna()
     return last.assign(end_to_end=last["vnmse"].where(end), each_hop=last["vnmse"].where(~end))
+
+
+def _last(errors: pd.DataFrame) -> pd.DataFrame:
+    """Those of the last measured step of each trial."""
+    return errors[errors["step"] == errors.groupby("id")["step"].transform("max")]
 
 
 SENT_ERROR: Final = Figure(
@@ -144,13 +148,13 @@ SENT_ERROR: Final = Figure(
 
 def _costs(derived: Derived) -> pd.DataFrame:
     """One row per trial of cells with enough contenders whose bytes and errors are known."""
-    found = derived.trials
-    sent = derived.sent_errors
-    sent = sent[sent["hop"].isna() & sent["repeated"].eq(1)]
-    last = sent[sent["step"] == sent.groupby("id")["step"].transform("max")]
-    vnmse = found["id"].map(last.groupby("id")["vnmse"].max())
-    m = found["sent_bytes"] / found["m_bytes"]
-    found = found.assign(m=m, vnmse=vnmse, excess=_excess(derived, found))
+    found, sent = derived.trials, derived.sent_errors
+    last = _last(sent[sent["hop"].isna() & sent["repeated"].eq(1)])
+    found = found.assign(
+        m=found["sent_bytes"] / found["m_bytes"],
+        vnmse=found["id"].map(last.groupby("id")["vnmse"].max()),
+        excess=_excess(derived, found),
+    )
     found = found[found["m"].gt(0) & found["vnmse"].gt(0)]
     enough = found.groupby("cell")["contender"].transform("nunique") >= _FEWEST
     return found[enough][[*OF_TRIAL, "m", "vnmse", "excess", "step_seconds"]]

@@ -39,11 +39,7 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
     """
     by_cell = rows.groupby(["cell", "contender"], as_index=False)[["step_seconds", *WAYS.values()]].median()
     took, said = by_cell["step_seconds"], by_cell["foreseen_seconds"]
-    errors = {
-        "": said / took,
-        "trial_": 1 / rows["over_predicted"],
-        "naive_": by_cell["naive_seconds"] / took,
-    }
+    over = {"": said / took, "trial_": 1 / rows["over_predicted"], "naive_": by_cell["naive_seconds"] / took}
     both = by_cell.merge(by_cell, on="cell", suffixes=("", "_other"))
     both = both[both["contender"] < both["contender_other"]]
     ours, predicted = (both[name] / both[f"{name}_other"] for name in ("step_seconds", "foreseen_seconds"))
@@ -52,8 +48,8 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
     chosen = took.reindex(several["foreseen_seconds"].idxmin()).to_numpy()
     return {
         "cells": float(len(by_cell)),
-        **{f"{of}median": float((error - 1).abs().median()) for of, error in errors.items()},
-        **{f"{of}ninth": float((error - 1).abs().quantile(0.9)) for of, error in errors.items()},
+        **{f"{of}median": float((one - 1).abs().median()) for of, one in over.items()},
+        **{f"{of}ninth": float((one - 1).abs().quantile(0.9)) for of, one in over.items()},
         "pairs": float(len(right)),
         "ordered": float(right.mean()),
         "regret": float((chosen / several["step_seconds"].min() - 1).mean()),
@@ -64,14 +60,13 @@ def score_in_words(rows: pd.DataFrame) -> str:
     """A sentence or two of a caption."""
     found = score(rows)
     told = (
-        f"Predictions err by {found['median']:.1%} in the median of {found['cells']:.0f} cells and by "
-        f"{found['ninth']:.1%} at the 90th percentile (single trials {found['trial_median']:.1%} and "
-        f"{found['trial_ninth']:.1%}); computation plus wire by {found['naive_median']:.1%} and "
-        f"{found['naive_ninth']:.1%}."
+        "Predictions err by {median:.1%} in the median of {cells:.0f} cells and by {ninth:.1%} at the 90th "
+        "percentile (single trials {trial_median:.1%} and {trial_ninth:.1%}); computation plus wire by "
+        "{naive_median:.1%} and {naive_ninth:.1%}."
     )
     if found["pairs"]:
         told += (
-            f" Of {found['pairs']:.0f} pairs of contenders more than {APART:.0%} apart, "
-            f"{found['ordered']:.0%} are put in the right order; to choose by it costs {found['regret']:.1%}."
+            " Of {pairs:.0f} pairs of contenders more than {apart:.0%} apart, {ordered:.0%} are put in the "
+            "right order; to choose by it costs {regret:.1%}."
         )
-    return told
+    return told.format(apart=APART, **found)

@@ -11,8 +11,8 @@ from report.data import bytes_and_memory, caveats, decoding, metrics, published,
 from report.data.contender import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
-from report.draw.figure import Figure, Measure
-from report.draw.marks import Lines, Rows, Stacked
+from report.draw.figure import Figure
+from report.draw.marks import Lines, Measure, Rows, Stacked
 from report.draw.names_of_rows import contenders, titles_of
 from report.figures import predictions
 from report.quantities import QUANTITIES, formula
@@ -40,12 +40,10 @@ def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
     """Rows of sizes that ran at several rates, with panels by batch, and by ranks if these differ."""
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
+    nodes, ranks, tokens = (data[key].astype(str) for key in keys)
     several = len(data[keys[:2]].drop_duplicates()) > 1
-    panel = [
-        f"{tokens} tokens per rank" + (f", {nodes}x{ranks} ranks" if several else "")
-        for nodes, ranks, tokens in data[keys].itertuples(index=False)
-    ]
-    return data.assign(panel=pd.Series(panel, data.index, dtype=str))
+    where = ", " + nodes + "x" + ranks + " ranks" if several else ""
+    return data.assign(panel=tokens + " tokens per rank" + where)
 
 
 def _pairs(derived: Derived) -> pd.DataFrame:
@@ -113,12 +111,12 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
         return ours
     size = ours["panel"].str.replace(" tokens per rank", " tokens")
     ours = ours.assign(panel="here, Mbit/s", line=size, rate=ours["achieved_mbit"])
-    gpus = listed(list((theirs["gpus"].astype(str) + " " + theirs["gpu"]).unique()))
+    gpus, rate = theirs["gpus"].astype(str) + " " + theirs["gpu"], theirs["inter_node_gbps"]
     theirs = theirs.assign(
-        panel=f"published, {gpus}, Gbit/s",
-        line=[f"published, {tokens} tokens" for tokens in theirs["tokens_per_gpu"]],
-        rate=theirs["inter_node_gbps"],
-        cell=[f"published {rate}" for rate in theirs["inter_node_gbps"]],
+        panel=f"published, {listed(list(gpus.unique()))}, Gbit/s",
+        line="published, " + theirs["tokens_per_gpu"].astype(str) + " tokens",
+        rate=rate,
+        cell="published " + rate.astype(str),
     )
     more = ["baseline", "panel", "line", "rate", "speedup", "model", "source"]
     return pd.concat([ours, theirs], ignore_index=True)[[*KEPT, *more]]
@@ -202,10 +200,10 @@ SCALING: Final = Figure(
 def _split(derived: Derived) -> pd.DataFrame:
     """Each trial's parts, scaled so that the means of a contender add up to the step of the Summary."""
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
-    means = table.groupby(["cell", "contender", "id"])["seconds"].sum().groupby(level=[0, 1]).mean()
-    steps = {key: speedups.step_interval(group).estimate for key, group in
-             derived.trials.groupby(["cell", "contender"])}  # fmt: skip
-    scale = [steps[key] / means[key] for key in zip(table["cell"], table["contender"], strict=True)]
+    whose = ["cell", "contender"]
+    means = table.groupby([*whose, "id"])["seconds"].sum().groupby(level=whose).mean()
+    steps = {key: speedups.step_interval(mine).estimate for key, mine in derived.trials.groupby(whose)}
+    scale = [steps[key] / means[key] for key in table[whose].itertuples(index=False, name=None)]
     panel = table["cell"].map(titles_of(table))
     return table.assign(kind="bar", seconds=table["seconds"] * scale, panel=panel)
 

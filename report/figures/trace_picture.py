@@ -9,6 +9,7 @@ from typing import Final
 
 import pandas as pd
 
+from harness.records.record import write_whole
 from harness.records.trace_record import LANES, Trace, hidden
 from impl.comm.ledger import Span
 from report.data.metrics import KEPT, Derived
@@ -49,7 +50,7 @@ TRACE: Final = Figure(
 
 
 def write(trace: Path) -> Path:
-    """Draw a trace that ``zeropp trace`` wrote beside it, as SVG, by a rename; returns where."""
+    """Draw a trace that ``zeropp trace`` wrote beside it, as SVG; returns where."""
     found = Trace.model_validate_json(trace.read_bytes())
     rows = [
         {"panel": f"rank {rank}", "lane": span.lane, "begin": span.begin, "end": span.end}
@@ -60,6 +61,6 @@ def write(trace: Path) -> Path:
         figure = _LANES.draw(pd.DataFrame(rows), Style())
         figure.supxlabel(textwrap.fill(found.otherData.shows, 110), fontsize=8)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    picture, aside = trace.with_suffix(".svg"), trace.with_suffix(".tmp")
-    aside.write_bytes(buffer.getvalue())
-    return aside.replace(picture)
+    picture = trace.with_suffix(".svg")
+    write_whole(picture, buffer.getvalue())
+    return picture

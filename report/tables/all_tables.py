@@ -1,13 +1,18 @@
-"""Registry of all tables of the report, in page order."""
+"""Registry of all tables of the report, in page order; and what is behind one number of them."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
+import pandas as pd
+
 from report.data import caveats
-from report.data.metrics import Derived
+from report.data.frames import load
+from report.data.metrics import Derived, derive, records_of
 from report.tables.break_even import break_even, generation, parity
 from report.tables.bytes_and_memory import checks, memory, volume
 from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
@@ -15,7 +20,7 @@ from report.tables.peers import peers
 from report.tables.phases import phases
 from report.tables.provenance import energy, environment, failures, links, setting
 from report.tables.summary import summary, time
-from report.tables.table import Table
+from report.tables.table import Table, named
 
 MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
@@ -32,3 +37,25 @@ def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list
     note = caveats.modelled_in_words(derived)
     made = [maker(derived) for name, maker in MAKERS.items() if name in names]
     return [replace(table, caption=table.caption + note) for table in made if not table.data.empty]
+
+
+def explained(folder: Path, table: str, row: str, column: str) -> str:
+    """Lines on a cell: a table by name, a row by words of its cells, a column by title or name; a Refusal
+    names those there are.
+    """
+    derived = derive(load(folder))
+    shown = named(all_tables(derived), table)
+    number, printed = shown.row(row), shown.column(column)
+    cells = shown.rows()[number]
+    ids = records_of(derived, shown.data.iloc[number])
+    pairs = derived.pairs[derived.pairs["id"].isin(ids)]
+    beside = sorted({str(one) for one in pairs["baseline"]} - set(ids))
+    told = cells[shown.columns.index(printed)]
+    lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {told}"]
+    raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
+    lines += [f"  {of} = {value}" for of, value in raw_values.items() if str(of).startswith(printed.name)]
+    files = " ".join(f"{one}.json" for one in ids) or "none of one contender alone"
+    lines.append(f"records ({len(ids)}): {files}")
+    if beside:
+        lines.append(f"compared with ({len(beside)}): " + " ".join(f"{one}.json" for one in beside))
+    return "\n".join([*lines, f"how: {shown.caption}", "quantities: docs/reference/metrics.md"])

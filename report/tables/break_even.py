@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from report.data import caveats, decoding, published, speedups
-from report.data.contender import BASELINE, PROPOSED, name_of
+from report.data.contender import BASELINE, NAMES, PROPOSED
 from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.text import NOTHING, number
@@ -19,7 +19,7 @@ from report.tables.table import CONTENDER, RATIO, TRIALS, Column, Table, counted
 
 def parity(derived: Derived) -> Table:
     """Table of parity: the contrast at rate B/4 over the baseline at B, ours and published."""
-    ours, base = name_of(PROPOSED), name_of(BASELINE)
+    ours, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
         {

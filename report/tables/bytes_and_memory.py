@@ -127,10 +127,10 @@ def _memory_row(derived: Derived, mine: pd.DataFrame) -> dict[str, float]:
     medians = mine.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)
-        for (source, part), size in medians.items()
+        for source, part, size in medians.reset_index().to_numpy()
         if not source.startswith("copied")
     }
-    of_source = {source: of.droplevel(0) for source, of in medians.groupby(level="source")}
+    of_source = {str(source): of.droplevel(0) for source, of in medians.groupby(level="source")}
     for source in ("engine", "formula", "copied", "copied_formula"):
         if source in of_source:
             row[f"{source}{'_step' * source.startswith('copied')}_mib"] = of_source[source].sum()

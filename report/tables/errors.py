@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 import pandas as pd
 
@@ -17,24 +17,24 @@ from report.draw.names_of_rows import by_cell_and_contender
 from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, counted, made
 
+_ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
+
 
 def sent_error(derived: Derived) -> Table:
     """Table of the error of what was sent, hop by hop and end to end, at the measured steps."""
     found, rows = derived.sent_errors, []
-    for *_, of_all in by_cell_and_contender(found):
+    of = found["purpose"].mask(found["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
+    for *_, of_all in by_cell_and_contender(found.assign(of=of)):
         for _, mine in groups(of_all, ["step"]):
-            first, hops = mine.iloc[0], mine[(mine["purpose"] == "gradients") & mine["hop"].notna()]
-            ends = mine[mine["hop"].isna()]
-            ends = ends.assign(of=ends["purpose"].mask(ends["repeated"].gt(1), "repeated"))
-            medians = ends.groupby("of")["vnmse"].median().rename({"gradients": "end_to_end"})
+            hops, ends = mine[mine["purpose"].eq("gradients") & mine["hop"].notna()], mine[mine["hop"].isna()]
             rows.append({
-                **first[["where", "contender", "step"]],
+                **mine.iloc[0][["where", "contender", "step"]],
                 **counted(derived.trials[derived.trials["id"].isin(mine["id"])]),
-                "cosine": ends[ends["of"] == "gradients"]["cosine"].median(),
+                "cosine": ends[ends["of"] == "end_to_end"]["cosine"].median(),
                 "hops": hops_told(hops),
                 "smallest_of_a_hop": float(hops["vnmse"].min()),
                 "largest_of_a_hop": float(hops["vnmse"].max()),
-                **medians.reindex(["end_to_end", "repeated", "weights", "secondary"]),
+                **ends.groupby("of")["vnmse"].median().reindex(_ENDS),
             })  # fmt: skip
     times = ", ".join(str(count) for count in sorted(set(found["repeated"]) - {1}))
     return made(
@@ -70,24 +70,18 @@ def chosen_codecs(derived: Derived) -> Table:
     """Table of the codecs that a budget chose for each unit, step by step."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["cell", "contender"]).sort_index()[metrics.OF_TRIAL]
-    found = first.merge(derived.frames.chosen_codecs, on="id")
-    new = found["codec"] != found.groupby(["cell", "contender", "what", "unit"])["codec"].shift()
-    found = found.assign(codecs=found["step"].astype(str) + ": " + found["codec"], new=new)
-    rows = [
-        {
-            "where": mine["where"].iloc[0],
-            "contender": contender,
-            "what": what,
-            "unit": unit,
-            "codecs": "; ".join(mine[mine["new"]]["codecs"]),
-            "vnmse": float(mine["vnmse"].iloc[-1]),
-        }
-        for (_, contender, what, unit), mine in groups(found, ["cell", "contender", "what", "unit"])
-    ]
+    found, of = first.merge(derived.frames.chosen_codecs, on="id"), ["cell", "contender", "what", "unit"]
+    new = found["codec"] != found.groupby(of)["codec"].shift()
+    told = (found["step"].astype(str) + ": " + found["codec"]).where(new)
+    rows = found.assign(codecs=told).groupby(["where", *of], sort=False, as_index=False)
+
+    def joined(codecs: pd.Series[str]) -> str:
+        return "; ".join(codecs.dropna())
+
     return made(
         "chosen_codecs",
         "Codecs chosen within a budget",
-        rows,
+        rows.agg({"codecs": joined, "vnmse": "last"}).drop(columns="cell"),
         CONTENDER,
         Column("what", "Of"),
         Column("unit", "Unit"),
@@ -116,9 +110,9 @@ def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Ta
     first = found.sort_values(["place", "first"], kind="stable").head(1)
     found = found.merge(first[["contender", "cell"]], on=["contender", "cell"])
     where = "".join(first["contender"] + " (" + first["where"] + ")")
-    parts = [[*str(codec).split(":", 2), "", ""][:3] for codec in found["codec"]]
-    kinds = [f"{head} {options}".strip() for head, _, options in parts]
-    found = found.assign(kind=kinds, block=[block or "none" for _, block, _ in parts])
+    parts = found["codec"].astype(str).str.extract(r"(?P<head>[^:]*):?(?P<block>[^:]*):?(?P<options>.*)")
+    kinds = (parts["head"] + " " + parts["options"]).str.strip()
+    found = found.assign(kind=kinds, block=parts["block"].replace("", "none"))
     of: Literal["median", "max"] = "median" if value == "vnmse" else "max"
     wide = found.pivot_table(index=["purpose", "kind"], columns="block", values=value, aggfunc=of)
     blocks = sorted(wide.columns, key=lambda block: float(block) if block.isdecimal() else math.inf)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import pandas as pd
-
+from report.data.metrics import Derived, records_of
 from report.data.text import text
 from report.tables.table import Table
 
@@ -67,22 +66,21 @@ def tabular(table: Table) -> str:
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def numbers(tables: Sequence[Table], records_of: Callable[[pd.Series], Sequence[str]]) -> str:
+def numbers(tables: Sequence[Table], derived: Derived) -> str:
     r"""A macro for every number in tables: ``\zp{summary/ZeRO++/speedup}``, with its records in a comment."""
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
         for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):
-            if not (ids := records_of(raw)):
+            if not (ids := records_of(derived, raw)):
                 continue
             lines.append(f"% {table.name}, row {number + 1}: {' '.join(ids)}")
             pairs = list(zip(table.columns, cells, strict=True))
             words = [cell for column, cell in pairs if not column.numeric and not column.place]
-            row = _key(", ".join([*words, *([str(raw["where"])] if raw.get("where") else [])]))
-            taken[f"{table.name}/{row}"] += 1
-            if (count := taken[f"{table.name}/{row}"]) > 1:
-                row = f"{row}, {count}"
+            row = f"{table.name}/{_key(', '.join(filter(None, [*words, str(raw.get('where', ''))])))}"
+            taken[row] += 1
+            row += f", {taken[row]}" if taken[row] > 1 else ""
             lines += [
-                rf"\zpset{{{table.name}/{row}/{_key(column.name)}}}{{{escaped(cell)}}}"
+                rf"\zpset{{{row}/{_key(column.name)}}}{{{escaped(cell)}}}"
                 for column, cell in pairs
                 if column.numeric
             ]

@@ -64,10 +64,10 @@ def _rows(here: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of one setting and type: peers, then ours by what carries them, gloo alone first."""
     theirs = here[here["family"] != ""]
     ours = here[here["family"] == ""].sort_values("carried", kind="stable")  # gloo alone, nccl, shm
-    rows, keys = [], ["contender", "carried", "compute"]
-    for (name, carried, compute), mine in groups(pd.concat([theirs, ours]), keys):
-        row = {"where": mine["where"].iloc[0], "contender": name, "carried": carried, "compute": compute}
-        row |= {**counted(mine), "step_seconds": speedups.step_interval(mine)}
+    rows, keys = [], ["where", "contender", "carried", "compute"]
+    for key, mine in groups(pd.concat([theirs, ours]), keys):
+        row = dict(zip(keys, key, strict=True)) | counted(mine)
+        row["step_seconds"] = speedups.step_interval(mine)
         for family in FAMILIES:
             row |= _over(mine, theirs[theirs["family"] == family], family)
         rows.append(row)

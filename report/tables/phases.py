@@ -73,17 +73,15 @@ def by_phase(derived: Derived) -> pd.DataFrame:
     """
     frames = derived.frames
     steps = slowest_steps(frames).dropna(subset=["generate"])
-    kept = ["id", "generate", "score", "exposed_generate", "exposed_score", "total", "exposed"]
-    steps = steps[kept].set_index("id").astype(float)
-    left = steps["total"] - steps["generate"] - steps["score"]
-    waited = steps["exposed"] - steps["exposed_generate"] - steps["exposed_score"]
-    steps = steps.assign(train=left, exposed_train=waited)
-    parts = [
-        steps[[phase, f"exposed_{phase}"]].set_axis(["seconds", "waited"], axis=1).assign(phase=phase)
-        for phase in PHASES
-    ]
-    found = pd.concat(parts).groupby(["id", "phase"])[["seconds", "waited"]].median()
-    found["exposed"] = found.pop("waited") / found["seconds"]
+    first = ["generate", "score", "exposed_generate", "exposed_score"]
+    steps = steps.set_index("id")[[*first, "total", "exposed"]].astype(float)
+    steps["train"] = steps["total"] - steps["generate"] - steps["score"]
+    steps["exposed_train"] = steps["exposed"] - steps["exposed_generate"] - steps["exposed_score"]
+    parts = {
+        phase: steps[[phase, f"exposed_{phase}"]].set_axis(["seconds", "exposed"], axis=1) for phase in PHASES
+    }
+    found = pd.concat(parts, names=["phase"]).groupby(["id", "phase"]).median()
+    found["exposed"] /= found["seconds"]
     sent = frames.bytes[frames.bytes["source"] == "ledger"]
     sent = sent.assign(phase=sent["phase"].where(sent["phase"].isin(PHASES), "train"))
     sums = sent.pivot_table(index=["id", "phase"], columns="link", values="bytes", aggfunc="sum")

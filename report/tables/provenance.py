@@ -29,13 +29,14 @@ _FOUND: Final = {  # columns of the trials
 def energy(derived: Derived) -> Table:
     """Table of GPUs' energy per token, power, utilisation and clocks; without rows where no GPU was."""
     rows: list[dict[str, Any]] = []
-    for who, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
+    for row, mine in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((mine["throttled"].gt(_HELD_FROM) | mine["gpu_others"].gt(0)).sum())
-        row = who | dict(mine[["watts", "utilisation", "clock_mhz", "throttled"]].median())
+        row.update(mine[["watts", "utilisation", "clock_mhz", "throttled"]].median())
         row["_taken"] += f" ({held} {HELD})" if held else ""
+        row["held_or_shared"] = held
         if len(known := mine.dropna(subset=["joules_per_token"])):
             row["joules_per_token"] = median_interval(list(known["joules_per_token"]), list(known["sweep"]))
-        rows.append(row | {"held_or_shared": held})
+        rows.append(row)
     return made(
         "energy",
         "Energy",
@@ -121,16 +122,16 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     kept = [key for key in keys if key.split(".")[0] not in (*OF_CONTENDER, "repeat")]
     values = {key: [labels.at({key: one.get(key)}, key) for one in given] for key in kept}
     values |= {name: [str(value or "") for value in table[column]] for name, column in _FOUND.items()}
-    found = [(name, _told(table["contender"], told)) for name, told in values.items()]
+
+    def told(values: list[str]) -> str:
+        """Values in table order, each with its contenders where it depends on these alone."""
+        who = {str(value): names.unique() for value, names in table["contender"].groupby(values, sort=False)}
+        apart = len(who) > 1 and sum(map(len, who.values())) == table["contender"].nunique()
+        return _some([f"{value} ({', '.join(names)})" if apart else value for value, names in who.items()])
+
+    found = [(name, told(of_trials)) for name, of_trials in values.items()]
     found += [(f"{name}s", str(table[name].nunique())) for name in ("repeat", "sweep") if len(table)]
-    return [(name, told) for name, told in found if told not in ("", labels.NONE)]
-
-
-def _told(contenders: pd.Series[str], values: Sequence[str]) -> str:
-    """Values in table order, each with its contenders where it depends on these alone."""
-    who = {str(value): names.unique() for value, names in contenders.groupby(list(values), sort=False)}
-    apart = len(who) > 1 and sum(map(len, who.values())) == contenders.nunique()
-    return _some([f"{value} ({', '.join(names)})" if apart else value for value, names in who.items()])
+    return [(name, said) for name, said in found if said not in ("", labels.NONE)]
 
 
 def _some(values: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
 from report.data import caveats, metrics, speedups
-from report.data.contender import BASELINE, FLAT_FACTOR, name_of, short_names_in_words
+from report.data.contender import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span, sweeps_in_words
 from report.quantities import formula
@@ -26,7 +26,7 @@ _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
-    best = f"the best {name_of(BASELINE)}" if two and not derived.compared.asked else base
+    best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.asked else base
     steps = derived.trials["validation_step"].dropna()
     after = f"after {span(steps, 'step')}" if len(steps) else ""
     loss = (
@@ -81,14 +81,11 @@ def time(derived: Derived) -> Table:
 
 
 def _rows(derived: Derived) -> list[dict[str, Any]]:
-    pairs, over = derived.pairs, derived.over_papers
-    return [
-        row | _row(mine, pairs[pairs["id"].isin(mine["id"])], over[over["id"].isin(mine["id"])])
-        for row, mine in rows_of(derived.trials)
-    ]
+    return [row | _row(derived, mine) for row, mine in rows_of(derived.trials)]
 
 
-def _row(mine: pd.DataFrame, paired: pd.DataFrame, over: pd.DataFrame) -> dict[str, Any]:
+def _row(derived: Derived, mine: pd.DataFrame) -> dict[str, Any]:
+    paired, over = (of[of["id"].isin(mine["id"])] for of in (derived.pairs, derived.over_papers))
     step, speedup = speedups.step_interval(mine), speedups.over_itself(paired)
     ledger, interface = (mine[name].median() / 1e6 for name in ("sent_bytes", "interface_bytes"))
     by_interfaces = math.isnan(ledger) and not math.isnan(interface)

@@ -68,10 +68,8 @@ def units_of(topology: Topology, grain: int = 2048) -> list[UnitGeometry]:
         ParameterSpec("norms", (4 * HIDDEN,)),
     ]
     outer = [ParameterSpec("embedding", (256, HIDDEN)), ParameterSpec("positions", (128, HIDDEN))]
-    made = [lay_out("root", outer, grain=grain, world=topology.world, max_padding=9)]
-    return made + [
-        lay_out(f"blocks.{i}", block, grain=grain, world=topology.world, max_padding=9) for i in range(LAYERS)
-    ]
+    made = {"root": outer} | {f"blocks.{layer}": block for layer in range(LAYERS)}
+    return [lay_out(name, of, grain=grain, world=topology.world, max_padding=9) for name, of in made.items()]
 
 
 def record_of(
@@ -238,27 +236,23 @@ def _steps(
     trial: Trial, policy: Policy | None, compute: float, step: float, noise: np.random.Generator
 ) -> list[Step]:
     exposed = max(step - compute, 0.0)
-    processors = _CORES / trial.topology().world
-    steps = []
-    for index in range(trial.warmup + trial.steps):
+    parts = {
+        "total": step,
+        "forward": 0.3 * compute + 0.4 * exposed,
+        "backward": 0.62 * compute + 0.6 * exposed,
+        "optimizer": 0.06 * compute,
+        "cpu_seconds": 0.9 * _CORES / trial.topology().world * compute,
+    }
+    waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
+
+    def one(index: int) -> Step:
         stretch = 1 + 0.02 * abs(noise.standard_normal())
-        waits = (0.4 * exposed, 0.6 * exposed) if policy else (None, None)
-        steps.append(
-            Step(
-                index=index,
-                warmup=index < trial.warmup,
-                total=step * stretch,
-                forward=(0.3 * compute + 0.4 * exposed) * stretch,
-                backward=(0.62 * compute + 0.6 * exposed) * stretch,
-                optimizer=0.06 * compute * stretch,
-                exposed_forward=waits[0],
-                exposed_backward=waits[1],
-                loss=_loss(index + 1, policy, noise),
-                gradient_norm=1.0,
-                cpu_seconds=0.9 * processors * compute * stretch,
-            )
-        )
-    return steps
+        seconds = {name: stretch * part for name, part in parts.items()}
+        warmup, loss = index < trial.warmup, _loss(index + 1, policy, noise)
+        waited = {"exposed_forward": waits[0], "exposed_backward": waits[1]}
+        return Step(index=index, warmup=warmup, loss=loss, gradient_norm=1.0, **seconds, **waited)
+
+    return [one(index) for index in range(trial.warmup + trial.steps)]
 
 
 def _loss(step: int, policy: Policy | None, noise: np.random.Generator) -> float:

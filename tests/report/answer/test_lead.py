@@ -95,9 +95,7 @@ def test_a_break_even_is_stated_with_its_interval() -> None:
     assert told.quantity == "rate"
     first = told.sentences[0]
     assert first.startswith("ZeRO++ is as fast as ZeRO-3 at ")
-    place, low, high = (
-        numbers(first.replace(" Mbit/s", ".0 Mbit/s")) if first.count(".") < 4 else numbers(first)[:3]
-    )
+    place, low, high = (float(one) for one in re.findall(r"[\d.]+", first.partition(" at ")[2])[:3])
     assert 80 < place < 115
     assert low < place < high
 
@@ -226,20 +224,16 @@ ZERO3, ZEROPP = ("zero3", ""), ("zeropp", "")
 TWO = paired({ZERO3: 2.0, ZEROPP: 1.0})
 ONE_CELL_FAILED = [
     ran(strategy, repeat, took, failed=(strategy, tokens) == ("zero3", 1024), tokens_per_rank=tokens)
-    for repeat in range(6)
+    for repeat, tokens in product(range(6), (512, 1024))
     for strategy, took in (("zero3", 1.0), ("zeropp", 0.5), ("qwz", 0.8))
-    for tokens in (512, 1024)
 ]
 OF_EQUAL_BLOCKS = [
     ran("qgz", repeat, took, policy=PolicyChanges(gradients=codec))
-    for repeat in range(6)
-    for codec, took in (("int4:256", 1.0), ("int4:256:asym", 0.8))
+    for repeat, (codec, took) in product(range(6), (("int4:256", 1.0), ("int4:256:asym", 0.8)))
 ]
 TWO_SWEEPS = [
-    ran(strategy, repeat + 6 * sweep, took, sweep=sweep)
-    for sweep in (0, 1)
-    for repeat in range(6)
-    for strategy, took in (("zero3", 1.0), ("zeropp", 0.5))
+    ran(strategy, repeat, took, sweep=repeat // 6)
+    for repeat, (strategy, took) in product(range(12), (("zero3", 1.0), ("zeropp", 0.5)))
 ]
 
 
@@ -319,12 +313,8 @@ def test_no_records_break_the_answer(answer_by: str) -> None:
 
 def test_rates_without_a_break_even_are_a_sentence() -> None:
     """Yes and its reason in one sentence, and an unshaped link by what it achieved."""
-    found = [
-        ran(strategy, repeat, took, cluster=Cluster(rate=rate))
-        for repeat in range(6)
-        for strategy, took in (("zero3", 1.0), ("zeropp", 0.5))
-        for rate in ("50 Mbit/s", "unshaped")
-    ]
+    each = product(range(6), (("zero3", 1.0), ("zeropp", 0.5)), ("50 Mbit/s", "unshaped"))
+    found = [ran(name, repeat, took, cluster=Cluster(rate=rate)) for repeat, (name, took), rate in each]
     told = asked(found, "Does ZeRO++ pay at every rate?")
     assert told.sentences[0].startswith("Yes, no break-even was found up to the highest rate")
     assert "an unshaped link (" in told.sentences[0]

@@ -1,1 +1,1 @@
-"""Tests of report/bench."""
+"""Tests of report/bench_page."""

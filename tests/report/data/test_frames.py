@@ -60,7 +60,9 @@ def test_names_tell_what_differs_from_the_preset() -> None:
 
 
 def test_types_that_all_policies_share_leave_a_baseline() -> None:
-    """Where all compute in bf16, ZeRO-3 is still what ZeRO++ is held against; where one does, it is told."""
+    """Where all compute in bf16, ZeRO-3 is still what ZeRO++ is held against; where one does, it is told; a
+    codec, of which a technique is made, stands in a name whoever else has it.
+    """
     changes = PolicyChanges(compute="bf16")
     both = [Trial(strategy=name, policy=changes) for name in ("zero3", "zeropp")]
     frames = frames_of([record_of(trial) for trial in both])
@@ -69,10 +71,6 @@ def test_types_that_all_policies_share_leave_a_baseline() -> None:
     assert list(metrics.derive(frames).pairs["contender"]) == ["ZeRO-3", "ZeRO++"]
     frames = frames_of([record_of(trial) for trial in (Trial(strategy="zero3"), both[1])])
     assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++ (compute bf16)"]
-
-
-def test_a_codec_that_all_policies_share_is_told() -> None:
-    """What a technique is made of stands in its name, whoever else has it."""
     changes = PolicyChanges(weights="int8:64")
     frames = frames_of([record_of(Trial(strategy=name, policy=changes)) for name in ("zero3", "zeropp")])
     assert list(frames.finished["contender"]) == ["ZeRO-3 (w int8:64)", "ZeRO++ (w int8:64)"]

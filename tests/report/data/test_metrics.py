@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from harness.records.record import Record
+from harness.records.record import LedgerRow, Record
 from harness.suites.trial import Cluster, Model, Trial
 from report.data import decoding, speedups
 from report.data.frames import frames_of
@@ -32,15 +32,11 @@ def _step_seconds(record: Record) -> float:
 
 
 def _compute_seconds(record: Record) -> float:
-    computed = changed_steps(
-        record, lambda s: {"total": s.total - (s.exposed_forward or 0) - (s.exposed_backward or 0)}
-    )
-    return _step_seconds(computed)
+    return _step_seconds(changed_steps(record, lambda s: {"total": s.total - (s.exposed or 0)}))
 
 
-def _sent(record: Record) -> float:
-    rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
-    return sum(row.bytes for row in rows) / record.trial["steps"]
+def _between(record: Record) -> list[LedgerRow]:
+    return [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
 
 
 def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
@@ -53,24 +49,22 @@ def test_times_and_bytes_equal_those_recomputed_by_hand() -> None:
         seconds = _step_seconds(record)
         assert row["step_seconds"] == pytest.approx(seconds)
         assert row["tokens_per_second"] == pytest.approx(512 * 4 / seconds)
-        assert row["sent_bytes"] == pytest.approx(_sent(record))
-        assert row["predicted_bytes"] == pytest.approx(_sent(record))
+        sent = sum(one.bytes for one in _between(record)) / record.trial["steps"]
+        assert row["sent_bytes"] == pytest.approx(sent)
+        assert row["predicted_bytes"] == pytest.approx(sent)
         assert record.link is not None
         assert record.interfaces is not None
         wire = 8 * row["egress_bytes"] / (statistics.median(record.link.probed_mbit) * 1e6)
         assert row["wire_seconds"] == pytest.approx(wire)
         assert row["compute_seconds"] == pytest.approx(_compute_seconds(record))
-        best = max(_compute_seconds(record), wire)
-        assert row["ideal_share"] == pytest.approx(best / seconds)
-
+        assert row["ideal_share"] == pytest.approx(max(_compute_seconds(record), wire) / seconds)
         assert row["best_seconds"] > 0
         assert row["share"] == pytest.approx(row["best_seconds"] / seconds)
         counted = sum(counters.tx_bytes for counters in record.interfaces) / record.trial["steps"]
         assert row["interface_bytes"] == pytest.approx(counted)
         assert row["m_bytes"] == 2 * sum(numel for _, numel, _ in record.units)
-        rows = [row for rank in record.ranks for row in rank.ledger or [] if row.link == "inter"]
-        packets = sum(row.messages * math.ceil(row.bytes / row.messages / 1448) for row in rows)
-        assert row["segment_bytes"] == pytest.approx(_sent(record) + 66 * packets / record.trial["steps"])
+        packets = sum(one.messages * math.ceil(one.bytes / one.messages / 1448) for one in _between(record))
+        assert row["segment_bytes"] == pytest.approx(sent + 66 * packets / record.trial["steps"])
 
 
 def test_zero_bytes_between_nodes_leave_the_computation() -> None:
@@ -115,16 +109,12 @@ def test_parity_divides_a_quarter_of_the_rate_by_the_whole() -> None:
     """Parity pairs ZeRO++ at B/4 with ZeRO-3 at B and the same batch."""
     records = records_of("bandwidth", repeats=1)
     found = speedups.parity(derive(frames_of(records)).trials)
-    speed = {
-        (r.trial["strategy"], r.trial["tokens_per_rank"], r.trial["cluster"]["rate"]): (
-            r.trial["tokens_per_rank"] * 4 / _step_seconds(r)
-        )
-        for r in records
-    }
+    trials = [(one.trial, _step_seconds(one)) for one in records]
+    took = {(of["strategy"], of["tokens_per_rank"], of["cluster"]["rate"]): one for of, one in trials}
     assert len(found) == 6
     for row in found.to_dict("records"):
         tokens, rate = row["tokens_per_rank"], row["full_rate"]
-        expected = speed["zeropp", tokens, rate / 4] / speed["zero3", tokens, rate]
+        expected = took["zero3", tokens, rate] / took["zeropp", tokens, rate / 4]
         assert row["parity"] == pytest.approx(expected)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from harness.records.record import Foreseen
+from harness.records.record import Foreseen, Record
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.figures.predictions import measured_over, score, score_in_words
@@ -15,18 +14,15 @@ from tests.report.records import changed, records_of
 
 def _derived(factor: dict[str, float]) -> Derived:
     """Records whose steps were predicted to take ``factor`` by strategy of what they took."""
-    plain = derive(frames_of(records := records_of("quickstart", repeats=2)))
-    took = plain.trials.set_index("id")["step_seconds"]
-    foreseen = {
-        record.id: Foreseen(
-            machine="m", calibrated=True, seconds=took[record.id] * factor[record.trial["strategy"]],
-            compute=took[record.id], wire=took[record.id], spread=0.0,
-        )
-        for record in records
-        if record.trial["strategy"] in factor
-    }  # fmt: skip
-    kept = [record for record in records if record.id in foreseen]
-    return derive(frames_of([changed(one, foreseen=foreseen[one.id]) for one in kept]))
+    records = [one for one in records_of("quickstart", repeats=2) if one.trial["strategy"] in factor]
+    took = derive(frames_of(records)).trials.set_index("id")["step_seconds"]
+
+    def foreseen(one: Record) -> Foreseen:
+        parts = {"compute": took[one.id], "wire": took[one.id], "spread": 0.0}
+        seconds = took[one.id] * factor[one.trial["strategy"]]
+        return Foreseen(machine="m", calibrated=True, seconds=seconds, **parts)
+
+    return derive(frames_of([changed(one, foreseen=foreseen(one)) for one in records]))
 
 
 def test_errors_are_those_that_were_made_up() -> None:
@@ -50,10 +46,3 @@ def test_a_wrong_order_is_counted_and_has_its_price() -> None:
     assert found["ordered"] == 0.0
     assert found["regret"] == pytest.approx(took["zero3"] / took["zeropp"] - 1)
     assert PREDICTED.caption(rows)
-
-
-def test_what_was_not_predicted_is_not_drawn() -> None:
-    """Records without predictions have no rows."""
-    derived = derive(frames_of(records_of("quickstart", repeats=1)))
-    assert measured_over(derived).empty
-    assert np.isnan(derived.trials["foreseen_seconds"]).all()

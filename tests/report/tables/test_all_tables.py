@@ -20,11 +20,12 @@ from harness.records.record import Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import with_columns
-from report.data import caveats, metrics
+from report.data import caveats
 from report.data import text as wording
 from report.data.caveats import warnings
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
+from report.data.speedups import geometric
 from report.data.text import number
 from report.tables import all_tables, break_even, errors, latex
 from report.tables.table import Column, Table
@@ -89,9 +90,7 @@ def test_the_summary_is_of_all_repeats() -> None:
     derived = derive(frames_of(records_of("quickstart")))
     found = pd.read_csv(io.StringIO(all_tables.summary(derived).csv())).set_index("contender")
     for name, mine in derived.trials.groupby("contender"):
-        assert found.loc[name, "step_seconds"] == pytest.approx(
-            float(np.exp(np.log(mine["step_seconds"]).mean()))
-        )
+        assert found.loc[name, "step_seconds"] == pytest.approx(geometric(mine["step_seconds"]))
         assert found.loc[name, "sent_mb"] == pytest.approx(mine["sent_bytes"].median() / 1e6)
         assert found.loc[name, "trials"] == 3
 
@@ -124,9 +123,7 @@ def test_both_speedups_are_printed_where_the_papers_baseline_ran() -> None:
     both = ["Speed-up over the best ZeRO-3", "over the paper's baseline"]
     assert [title for title in titles if title in both] == both
     rows = found.data.set_index("contender")
-    seconds = derived.trials.groupby("contender")["step_seconds"].apply(
-        lambda each: math.exp(np.log(each).mean())
-    )
+    seconds = derived.trials.groupby("contender")["step_seconds"].agg(geometric)
     for name in ("ZeRO-3", "hpZ", "ZeRO++"):
         for column, base in (("speedup", "ZeRO-3"), ("over_papers", "flat ZeRO-3")):
             assert rows.loc[name, column].estimate == pytest.approx(seconds[base] / seconds[name])
@@ -177,12 +174,8 @@ def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_contenders(
     records = [one for one in committed("quickstart") if one.quantisation]
     table = all_tables.quantisation(derive(frames_of(records)))
     assert [column.title for column in table.columns] == ["Of", "Codec", "64", "256", "1024", "2048", "shard"]
-    found = [
-        q.vnmse
-        for r in records
-        for q in r.quantisation
-        if (r.trial["strategy"], q.purpose, q.codec) == ("zero2", "weights", "int8:64")
-    ]
+    tried = [one for record in records if record.trial["strategy"] == "zero2" for one in record.quantisation]
+    found = [one.vnmse for one in tried if (one.purpose, one.codec) == ("weights", "int8:64")]
     row = table.data.set_index(["purpose", "kind"]).loc[("weights", "int8")]
     assert row["64"] == pytest.approx(float(np.median(found)))
     assert "ZeRO-2 (2x2 ranks" in table.caption
@@ -201,13 +194,9 @@ def test_errors_of_what_was_sent_are_never_put_together(suite: str) -> None:
     measured = {(of_trial[r.id], e.step) for r in records for e in r.communication_errors}
     assert len(table.data) == len(measured)
     for row in table.data.to_dict("records"):
-        mine = [
-            e
-            for r in records
-            if of_trial[r.id] == (row["contender"], row["where"])
-            for e in r.communication_errors
-            if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")
-        ]
+        whose = row["contender"], row["where"]
+        errors_of = [e for r in records if of_trial[r.id] == whose for e in r.communication_errors]
+        mine = [e for e in errors_of if (e.step, e.purpose, e.unit) == (row["step"], "gradients", "")]
         ends = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is None]
         hops = [(e.squared_error or 0) / (e.squared_value or 1) for e in mine if e.hop is not None]
         assert len(set(ends)) == 1  # it is of one contender in one setting
@@ -236,19 +225,15 @@ def _printed(table: Table) -> dict[str, dict[str, str]]:
     return {row["Contender"]: row for row in rows}
 
 
-def _waiting(record: Record, share: float) -> Record:
-    """``record`` with a link so fast, or so slow, that its bytes alone need this share of each step."""
-    (row,) = derive(frames_of([record])).trials.to_dict("records")
-    return on_link(record, 8 * row["egress_bytes"] / (share * row["step_seconds"]) / 1e6)
-
-
 def test_a_share_above_one_is_marked_and_explained() -> None:
     """Where a probe found a lower rate than steps had, shares above 1 bear a mark, and the caption says why;
     below 1 there is neither.
     """
     record = record_of(Trial(strategy="zero3", cluster=Cluster(rate="50 Mbit/s"), steps=4, warmup=1))
-    for wire, marked in ((1.2, True), (0.3, False)):
-        derived = derive(frames_of([_waiting(record, wire)]))
+    (row,) = derive(frames_of([record])).trials.to_dict("records")
+    for wire, marked in ((1.2, True), (0.3, False)):  # the share of each step that its bytes alone need
+        mbit = 8 * row["egress_bytes"] / (wire * row["step_seconds"]) / 1e6
+        derived = derive(frames_of([on_link(record, mbit)]))
         for found in (all_tables.summary(derived), all_tables.time(derived)):
             cell = _printed(found)["ZeRO-3"]["Allowed step/step"]
             assert cell.endswith(" §") is marked
@@ -345,7 +330,7 @@ def test_every_number_is_a_macro_with_its_records() -> None:
     records = records_of("quickstart", repeats=2)
     derived = derive(frames_of(records))
     shown = [all_tables.summary(derived), all_tables.checks(derived)]
-    told = latex.numbers(shown, lambda row: metrics.records_of(derived, row))
+    told = latex.numbers(shown, derived)
     ids = sorted(record.id for record in records if record.trial["strategy"] == "zeropp")
     assert f"% summary, row {len(shown[0].data)}: {' '.join(ids)}" in told
     place = shown[0].data["where"].iloc[0]

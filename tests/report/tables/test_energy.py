@@ -7,16 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records.record import GpuUse, NodeUse, Record
-from harness.suites.trial import Trial
+from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.provenance import HELD, energy
 from tests.report.records import changed, record_of
 
 
-def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others: int = 0) -> Record:
+def one(joules: float | None, *, throttled: float = 0.0, others: int = 0) -> Record:
     """A record of two nodes of two GPUs each, a quarter of the energy on each."""
-    trial = Trial.model_validate({"strategy": "zeropp", "repeat": repeat, "cluster": {"rate": "50 Mbit/s"}})
     gpus = [
         GpuUse(
             index=index, name="GPU", samples=9, joules=None if joules is None else joules / 4,
@@ -26,12 +25,7 @@ def one(joules: float | None, *, repeat: int = 0, throttled: float = 0.0, others
         for index in range(4)
     ]  # fmt: skip
     nodes = [NodeUse(node=node, seconds=1, gpus=mine) for node, mine in enumerate((gpus[:2], gpus[2:]))]
-    return record_of(trial, machine_use=nodes)
-
-
-def tokens(record: Record) -> int:
-    trial = Trial.from_canonical(record.trial)
-    return trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
+    return record_of(Trial(cluster=Cluster(rate="50 Mbit/s")), machine_use=nodes)
 
 
 @settings(max_examples=5)
@@ -42,7 +36,9 @@ def test_energy_is_of_all_gpus_per_token(joules: float, throttled: float, others
     counted = one(joules, throttled=throttled, others=others)
     for record, wanted, marked in ((counted, joules, held), (one(None), 8.0, False)):
         (row,) = energy(derive(frames_of([record]))).data.to_dict("records")
-        assert row["joules_per_token"].estimate == pytest.approx(wanted / tokens(record))
+        trial = Trial.from_canonical(record.trial)
+        tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
+        assert row["joules_per_token"].estimate == pytest.approx(wanted / tokens)
         assert row["watts"] == pytest.approx(150)
         assert (HELD in row["_taken"]) == (row["held_or_shared"] == 1) == marked
 

@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import Refusal
 from harness.records.record import write
-from report.explain import explained
+from report.tables.all_tables import explained
 from tests.report.records import records_of
 
 
