@@ -80,7 +80,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     found = found.drop(columns=common).map(markdown)
     if "where" in found:
         found["where"] = found["where"].mask(found["where"].eq(found["where"].shift()), "")
-    lines = [list(found), ["---"] * found.shape[1], *found.to_numpy().tolist()]
+    lines: list[list[str]] = [list(map(str, found)), ["---"] * found.shape[1], *found.to_numpy().tolist()]
     return f"{said}.\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -152,11 +152,8 @@ def _without_verdict(derived: Derived, rows: Sequence[Row]) -> str:
         why = f"{rows[0]['steps']} steps, where a verdict takes {LEAST_STEPS}"
     ranked = sorted(rows, key=lambda row: row["difference"].estimate)
     told = [f"{name} {nats(row)}" for name, row in zip(_names(derived, ranked), ranked, strict=True)]
-    most = ""
-    if len(told) > effects.MOST_NAMED:
-        told, most = [*told[:2], *told[-2:]], f" (the least and the largest of {len(told)})"
-    base = spelled(rows[0]["base"])
-    return f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {listed(told)}{most}."
+    base, shown = spelled(rows[0]["base"]), effects.listed_most(told)
+    return f"Cannot be told by loss ({why}): losses minus {base}'s, in nats, are {shown}."
 
 
 def in_short(derived: Derived, names: Sequence[str]) -> str:

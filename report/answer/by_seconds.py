@@ -42,19 +42,12 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
     """
     if not found:
         return alone(derived)
-    every, settings = found, ""
-    by_ratio = sorted(found, key=lambda one: one.ratio.estimate)
-    others = len({one.contender for one in found})
-    many = len(found) > effects.MOST_NAMED
-    fastest_alone = many and others > 1 and not effects.is_named(derived, found[0].contender)
-    if fastest_alone:
-        fastest = {one.cell: one for one in by_ratio}  # the last of a cell
+    every, settings, others = found, "", len({one.contender for one in found})
+    many = len(found) > effects.MOST_NAMED and others > 1
+    if fastest_alone := many and not effects.is_named(derived, found[0].contender):
+        fastest = {one.cell: one for one in sorted(found, key=lambda one: one.ratio.estimate)}  # its last
         found = [fastest[cell] for cell in dict.fromkeys(one.cell for one in found)]
         settings = f"; the fastest of {others} in each setting"
-    elif many:  # the first contender, where it gains least and most
-        mine = [one for one in by_ratio if one.contender == found[0].contender]
-        settings = f"; the least and the most of {len(mine)} settings" if len(mine) > 2 else ""
-        found = [mine[0], mine[-1]] if len(mine) > 1 else found
     main, names = found[0], list(dict.fromkeys(one.contender for one in found))
     called, pair = apart(derived, names), apart(derived, [main.contender, main.base])
     subject, over = f"a step of {spelled(main.contender)}", f" as {spelled(main.base)}'s"
@@ -76,7 +69,7 @@ def faster(derived: Derived, found: Sequence[Effect]) -> Found:
                 claims.append(f"that of {name} {ratio(one.ratio)}{place}")
             else:
                 claims.append(f"{ratio(one.ratio)}{'' if is_main else f' with {name}'}{place}")
-        return listed(claims)
+        return listed_most(claims)
 
     told = [one for one in found if one.verdict != OPEN]
     unclear = [one for one in found if one.verdict == OPEN]

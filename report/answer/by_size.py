@@ -58,10 +58,8 @@ def error(derived: Derived) -> Found:
     told = [
         f"{g2(one)} with {name} ({g3(step)} s, {g3(size / 1e6)} MB a step)" for one, step, size, name in rows
     ]
-    left_out = f" ({len(told) - 3} between them)" if len(told) > effects.MOST_NAMED else ""
-    shown = [told[0], told[len(told) // 2], told[-1]] if left_out else told
     place, least = here["where"].iloc[0], int(here.groupby("contender").size().min())
-    first = f"The error of the gradients end to end (vNMSE) on {place} is {listed(shown)}{left_out}."
+    first = f"The error of the gradients end to end (vNMSE) on {place} is {listed_most(told)}."
     at, step, _, name = min(rows, key=lambda row: row[1])
     which = f"The fastest step is that with {name}, {g3(step)} s, at an error of {g2(at)}."
     if least < FEWEST:

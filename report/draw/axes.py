@@ -91,11 +91,14 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
-    """A legend's entries of lines or points."""
-    return {
-        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes, **changes)
+    """A legend's entries of lines or, with ``changes`` of the artist, points."""
+    entries: dict[str, Artist] = {
+        name: Line2D([], [], color=one.colour, marker=one.marker, dashes=one.dashes)
         for name, one in looks.items()
     }
+    for entry in entries.values():
+        entry.set(**changes)
+    return entries
 
 
 def patches(colours: Mapping[str, str]) -> dict[str, Artist]:

@@ -327,8 +327,8 @@ class Lanes:
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
         for (ax,), ((title,), mine) in zip(panels, rows, strict=True):
             for place, lane in enumerate(self.lanes):
-                spans = 1e3 * mine[mine["lane"] == lane][["begin", "end"]]
-                bars = spans.assign(end=spans["end"] - spans["begin"]).to_numpy()
+                spans = mine[mine["lane"] == lane]
+                bars = list(zip(1e3 * spans["begin"], 1e3 * (spans["end"] - spans["begin"]), strict=True))
                 ax.broken_barh(bars, (place - 0.45, 0.9), color=colours[lane], lw=0)
             ax.set_ylim(len(self.lanes) - 0.5, -0.5)
             ax.set_yticks([])

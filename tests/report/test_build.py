@@ -153,12 +153,11 @@ def test_the_title_names_who_is_there(strategies: tuple[str, ...], title: str, t
 @pytest.mark.parametrize("without", [True, False])
 def test_what_a_suite_asks_is_answered(without: bool, tmp_path: Path) -> None:
     """Asked whether int6 beats int8, title, headline and figures compare these two, also beside ZeRO-3."""
-    for repeat in range(6):
-        for weights, role in (("int8:64", "baseline"), ("int6:64", "contrast")):
-            trial = Trial(strategy="zeropp", policy=PolicyChanges(weights=weights), repeat=repeat)
-            write(tmp_path, record_of(trial, suite="asked", role=role))
-        if not without:
-            write(tmp_path, record_of(Trial(strategy="zero3", repeat=repeat), suite="asked"))
+    sides = [("zeropp", "int8:64", "baseline"), ("zeropp", "int6:64", "contrast")]
+    sides += [] if without else [("zero3", None, "")]
+    for repeat, (strategy, weights, role) in product(range(6), sides):
+        trial = Trial(strategy=strategy, policy=PolicyChanges(weights=weights), repeat=repeat)
+        write(tmp_path, record_of(trial, suite="asked", role=role))
     text = build(tmp_path).read_text()
     names = [f"ZeRO++ (w {weights})" for weights in ("int6:64", "int8:64")]
     assert f"<title>{' against '.join(names)}: asked</title>" in text

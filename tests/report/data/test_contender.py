@@ -68,9 +68,9 @@ def test_every_field_of_a_policy_is_told() -> None:
 def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     """Stage, techniques and limits; two that differ in any of them have two names."""
 
-    def label(**zero: object) -> str:
+    def label(strategy: str = "recipe", **zero: object) -> str:
         config = json.dumps({"zero_optimization": zero})
-        return label_of(Trial(strategy="recipe", deepspeed_config=config), {})
+        return label_of(Trial(strategy=strategy, deepspeed_config=config), {})
 
     assert label(stage=3) == "DeepSpeed configuration (stage 3)"
     quantised = label(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
@@ -78,15 +78,10 @@ def test_deepspeeds_configurations_are_told_by_what_they_ask() -> None:
     assert "g int4:256" in quantised
     names = {label(stage=3), quantised, label(stage=2), label(stage=3, reduce_bucket_size=1000)}
     assert len(names) == 4
-
-
-def test_peers_are_told_by_their_settings() -> None:
-    """DeepSpeed by what its configuration says beside stage 3, every peer by the type it computes in."""
-    zero = {"stage": 3, "zero_hpz_partition_size": 2}
-    config = json.dumps({"zero_optimization": zero})
+    # Peers: DeepSpeed by what its configuration says beside stage 3, every peer by the type it computes in.
     assert label_of(Trial(strategy="deepspeed"), {}) == "DeepSpeed"
-    by_hpz = Trial(strategy="deepspeed", deepspeed_config=config)
-    assert label_of(by_hpz, {}) == "DeepSpeed (zero_hpz_partition_size 2)"
+    by_hpz = label("deepspeed", stage=3, zero_hpz_partition_size=2)
+    assert by_hpz == "DeepSpeed (zero_hpz_partition_size 2)"
     found = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
     assert label_of(found, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
     assert set(PEERS) <= set(NAMES)
