@@ -76,9 +76,7 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine, ``name``, in two minutes; records stay below ``results``.  A failed trial is a
-    Refusal.
-    """
+    """Measure this machine, ``name``; records stay below ``results``.  A failed trial is a Refusal."""
     asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(name=SUITE, question="What does this machine achieve?")
     outcome = run_sweep(suite, [Batch(0, tuple(asked))], folder, console)
@@ -175,12 +173,11 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         seconds.append(max(0.0, (one.in_steps - one.computing - one.stepping) / slower - coding))
     terms = {name: busy(**{name: 1.0}) for name in ("unit", "element", "message", "sent")}
     engine = _fitted(terms, seconds, [one.in_steps for one in free])
+    stepping = [one.stepping / sum(unit.shard for unit in one.step.units) for one in measured]
     made = replace(
         machine,
         **engine,
-        optimizer=statistics.median(
-            one.stepping / sum(unit.shard for unit in one.step.units) for one in measured
-        ),
+        optimizer=statistics.median(stepping),
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
         latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
     )
@@ -218,12 +215,8 @@ def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
         rank, codecs=CODECS, backends=("cpu",), kinds=("fp32",), mebibytes=_CODEC_MEBIBYTES,
         seconds=_CODEC_SECONDS,
     )  # fmt: skip
-    seconds = {  # of an fp32 element
-        (one.names["codec"], one.names["operation"]): 4
-        * statistics.median(one.seconds)
-        / one.sizes["element_bytes"]
-        for one in samples
-    }
-    return latency, {
-        text: CodecCost(encode=seconds[text, "encode"], decode=seconds[text, "decode"]) for text in CODECS
-    }
+    costs: dict[str, dict[str, float]] = {text: {} for text in CODECS}
+    for one in samples:
+        of_element = statistics.median(one.seconds) / (one.sizes["element_bytes"] / 4)
+        costs[str(one.names["codec"])][str(one.names["operation"])] = of_element
+    return latency, {text: CodecCost(encode=of["encode"], decode=of["decode"]) for text, of in costs.items()}

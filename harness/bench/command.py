@@ -7,7 +7,7 @@ table.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,6 @@ def codecs(
     --codec, --backend and --kind may be given several times; by default all backends that are here are timed.
     """
     run = _Run("codecs", results)
-    kinds = _chosen(kind or ["fp32"], get_args(ElementType), "type of elements")
 
     from harness.bench import codecs as bench_codecs
     from harness.bench import other_libraries
@@ -70,21 +69,19 @@ def codecs(
 
     texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # peers have no codec of ours
-    asked = _chosen(backend or usual, bench_codecs.BACKENDS, "backend")
+    asked, kinds = (tuple(dict.fromkeys(given)) for given in (backend or usual, kind or ("fp32",)))
+    known = {"backend": (asked, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
+    for what, (names, there) in known.items():
+        if strange := [name for name in names if name not in there]:
+            raise Refusal(f"unknown {what} {strange[0]!r}: expected one of {', '.join(there)}")
     looked_for = dict.fromkeys((*asked, *bench_codecs.USUAL))
     missing = {name: why for name in looked_for if (why := bench_codecs.why_missing(name)) is not None}
     backends = tuple(name for name in asked if name not in missing)
-    if backend and len(backends) < len(asked):
-        name = next(name for name in asked if name in missing)
-        raise Refusal(f"backend {name!r} is not here: {missing[name]}")
-    target = partial(
-        bench_codecs.measure,
-        codecs=texts,
-        backends=backends,
-        kinds=kinds,
-        mebibytes=megabytes,
-        seconds=seconds,
-    )
+    for name in asked if backend else ():
+        if name in missing:
+            raise Refusal(f"backend {name!r} is not here: {missing[name]}")
+    asked_for: dict[str, Any] = {"codecs": texts, "backends": backends, "kinds": kinds}
+    target = partial(bench_codecs.measure, **asked_for, mebibytes=megabytes, seconds=seconds)
     (samples,) = run.on_ranks(target, threads=threads)
     setting = {**target.keywords, "threads": threads, "peers": other_libraries.versions(backends)}
     return run.finish(samples, setting, missing)
@@ -217,13 +214,6 @@ class _Run:
 
 def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
     return target(rank)
-
-
-def _chosen(given: Iterable[Any], allowed: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    for name in given:
-        if name not in allowed:
-            raise Refusal(f"unknown {what} {name!r}: expected one of {', '.join(allowed)}")
-    return tuple(dict.fromkeys(given))
 
 
 def _now() -> str:

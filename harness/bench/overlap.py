@@ -39,10 +39,9 @@ CODEC: Final = "int4:256"  # of both hops
 CHUNKS: Final = 4
 ROUNDS: Final = (5, 200)
 PROBES: Final = (3, 3)  # from whose median a link's rate follows
+# What sets links' rates: seconds of computation over those of communication, where they are closest, ...
 ROOM: Final = 1.2
-"""Seconds of computation over those of communication, where they are closest: what sets the link's rate."""
-HOPS_APART: Final = 3.0
-"""Seconds of the second hop over those of the first: what sets the link's rate."""
+HOPS_APART: Final = 3.0  # ... and of the second hop over those of the first
 _TAG: Final = Tag("backward", "gradients")
 
 Took = tuple[float, float, float]
@@ -55,8 +54,7 @@ def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
     """Time the unsharded model without communication; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
-    contenders = [_trained(rank, sequences, _model(layers))]
-    (took,) = interleaved(rank, contenders, "compute alone", PROBES)
+    (took,) = interleaved(rank, [_trained(rank, sequences, _model(layers))], "compute alone", PROBES)
     return took, sent
 
 
@@ -68,9 +66,7 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Mbit/s at which computation takes :data:`ROOM` times as long as communication in the tighter of forward
-    and backward, from bytes of a node to others and seconds of compute alone in the two.
-    """
+    """Mbit/s of :data:`ROOM`, by a node's bytes to others and seconds alone, of forward and of backward."""
     rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
     return float(f"{max(rates):.3g}")
 
@@ -83,15 +79,16 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
     contenders = [_trained(rank, sequences, _model(layers)), _trained(rank, sequences, made, zero)]
     alone, took = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
     forward, backward = _sent(zero)
+    parts = dict(zip(("forward", "backward", "whole"), map(list, zip(*alone, strict=True)), strict=True))
     sample = Sample(
         kind="step",
         names={
             "policy": policy, "model": MODEL, "layers": layers, "sequence": SEQUENCE, "sequences": sequences,
         },
         sizes={"parameters": parameters, "sent_forward": forward, "sent_backward": backward},
-        seconds=[whole for _, _, whole in took],
-        reference_seconds=[whole for _, _, whole in alone],
-        parts={"forward": [each[0] for each in alone], "backward": [each[1] for each in alone]},
+        seconds=[whole for *_, whole in took],
+        reference_seconds=parts.pop("whole"),
+        parts=parts,
     )  # fmt: skip
     return [sample]
 
@@ -104,9 +101,7 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
-    """Mbit/s at which the second hop takes :data:`HOPS_APART` times as long as :func:`first_hop` found the
-    first to.
-    """
+    """Mbit/s of :data:`HOPS_APART`, from what :func:`first_hop` found on all ranks."""
     slowest = statistics.median(max(each) for each in zip(*ranks, strict=True))
     topology = Topology(*TOPOLOGY_OF_HOPS)
     _, second = _rows(topology, mebibytes)
@@ -148,9 +143,11 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 def _sent(zero: Zero) -> list[int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
-    found = predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent.items()
-    sent = [(key.phase, of.bytes) for key, of in found if key.link == "inter"]
-    return [sum(nbytes for phase, nbytes in sent if phase == name) for name in ("forward", "backward")]
+    sent = dict.fromkeys(("forward", "backward"), 0)
+    for key, of in predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent.items():
+        if key.link == "inter" and key.phase in sent:
+            sent[key.phase] += of.bytes
+    return [*sent.values()]
 
 
 def _trained(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Took]:

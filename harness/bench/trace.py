@@ -12,10 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
@@ -38,12 +38,11 @@ _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _PART: Final = "part of the step"  # computing, with what happens in it
 
 
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """One rank's step."""
+class Traced(NamedTuple):
+    """One rank's step, and its seconds; ``before`` are those of the one before, which nothing noted."""
 
     spans: list[Span]
-    seconds: float  # of the step; ``before``, of the one before it, which nothing noted
+    seconds: float
     before: float
 
 
@@ -60,8 +59,7 @@ def refused(trial: Trial) -> str | None:
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
 
-    Raises:
-        Refusal, LinkError, LaunchError: if it has no trace, or the link or a rank fails.
+    Raises a Refusal, LinkError or LaunchError if it has no trace, or the link or a rank fails.
     """
     if (why := refused(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
@@ -69,8 +67,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     path = path_of(folder, trial.id)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_link(cluster_of(trial), secrets.token_hex(3)) as link:
-        launch = TrialRunner(folder, None).launch(trial, link, "")
-        launch = replace(launch, log=path.with_suffix(".log"))
+        launch = replace(TrialRunner(folder, None).launch(trial, link, ""), log=path.with_suffix(".log"))
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
         found = run_ranks(traced_step, Assignment(plain, None), launch)
     pool = machine.pool_key(machine.facts(), machine.code())
@@ -80,18 +77,15 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
 
 def traced_step(rank: Rank, assignment: Assignment) -> Traced:
     """Target of every rank: the untimed steps, at least one, one more, and then the one that is noted."""
-    run, timeline = TrialRun(rank, assignment), Timeline()
-    wire = run.strategy.wire
-    assert wire is not None  # noqa: S101  # refused() let nothing else come
-    warmup = max(1, assignment.trial.warmup)
+    run, timeline, warmup = TrialRun(rank, assignment), Timeline(), max(1, assignment.trial.warmup)
+    assert run.strategy.wire is not None  # noqa: S101  # refused() let nothing else come
     for index in range(warmup):
         run.step(index)
     dist.barrier()
     before = timed(partial(run.step, warmup))()
     dist.barrier()
-    clock = run.loop.clock
-    clock.note = partial(timeline.add, _PART)
-    with wire.traced(timeline), _operations_noted(timeline):
+    run.loop.clock.note = partial(timeline.add, _PART)
+    with run.strategy.wire.traced(timeline), _operations_noted(timeline):
         seconds = timed(partial(run.step, warmup + 1))()
     dist.barrier()
     run.strategy.close()
@@ -114,8 +108,7 @@ def _operations_noted(timeline: Timeline) -> AbstractContextManager[Any]:
         return call
 
     names: dict[str, Any] = {name: noted(name) for name in _OPERATIONS}
-    patched: AbstractContextManager[Any] = mock.patch.multiple(ops, **names)
-    return patched
+    return mock.patch.multiple(ops, **names)
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
@@ -167,13 +160,9 @@ def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
                 for span in row
             ]  # fmt: skip
     about = {
-        "trial": trial.id,
-        "strategy": trial.strategy,
-        "pool": pool,
-        "seconds": max(rank.seconds for rank in ranks),
-        "before": max(rank.before for rank in ranks),
-        "shows": told(ranks),
-    }
+        "trial": trial.id, "strategy": trial.strategy, "pool": pool, "shows": told(ranks),
+        **{name: max(getattr(rank, name) for rank in ranks) for name in ("seconds", "before")},
+    }  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 

@@ -50,11 +50,7 @@ class Unit(NamedTuple):
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """What a file holds, and on how many nodes and ranks its gradients were made.
-
-    Raises:
-        Refusal: if it cannot be read, or holds no floating-point tensor.
-    """
+    """What a file holds, and on how many nodes and ranks its gradients were made; a Refusal if nothing."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -74,15 +70,12 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
     if not found:
         raise Refusal(f"{path}: no tensor of floating-point numbers")
     ranks = max((len(one.x) for one in found if one.x.dim() > 1), default=1)
-    nodes = int(told.get("nodes", "1"))
-    return found, (nodes, int(told.get("ranks_per_node", str(ranks))))
+    return found, (int(told.get("nodes", 1)), int(told.get("ranks_per_node", ranks)))
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:
-    """What each codec does to each unit at each step, a row each.
-
-    ``exact``, ``decoded`` and ``error`` are sums of squares, ``product`` is of the exact and the decoded
-    values; ``bytes`` are of one rank's frames, ``seconds`` of encoding and decoding.
+    """What each codec does to each unit at each step, a row each: sums of squares, and of the ``product`` of
+    exact and decoded values; ``bytes`` of one rank's frames, and ``seconds`` of encoding and decoding.
     """
     torch.set_num_threads(1)  # as ranks have; operations on small rows are slower with more
     return pd.DataFrame(
@@ -94,10 +87,8 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
 
 def ranked(found: pd.DataFrame) -> pd.DataFrame:
-    """Each codec on all units of a kind, the least error of a kind first.
-
-    ``vnmse`` is the squared error over the squared values, ``bias`` how far the projection of the decoded
-    values on the exact ones is from 1, ``bits`` what an element takes on the wire.
+    """Each codec on all units of a kind, the least error of a kind first; ``bias`` is how far the projection
+    of decoded values on the exact ones is from 1, ``bits`` what an element takes on the wire.
     """
     sums = found.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
     sums["bits"] = 8 * sums["bytes"] / sums["elements"]
@@ -109,12 +100,11 @@ def ranked(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measured(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
-    elements = unit.x.shape[-1]
+    elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
-        exact = unit.x.double().mean(0)
+        exact = exact.mean(0)
         decoded, nbytes, seconds = _reduced(codec, unit.x, sizes, number)
     else:
-        exact = unit.x.double()
         decoded, nbytes, seconds = _through(codec, _cut(codec, unit.x, 1), number, 0)
     wide = decoded.flatten()[:elements].double()
     return {
@@ -177,31 +167,25 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budgets(found: pd.DataFrame, bits: float) -> Iterator[str]:
-    """For each kind what the codecs by unit are whose errors are least in sum within ``bits`` an element,
-    beside the best single codec within them, in lines; see :func:`within`.
-    """
+    """For each kind, in lines, what :func:`within` finds beside the best single codec of so few bits."""
     for kind, mine in found.groupby("kind"):
-        chosen, cost = within(mine, bits)
-        codecs = ranked(mine)
-        fitting, first = codecs[codecs["bits"] <= bits], codecs.iloc[0]
-        alone = "no codec alone fits"
-        if len(fitting):
-            alone = f"{fitting['codec'].iloc[0]} alone {fitting['vnmse'].iloc[0]:.3g}"
+        (chosen, cost), codecs = within(mine, bits), ranked(mine)
+        first, alone = codecs.iloc[0], "no codec alone fits"
+        for best in codecs[codecs["bits"] <= bits].head(1).itertuples():
+            alone = f"{best.codec} alone {best.vnmse:.3g}"
         vnmse, spent = cost.error / first["exact"], 8 * cost.bytes / first["elements"]
         yield f"{kind} within {bits:g} bits: vNMSE {vnmse:.3g} at {spent:.2f}, {alone}."
         yield from (f"  {name}: {codec}" for name, codec in chosen.items())
 
 
 def within(mine: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Of one kind the codec of each unit, and what all of them cost.
-
-    Raises:
-        Refusal: if even the smallest codecs take more than ``bits`` an element.
+    """Of one kind the codecs by unit of least error in sum within ``bits`` an element, and what all of them
+    cost; a Refusal if even the smallest codecs take more.
     """
     costs: dict[str, dict[str, Cost]] = {}
-    for (unit, codec), rows in mine.groupby(["unit", "codec"], sort=False):
-        cost = Cost(int(rows["bytes"].sum()), float(rows["error"].sum()))
-        costs.setdefault(str(unit), {})[str(codec)] = cost
+    sums = mine.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
+    for (unit, codec), (nbytes, error) in zip(sums.index, sums.to_numpy().tolist(), strict=True):
+        costs.setdefault(unit, {})[codec] = Cost(int(nbytes), error)
     parts, elements = list(costs.values()), mine["elements"].sum() / mine["codec"].nunique()
     try:
         chosen = choose(parts, int(bits * elements / 8))
@@ -224,10 +208,7 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive.
 
     Records count that differ in the codec of gradients alone, one for both hops; of several such sets the
-    largest. The interval is of 2000 draws of the seeds.
-
-    Raises:
-        Refusal: if fewer than five codecs have both.
+    largest, which a Refusal demands five codecs of. The interval is of 2000 draws of the seeds.
     """
     from scipy import stats
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import Refusal
+from harness.measure.unsharded_loss import packed
 from harness.strategies.optimizers import built, set_rates
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
@@ -69,14 +70,13 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
         before = _laid_out(units, named)
         optimizer.step()
         optimizer.zero_grad()
-        if step not in steps:
-            continue
-        after = _laid_out(units, named)
-        for name in gradients:
-            kept[f"weights/{name}@{step}"] = before[name]
-            kept[f"changes/{name}@{step}"] = after[name] - before[name]
-            kept[f"gradients/{name}@{step}"] = gradients[name]
-        told(f"step {step} of {max(steps)} kept")
+        if step in steps:
+            after = _laid_out(units, named)
+            for name, of_ranks in gradients.items():
+                kept[f"weights/{name}@{step}"] = before[name]
+                kept[f"changes/{name}@{step}"] = after[name] - before[name]
+                kept[f"gradients/{name}@{step}"] = of_ranks
+            told(f"step {step} of {max(steps)} kept")
     try:
         save_file(kept, path, {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)})
     except SafetensorError as error:
@@ -85,12 +85,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
 
 def _laid_out(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """(P,) fp32 of each unit, padding included, from values by parameter; zeros for None."""
-    found = {unit.name: torch.zeros(unit.padded) for unit in units}
-    for unit in units:
-        for slot in unit.slots:
-            if (value := values[slot.spec.name]) is not None:
-                found[unit.name][slot.offset : slot.end] = value.detach().flatten()
-    return found
+    return {unit.name: packed(unit, values).flatten() for unit in units}
 
 
 def _gradients(

@@ -367,7 +367,8 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
     terms = torch.full((len(frames), numel), math.nan, device=subject.device)
     for frame, term in zip(frames, terms, strict=True):
         subject.decode(frame, term)
-    return functools.reduce(torch.add, terms)
+    total: Tensor = functools.reduce(torch.add, terms)
+    return total
 
 
 def _sum(subject: Subject, case: Case) -> None:

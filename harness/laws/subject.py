@@ -84,9 +84,10 @@ def of_own(codec: OwnCodec) -> Subject:
     device = torch.device(thing.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Refusal(f"{codec}: its device is {device}, and torch finds no CUDA device")
-    fused, stochastic = thing.decode_sum_encode, codec.stochastic
-    if fused is not None and not stochastic:  # then it takes no random bits
-        fused = lambda *given: thing.decode_sum_encode(*given[:-1])  # noqa: E731
+    stochastic = codec.stochastic
+    fused = plain = thing.decode_sum_encode
+    if plain is not None and not stochastic:  # then it takes no random bits
+        fused = lambda *given: plain(*given[:-1])  # noqa: E731
     return Subject(
         name=codec.name,
         promises=claimed or codec,

@@ -176,8 +176,8 @@ class FirstGradient:
         allowed = ((layout.factor + self.rounding) * largest + least).expand_as(found)
         share = (found - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        there = (float(values.reshape(-1)[worst]) for values in (share, found, expected, allowed))
-        return GradientError(layout.geometry.name, found.numel(), *there, self.step)
+        most, ours, theirs, may = (float(of.reshape(-1)[worst]) for of in (share, found, expected, allowed))
+        return GradientError(layout.geometry.name, found.numel(), most, ours, theirs, may, self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:
