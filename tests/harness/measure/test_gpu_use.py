@@ -61,15 +61,17 @@ def sampled(monkeypatch: pytest.MonkeyPatch, nvml: Any, seconds: float, *gpus: s
 
 
 def test_energy_is_the_integral_of_power(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two GPUs whose power changes all the time, the counter's energy is the samples' within 5 %."""
-    use = sampled(monkeypatch, fake_nvml(), 3.0, "GPU-3", "GPU-5")
+    """Of two GPUs whose power changes all the time, the counter's energy is the samples' within 5 %; of
+    processes, this one and what the same process started are not counted as others, any other is.
+    """
+    use = sampled(monkeypatch, fake_nvml(pids=(os.getpid(), 1)), 3.0, "GPU-3", "GPU-5")
     assert use is not None
     assert [gpu.index for gpu in use.gpus] == [3, 5]
     for gpu in use.gpus:
         assert gpu.joules is not None
         assert gpu.sampled_joules == pytest.approx(gpu.joules, rel=0.05)
         assert gpu.samples >= 10
-        assert gpu.name == "Fake H100"
+        assert (gpu.name, gpu.others) == ("Fake H100", 1)
         assert (gpu.utilisation, gpu.clock_mhz) == (pytest.approx(0.8), 1980)
         assert 0 < gpu.throttled["power cap"] < 1
         assert set(gpu.throttled) == {"power cap"}
@@ -90,15 +92,6 @@ def test_what_a_gpu_does_not_report_is_left_out(monkeypatch: pytest.MonkeyPatch,
     assert (gpu.watts == 0) == (lacks == "GetPowerUsage")
     assert (gpu.utilisation == 0) == (lacks == "GetUtilizationRates")
     assert bool(gpu.throttled) == (lacks != "GetCurrentClocksEventReasons")
-
-
-def test_processes_of_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is not, nor what the same process started; any other is."""
-    nvml = fake_nvml(pids=(os.getpid(), 1))
-    use = sampled(monkeypatch, nvml, 0.25, "GPU-0")
-    assert use is not None
-    (gpu,) = use.gpus
-    assert gpu.others == 1
 
 
 def test_without_gpus_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
