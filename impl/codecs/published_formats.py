@@ -56,7 +56,7 @@ class _Format:
         numel = x.numel()
         values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
         codes, *others = self._codes(values)
-        packed, *places = frame.split(self._parts(numel))
+        packed, *places = torch.split(frame, self._parts(numel))
         pack(codes.view(-1)[:numel], self.bits, packed)
         for place, other in zip(places, others, strict=True):
             place.copy_(other.reshape(-1))
@@ -64,7 +64,7 @@ class _Format:
     def decode(self, frame: Tensor, out: Tensor) -> None:
         """Write the elements (S,) of a frame."""
         numel = out.numel()
-        packed, beside, whole = frame.split(self._parts(numel))
+        packed, beside, whole = torch.split(frame, self._parts(numel))
         codes = frame.new_zeros(-(-numel // self.size), self.size)
         codes.view(-1)[:numel] = unpack(packed, self.bits, numel)
         values = self._values(codes, beside.view(len(codes), self.beside), whole)

@@ -325,9 +325,7 @@ class ReductionQueue:
 
     def post_next_hops(self) -> None:
         """Let every reduction under way post its next message, once for each that was started."""
-        if (
-            self._behind
-        ):  # so ranks post in one order, whichever units bring them gradients, and no link idles
+        if self._behind:  # ranks post in one order, whichever units bring gradients, and no link idles
             self._behind = False
             for reduction in self._under_way:
                 reduction.post_next_hop()
