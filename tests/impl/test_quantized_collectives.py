@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from impl import ops
 from impl.codecs.codec import Codec, CodecError, parse
 from impl.codecs.reference import random_bits
-from impl.codecs.rounding_noise import Key, Noise
+from impl.codecs.rounding_noise import Clock, Key, Noise, apart
 from impl.comm import reduce_scatter
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction
@@ -22,6 +22,8 @@ from impl.plan.policy import Policy, PolicyError
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
+from tests.impl.codecs.test_reference import through
+from tests.impl.comm.test_reduce_scatter import reduced
 from tests.support.philox import bits_of
 from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.strategies import engine_codecs, raw_codecs, topologies
@@ -37,34 +39,44 @@ def values(rank: int, *shape: int) -> torch.Tensor:
     topologies(6),
     st.one_of(raw_codecs, engine_codecs),
     st.sampled_from(["flat", "hierarchical"]),
-    st.sampled_from(["two_hop", "one_hop", "ring"]),
     st.sampled_from([(), (0,), (1,), (7,), (33, 3), (2, 3, 50)]),
 )
-def test_tensors_of_any_shape_arrive_within_the_bound_of_their_hops(
-    topology: Topology, codec: Codec, gather: str, reduce: str, shape: tuple[int, ...]
+def test_a_gather_is_every_ranks_tensor_bit_equal_everywhere(
+    topology: Topology, codec: Codec, gather: str, shape: tuple[int, ...]
 ) -> None:
-    """Every rank gets every rank's tensor, bit-equal everywhere, and its part of the mean."""
-    whole = (*(topology.world * first for first in shape[:1]), *shape[1:])
+    """Every rank gets every rank's tensor, of any shape: encoded and decoded once, in rank order."""
 
-    def both(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
-        x = values(mesh.rank, *whole)
-        mean = quantized_reduce_scatter(x, codec, mesh, reduce=reduce, key=KEY) if shape else x[None]
-        return quantized_all_gather(x, codec, mesh, gather=gather, key=KEY), mean
+    def gathered(mesh: Mesh) -> torch.Tensor:
+        return quantized_all_gather(values(mesh.rank, *shape), codec, mesh, gather=gather, key=KEY)
 
-    gathered, means = zip(*on_threads(topology, both), strict=True)
-    every = torch.stack([values(rank, *whole) for rank in range(topology.world)])
-    assert all(torch.equal(each, gathered[0]) for each in gathered)
-    assert gathered[0].shape == every.shape
-    if every.numel() == 0:
-        return
-    top = every.abs().max().item()
-    once = codec.error_bound(-top, top)
-    assert (gathered[0] - every).abs().max() <= once
-    if shape:
-        most = topology.world * (top + once)
-        assert torch.cat(means).shape == every[0].shape
-        error = (torch.cat(means).double() - every.double().mean(0)).abs().max()
-        assert error <= 2 * codec.error_bound(-most, most) + 1e-4
+    results = on_threads(topology, gathered)
+    for rank in range(topology.world):
+        x = values(rank, *shape).view(-1)
+        wanted = through(codec, x, KEY.noise(rank * apart(x.numel()))).view(shape)
+        assert all(torch.equal(got[rank], wanted) for got in results)
+
+
+@given(
+    topologies(6),
+    st.one_of(raw_codecs, engine_codecs),
+    st.sampled_from(["two_hop", "one_hop", "ring"]),
+    st.sampled_from([(0,), (1,), (7,), (33, 3), (2, 3, 50)]),
+)
+def test_a_reduction_is_that_of_the_engine(
+    topology: Topology, codec: Codec, reduce: Any, shape: tuple[int, ...]
+) -> None:
+    """Every rank gets its part of the mean of tensors of any shape, to the bit as gradients are reduced."""
+
+    def scattered(mesh: Mesh) -> None:
+        x = values(mesh.rank, mesh.topology.world * shape[0], *shape[1:])
+        key = Clock(7).gradients("u", 0)
+        got = quantized_reduce_scatter(x, codec, mesh, reduce=reduce, key=key)
+        assert got.shape == shape
+        if got.numel():
+            policy = Policy(gradients=(codec, codec), reduce=reduce)
+            assert torch.equal(got.view(-1), reduced(mesh, policy, x.view(-1)))
+
+    on_threads(topology, scattered)
 
 
 @pytest.mark.parametrize("transport", ["backend", "shm"])
