@@ -160,9 +160,8 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Read a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``; None for ``none``.
-
-    Raises PolicyError: naming the text and what is allowed.
+    """Read a loss scale, which prints back: ``dynamic:from1024:window200``, ``512``, ``none``; a PolicyError
+    names the text and what is allowed.
     """
     number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
     if re.fullmatch(number, text.strip()):
@@ -208,9 +207,8 @@ FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=102
 
 
 def parse_feedback(text: str) -> Feedback | None:
-    """Read feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``; None for ``none``.
-
-    Raises PolicyError: naming the text and what is allowed.
+    """Read feedback, which prints back: ``classic``, ``loco:decay0.9:reset512:bf16``, ``none``; a PolicyError
+    names the text and what is allowed.
     """
     allowed = "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32 or :bf16"
     forms = {
@@ -233,17 +231,15 @@ class BitBudget:
     gradients of a step are measured, and after it the units travel in those whose errors are least in sum
     and whose bytes are within the budget: first after step 1, then after every ``every`` steps.
 
-    ``weights`` are bits an element that the weight gathers may take between nodes, in the mean of a step,
-    scales and padding included; 0 for as many as the policy's own codec takes; None chooses nothing.
-    ``gradients`` are the same of the hop of reductions that crosses nodes.
-
     Raises PolicyError: for numbers that are none.
     """
 
     codecs: tuple[Codec, ...]  # candidates, beside the policy's own
     every: int = 50  # optimizer steps from one choice to the next
+    # bits an element that weight gathers may take between nodes, in the mean of a step, scales and padding
+    # included; 0 for as many as the policy's own codec takes; None chooses nothing
     weights: float | None = None
-    gradients: float | None = None
+    gradients: float | None = None  # the same of the hop of reductions that crosses nodes
 
     def __post_init__(self) -> None:
         bits = [each for each in (self.weights, self.gradients) if each is not None]
@@ -456,9 +452,8 @@ class Policy:
 
     def decided(self, what: Budgeted, codec: Codec) -> Policy:
         """The policy once a budget has chosen ``codec``; parameters and chunks start where they did."""
-        if what == "weights":
-            return replace(self, align=self.grain, weights=codec)
-        return replace(self, align=self.grain, gradients=(self.gradients[0], codec))
+        chosen: Any = {"weights": codec} if what == "weights" else {"gradients": (self.gradients[0], codec)}
+        return replace(self, align=self.grain, **chosen)
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:

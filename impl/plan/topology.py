@@ -86,12 +86,9 @@ class Topology:
         """Hops of the hierarchical gather, first hop first, and how many come before hpZ's copy.
 
         What a rank holds after the returned number of hops is the secondary shard, which ``secondary`` ranks
-        share, 0 for none: a backward gather repeats the later hops alone.  The product of the sizes is the
-        world; a hop of size 1 sends nothing.
-
-        Raises ValueError: for a group size that does not fit, see :meth:`check_group`.
+        share, 0 for none, a size that :meth:`check_group` lets pass: a backward gather repeats the later hops
+        alone.  The product of the sizes is the world; a hop of size 1 sends nothing.
         """
-        self.check_group("an hpZ group", secondary)
         per_node = self.ranks_per_node
         if secondary in (0, per_node):
             return (self.node_axis, self.local_axis), min(secondary, 1)

@@ -37,7 +37,7 @@ def test_later_hops_stay_inside_the_secondary_group(topology: Topology) -> None:
 def test_group_size_that_does_not_fit_is_refused_with_numbers(ranks: int) -> None:
     """A group size that divides neither node nor world is refused, naming all three numbers."""
     with pytest.raises(ValueError, match=rf"{ranks} ranks does not fit 2 nodes x 4 ranks.*4.*8"):
-        Topology(2, 4).gather_axes(ranks)
+        Topology(2, 4).check_group("a group", ranks)
 
 
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (-1, 1)])
