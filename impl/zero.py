@@ -53,18 +53,11 @@ def shard(
 ) -> Zero:
     """Shard ``model`` in place over all ranks of ``mesh``; all ranks must call it.
 
-    Args:
-        model: with the same values on every rank, which are compared.  What
-            :class:`~impl.parameters.init.Init` cut is taken over as it is; a model on the meta device is
-            given its values block by block.
-        mesh: the ranks.
-        policy: what is sent, held and computed.
-        wire: what sends; a plain one by default.
-        blocks: modules that are gathered and released as a whole; by default :func:`find_blocks`.
-        group_of: optimizer group of a parameter by name (weight decay, learning rate).
-        seed: of stochastic codecs; the same on all ranks.
-        initialise: gives a module on the meta device the values of its own parameters and buffers;
-            ``reset_parameters()`` by default.
+    The model has the same values on every rank, which are compared.  What :class:`~impl.parameters.init.Init`
+    cut is taken over as it is; a model on the meta device is given its values block by block, by
+    ``initialise`` of a module, or its ``reset_parameters()``.  ``blocks`` are gathered and released as a
+    whole, by default those that :func:`find_blocks` finds; ``group_of`` names the optimizer group of a
+    parameter; ``seed``, of stochastic codecs, is the same on all ranks; ``wire`` is a plain one by default.
 
     Raises:
         PolicyError: if the policy does not fit the topology.  GeometryError: if a unit is padded too much.

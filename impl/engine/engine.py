@@ -134,11 +134,9 @@ class Zero:
         For losses that were multiplied by ``scaler.scaled(loss)``.
 
         With a loss scale ``optimizers`` are all that hold masters with gradients.  The mean gradient's
-        global norm (:meth:`grad_norm`) is at most ``max_norm`` then; None does not clip.
-
-        Raises:
-            LossScaleError: for an overflow at the smallest dynamic scale.
-            ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled.
+        global norm (:meth:`grad_norm`) is at most ``max_norm`` then; None does not clip.  Raises
+        LossScaleError: for an overflow at the smallest dynamic scale; ZeroError: with a loss scale, if an
+        optimizer is missing or a loss was not scaled.
         """
         scaled = self.policy.loss_scale is not None
         norm: float | None = None

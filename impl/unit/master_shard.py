@@ -189,22 +189,13 @@ class MasterShard:
     def _accumulate(self, mean: Tensor) -> None:
         """Add ``mean`` (S,) to the masters' gradients, where they lie."""
         kept = self.gradient()
-        if self.fresh:
-            if mean is not kept:
-                kept.copy_(mean)
-            for master, start, end in self._spans:
-                master.grad = kept[start:end]
-        else:
-            for gradient, start, end in self._gradients():
-                gradient.add_(mean[start:end])
-
-    def _gradients(self) -> Iterator[tuple[Tensor, int, int]]:
-        """The masters' gradients, zeros where there was none, and where in the shard they lie."""
-        kept = self.gradient()
         for master, start, end in self._spans:
-            if master.grad is None:
-                master.grad = kept[start:end].zero_()
-            yield master.grad, start, end
+            if master.grad is not None:
+                master.grad.add_(mean[start:end])
+                continue
+            master.grad = kept[start:end]
+            if mean is not kept:
+                master.grad.copy_(mean[start:end])
 
     def gradient(self) -> Tensor:
         """(S,) fp32 where the masters' gradients lie."""
@@ -227,6 +218,8 @@ class MasterShard:
 
     def load_gradient(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
-        for _ in self._gradients():
-            pass  # zeros where there was none
-        self.gradient()[start:end] = values
+        kept = self.gradient()
+        for master, first, last in self._spans:
+            if master.grad is None:
+                master.grad = kept[first:last].zero_()
+        kept[start:end] = values
