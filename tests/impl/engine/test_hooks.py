@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from impl.plan.policy import Stage
 from impl.plan.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import WIDTH, Stack, data
+from tests.impl.unit.test_flat_buffer import interrupted
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT
@@ -68,14 +67,6 @@ def test_after_an_interrupted_pass_dropping_gradients_leads_out_of_it(mesh: Mesh
 
 def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
     """finish_backward() after one that was interrupted says what is lost and what to call, which works."""
-    left, wait = threading.local(), InMemory.wait
-
-    def interrupted(exchange: InMemory) -> Tensor:
-        if "gradients" in exchange._step[1]:
-            left.waits = getattr(left, "waits", 0) - 1
-            if left.waits == 0:
-                raise KeyboardInterrupt
-        return wait(exchange)
 
     @each_rank(1, 2)
     def interrupts(mesh: Mesh) -> None:
@@ -95,7 +86,7 @@ def test_an_interrupted_reduction_is_never_taken_for_a_finished_one() -> None:
         net(batch(0, 0)).backward()
         assert zero.grad_norm() == wanted
 
-    with mock.patch.object(InMemory, "wait", interrupted):
+    with interrupted(InMemory, "gradients") as left:
         interrupts()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -44,19 +45,26 @@ class _Half(nn.Module):
         return y * (x @ self.other) if self.uses else y
 
 
+@contextlib.contextmanager
+def interrupted(kind: Any, purpose: str | None = None) -> Iterator[threading.local]:
+    """A KeyboardInterrupt comes to a thread rank in as many ``waits`` for messages, of a purpose or all."""
+    left, wait = threading.local(), kind.wait
+
+    def waiting(exchange: Any) -> Tensor:
+        if purpose in (None, *exchange._step[1]):
+            left.waits = getattr(left, "waits", 0) - 1
+            if left.waits == 0:
+                raise KeyboardInterrupt
+        return wait(exchange)
+
+    with mock.patch.object(kind, "wait", waiting):
+        yield left
+
+
 @TRANSPORTS
 @pytest.mark.parametrize("waits", [2, 4])
 def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) -> None:
     """What KeyboardInterrupt left of a gather is never computed with: the next pass gathers it again."""
-    left = threading.local()
-    kind: Any = InMemory if transport == "shm" else Distributed
-    wait = kind.wait
-
-    def interrupted(exchange: Any) -> Tensor:
-        left.waits = getattr(left, "waits", 0) - 1
-        if left.waits == 0:
-            raise KeyboardInterrupt
-        return wait(exchange)
 
     @each_rank(1, 2)
     def interrupts(mesh: Mesh) -> None:
@@ -67,7 +75,7 @@ def test_a_gather_that_was_interrupted_is_not_there(waits: int, transport: Any) 
         zero.drop_gradients()
         assert net(batch(0, mesh.rank)).item() == pytest.approx(model(depth=3)(batch(0, mesh.rank)).item())
 
-    with mock.patch.object(kind, "wait", interrupted):
+    with interrupted(InMemory if transport == "shm" else Distributed) as left:
         interrupts()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,13 @@ from impl.codecs.codec import HALF_ULP, parse
 from impl.comm.mesh import Mesh
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
-from impl.plan.traffic import LedgerKey, Sent
+from impl.unit.master_shard import part_of
 from impl.unit.unit import Unit
 from impl.zero import shard
 from tests.support.history import History, gathered, lived
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import ROOMY
-from tests.support.training import batch, model
+from tests.support.training import batch, booked, model
 
 SDP4BIT = preset("sdp4bit", memory=ROOMY, differences=parse("int4:32:stochastic"))
 NET = model()
@@ -33,18 +33,15 @@ KINDS = ("train", "train", "accumulate", "evaluate", "skip", "rehearse", "by han
 
 def _replicas(mesh: Mesh, policy: Policy, kinds: Sequence[str]) -> tuple[list[Tensor], bool]:
     history = lived(mesh, NET, policy, kinds)
-    foreseen = between_nodes(history.foreseen().sent) == sent(history)
-    return gathered(history.zero), foreseen
-
-
-def between_nodes(rows: Mapping[LedgerKey, Sent]) -> int:
-    """Bytes of weights that a rank sends to other nodes."""
-    return sum(s.bytes for k, s in rows.items() if k.link == "inter" and k.purpose == "weights")
+    foreseen = history.foreseen().sent.items()
+    wanted = sum(sent.bytes for k, sent in foreseen if (k.link, k.purpose) == ("inter", "weights"))
+    as_foreseen = wanted == sent(history)
+    return gathered(history.zero), as_foreseen
 
 
 def sent(history: History) -> int:
-    """The same by the ledger."""
-    return between_nodes(history.zero.wire.ledger.rows())
+    """Bytes of weights that a rank has sent to other nodes."""
+    return booked(history.zero, link="inter", purpose="weights")
 
 
 @given(
@@ -69,7 +66,7 @@ def test_replicas_are_equal_to_the_bit_after_any_history(
     first, *others = on_threads(topology, _replicas, policy, kinds)
     for values, foreseen in others:
         assert foreseen
-        assert all(torch.equal(one, other) for one, other in zip(first[0], values, strict=True))
+        assert all(map(torch.equal, first[0], values))
 
 
 def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
@@ -94,7 +91,7 @@ def _between(mesh: Mesh, what: tuple[str, ...]) -> list[Tensor]:
 def test_what_trains_nothing_leaves_no_trace_in_copies(what: tuple[str, ...]) -> None:
     """A run whose weights were evaluated and gathered anew, or saved and loaded, goes on as one without."""
     with_one, without = (on_threads(Topology(2, 2), _between, one)[0] for one in (what, ()))
-    assert all(torch.equal(one, other) for one, other in zip(with_one, without, strict=True))
+    assert all(map(torch.equal, with_one, without))
 
 
 def _interrupted(mesh: Mesh) -> list[Tensor]:
@@ -121,7 +118,7 @@ def test_copies_are_sent_anew_after_a_pass_that_failed() -> None:
     """Ranks that stopped at different copies are led out by drop_gradients(), and equal afterwards."""
     first, *others = on_threads(Topology(2, 2), _interrupted)
     for values in others:
-        assert all(torch.equal(one, other) for one, other in zip(first, values, strict=True))
+        assert all(map(torch.equal, first, values))
 
 
 @pytest.mark.parametrize("differences", ["int4:32", "int4:32:stochastic", "int2:8", "mxfp4"])
@@ -193,8 +190,7 @@ def test_weights_travel_in_a_codec_for_each_hop(mesh: Mesh, between: str, inside
         for phase in ("forward", "backward"):
             unit.all_gather(phase)
             for member, slot in zip(unit.members, unit.geometry.slots, strict=True):
-                first, end = unit.geometry.overlap(slot, mesh.rank)
                 start, stop = unit.geometry.part(slot, mesh.rank)
-                mine = member.parameter.detach().reshape(-1)[first - slot.offset : end - slot.offset]
+                mine = part_of(member.parameter, unit.geometry, slot, mesh.rank)
                 assert torch.equal(mine, shards[start:stop])
             unit.reshard()
