@@ -19,7 +19,7 @@ from impl.zero import shard
 from tests.golden.record import _NETS, policies
 from tests.support.params import nightly
 from tests.support.ranks import on_processes, on_threads
-from tests.support.shaken import computing_late, shaken
+from tests.support.shaken import Late, computing_late, shaken
 
 ALL = Offload(optimizer=1, weights=1)
 POLICIES = policies()
@@ -28,21 +28,21 @@ LOSSES = 11
 
 
 def _losses(mesh: Mesh, transport: str, policy: Policy, seed: int | None) -> list[str]:
-    """Of ten micro-batches, two a step, and of the weights then; late and poisoned by ``seed``, if any."""
-    torch.set_num_threads(1)
-    device = mesh.device
-    net = copy.deepcopy(_NETS[0]).to(device)
+    """Late and poisoned by ``seed``, if any."""
     if seed is None:
-        return _trained(mesh, transport, policy, net)
-    with shaken(device, seed) as late:
-        computing_late(net, late, device)
-        found = _trained(mesh, transport, policy, net)
+        return _trained(mesh, transport, policy)
+    with shaken(mesh.device, seed) as late:
+        found = _trained(mesh, transport, policy, late)
     assert late.given > 20
     return found
 
 
-def _trained(mesh: Mesh, transport: str, policy: Policy, net: torch.nn.Module) -> list[str]:
-    wire = Wire(mesh, transport=transport)  # type: ignore[arg-type]
+def _trained(mesh: Mesh, transport: str, policy: Policy, late: Late | None = None) -> list[str]:
+    """Losses of ten micro-batches, two a step, and of the weights then."""
+    torch.set_num_threads(1)
+    wire, net = Wire(mesh, transport=transport), copy.deepcopy(_NETS[0]).to(mesh.device)  # type: ignore[arg-type]
+    if late is not None:
+        computing_late(net, late, mesh.device)
     zero = shard(net, mesh=mesh, policy=policy, wire=wire, seed=7)
     optimizer = torch.optim.SGD(zero.param_groups(), lr=0.05)
     losses: list[Tensor] = []
@@ -63,7 +63,7 @@ def _trained(mesh: Mesh, transport: str, policy: Policy, net: torch.nn.Module) -
 
 def _together(mesh: Mesh, transport: str) -> dict[str, list[str]]:
     """As thread ranks train: calm, then shaken by the test."""
-    return {name: _trained(mesh, transport, POLICIES[name], copy.deepcopy(_NETS[0])) for name in NAMES}
+    return {name: _trained(mesh, transport, POLICIES[name]) for name in NAMES}
 
 
 @pytest.mark.long
@@ -87,13 +87,10 @@ def test_poison_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         self._taken = []
         return rows
 
-    def zeropp(mesh: Mesh) -> list[str]:
-        return _trained(mesh, "backend", POLICIES["zeropp"], copy.deepcopy(_NETS[0]))
-
-    calm = on_threads(Topology(2, 2), zeropp)
+    calm = on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"])
     monkeypatch.setattr(Distributed, "wait", too_early)
     with shaken(torch.device("cpu"), 1):
-        assert on_threads(Topology(2, 2), zeropp) != calm
+        assert on_threads(Topology(2, 2), _trained, "backend", POLICIES["zeropp"]) != calm
 
 
 CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)
