@@ -18,7 +18,6 @@ from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Key, apart
 from impl.comm.wire import Hop, Observer
-from impl.errors import ZeroError
 from impl.plan.bit_budget import Share, shares_of
 from impl.plan.policy import BitBudget
 from impl.plan.traffic import Decision
@@ -112,12 +111,6 @@ class Renewal(Observer):
         """(n,) fp64 the numbers of the codecs and what was measured, to be loaded again."""
         numbers = [float(codec) for one in self._choices for codec in one.chosen]
         return torch.cat([torch.tensor(numbers, dtype=torch.float64), self._squares.cpu()])
-
-    def check_state(self, given: Tensor | None) -> None:
-        """Refuse a state of other units or codecs: a ZeroError names both sizes."""
-        found, size = 0 if given is None else given.numel(), self.state().numel()
-        if found != size:
-            raise ZeroError(f"state of a budget: {found or 'no'} numbers, expected {size}")
 
     def load(self, given: Tensor) -> None:
         """Take over what :meth:`state` gave on the same rank, once the clock has its step."""

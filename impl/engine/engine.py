@@ -251,10 +251,10 @@ class Zero:
             own = {name.removeprefix(prefix): one for name, one in given.items() if name.startswith(prefix)}
             states.append(own)
             unit.check_communication_state(own)
-        if self.renewal is not None:
-            self.renewal.check_state(given.get("budget"))
-        elif "budget" in given:
-            raise ZeroError("state of a budget, and this policy has none")
+        found = given["budget"].numel() if "budget" in given else 0
+        wanted = 0 if self.renewal is None else self.renewal.state().numel()
+        if found != wanted:
+            raise ZeroError(f"state of a budget: {found} numbers, expected {wanted}")
         self.clock.step, self.clock.micro_batch = int(given["step"]), int(given["micro_batch"])
         for unit, own in zip(self.units, states, strict=True):
             unit.load_communication_state(own)
