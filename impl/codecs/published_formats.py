@@ -43,9 +43,9 @@ class _Format:
         """Elements that share all scales."""
         return self.size
 
-    def _parts(self, numel: int) -> tuple[int, int, int]:
+    def _parts(self, numel: int) -> list[int]:
         """Bytes of the codes, of what lies beside all blocks, and of what the row has."""
-        return -(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole
+        return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
         """Bytes of a row."""

@@ -99,7 +99,7 @@ class Operations:
         if self._did_again(key, x, frames):
             return
         _check(codec, x.shape, x.dtype, frames, x)
-        _check_state(codec, x.shape, frames, noise, carried)
+        _check_noise(codec, x.shape, noise)
         if x.numel() > 0:
             beside = Beside(noise if codec.stochastic else None, carried)
             self._remember(key, self._encode(codec, x, frames, beside), codec)
@@ -165,7 +165,7 @@ class Operations:
             return
         _check(first, shape, torch.float32, frames[0], out)
         _check(second, shape, torch.float32, out, out)
-        _check_state(second, shape, out, noise, carried)
+        _check_noise(second, shape, noise)
         if out.numel() > 0:
             beside = Beside(noise if second.stochastic else None, carried)
             again = self._decode_sum_encode((first, second), frames, out, numel, beside)
@@ -264,20 +264,10 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
         raise ValueError(f"{codec}: tensors on {frames.device} and {other.device}")
 
 
-def _check_state(
-    codec: Codec, shape: torch.Size, frames: Tensor, noise: Noise | None, carried: Carried | None
-) -> None:
-    """Refuse noise and carried error that do not fit elements of ``shape``, and noise that is missing."""
+def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
+    """Refuse noise that is missing, or does not fit elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         raise ValueError(f"{codec} rounds stochastically: {tuple(shape)} elements need noise, got {noise}")
-    if carried is None:
-        return
-    error = carried.error
-    if error.shape != shape or error.dtype not in NAMES or error.device != frames.device:
-        raise ValueError(
-            f"{codec}: {tuple(shape)} elements carry as many errors in fp32, bf16 or fp16, got "
-            f"{tuple(error.shape)} {error.dtype}, on {frames.device} and {error.device}"
-        )
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:

@@ -38,10 +38,6 @@ class Ledger:
         """Bytes over one kind of link."""
         return sum(row[0] for key, row in self.booked.items() if key.link == link)
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.booked.clear()
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -44,7 +44,6 @@ SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
 LONGEST: Final = 2**31 - 1  # elements of a row
 SPREAD: Final = 4_096  # thread blocks, some thirty for each multiprocessor of a large device
 MOST_LOOPS: Final = 16  # parts that a thread block does
-MOST_PARTS: Final = 2**31 - 1  # thread blocks along x
 MOST_ROWS: Final = 65_535  # along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}  # as launches say them
@@ -119,8 +118,6 @@ class _Call:
             each = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
             self.set(loops=each)
             parts = -(-parts // each)
-        if parts > MOST_PARTS:
-            raise ValueError(f"{kernel}: {parts} thread blocks a row, a grid holds {MOST_PARTS}")
         a, b, c = self.sizes
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 

@@ -37,18 +37,6 @@ def test_a_cuda_device_uses_the_kernels_where_cupy_is_installed(
     assert warning == (None if found else "no CUDA kernels: CuPy is not installed")
 
 
-@pytest.mark.long
-@pytest.mark.needs("c++")
-@pytest.mark.usefixtures("_fresh")
-def test_a_cpu_uses_the_kernels_that_were_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With a compiler the CPU has kernels, built into the user's cache once they are asked for."""
-    monkeypatch.setattr(build, "user_folder", lambda: tmp_path)
-    ops.prepare(torch.device("cpu"))
-    assert len(list(tmp_path.glob("*.so"))) == 1
-    assert ops.backend_of(torch.device("cpu")) == "cpu"
-    assert ops.warning_of(torch.device("cpu")) is None
-
-
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_cpu_without_a_library_uses_the_reference_and_says_why(

@@ -83,11 +83,10 @@ def garbage(codec: Codec, shape: torch.Size, device: torch.device, skew: int = 0
     return flat[..., skew:]
 
 
-def noise_of(codec: Codec, lead: torch.Size, start: int = 8 * (2**32 - 3), apart: int = 1) -> Noise | None:
-    """Random bits for rows that lie ``apart`` octets apart, in no order of a dense tensor."""
-    return (
-        KEY.noise(start, tuple(8 * (apart + dim) for dim in range(len(lead)))) if codec.stochastic else None
-    )
+def noise_of(codec: Codec, lead: Sequence[int]) -> Noise | None:
+    """Random bits for rows in no order of a dense tensor."""
+    strides = tuple(8 * (1 + dim) for dim in range(len(lead)))
+    return KEY.noise(8 * (2**32 - 3), strides) if codec.stochastic else None
 
 
 def encoded(codec: Codec, x: Tensor, noise: Noise | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from impl.comm.watchdog import Watchdog, WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from tests.impl.comm.test_wire import arrive
 from tests.support.params import nightly
 
 GATHER = "all_gather of 64 B along world"
@@ -60,9 +61,7 @@ def _survivors(folder: Path, world: int, body: Callable[[Mesh, Any], str], argum
 def _exchange(wire: Wire, unit: str) -> None:
     exchange = wire.all_gather(wire.mesh.topology.world_axis, 64, Tag("forward", "weights", unit))
     exchange.send.zero_()
-    exchange.post()
-    exchange.wait()
-    exchange.close()
+    arrive(exchange)
 
 
 def _fails(wire: Wire, unit: str) -> str:

@@ -12,6 +12,7 @@ from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.plan.topology import Topology, ranks_in_words
 from impl.plan.traffic import Tag
+from tests.impl.comm.test_wire import arrive
 from tests.support.ranks import each_rank, on_processes
 
 UNITS = ("", "embed", "blocks.0", "blocks.1")
@@ -72,9 +73,7 @@ def _play(wire: Wire, plan: Plan) -> None:
         axis = (topology.world_axis, topology.local_axis, topology.node_axis)[place]
         exchange = getattr(wire, kind)(axis, nbytes, Tag("forward", "weights", unit))
         exchange.send.zero_()
-        exchange.post()
-        exchange.wait()
-        exchange.close()
+        arrive(exchange)
 
 
 @each_rank(1, 2)
