@@ -41,9 +41,8 @@ def pack(folder: Path, into: Path) -> Path:
                 content = path.read_bytes()
                 entry.size = len(content)
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    raise RecordError(
-                        f"{path}: no record, run or trace by its name, or of more than {_MOST >> 20} MiB"
-                    )
+                    kinds = "record, run or trace by its name"
+                    raise RecordError(f"{path}: no {kinds}, or of more than {_MOST >> 20} MiB")
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
         raise RecordError(f"{folder}: cannot read: {error.strerror or error}") from error
@@ -56,21 +55,16 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
     """Write an archive's records into a folder, or beside it; a RecordError for what is none, or others."""
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
-    folder, there = into / suite, set()
+    folder = into / suite
     try:
         with tarfile.open(archive, mode="r:xz") as found:
-            for entry in found:
+            for entry in (entries := found.getmembers()):
                 named = _NAME.fullmatch(entry.name)
                 if named is None or named[1] != suite or not entry.isfile() or entry.size > _MOST:
                     raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
-                content = found.extractfile(entry)
-                assert content is not None  # noqa: S101  # it is a file
-                target = into / entry.name
-                there.add(target)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content.read())
+            found.extractall(into, entries, filter="data")
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise RecordError(f"{archive}: cannot be unpacked: {error}") from error
-    if others := sorted(set(folder.glob("*.json")) - there):
+    if others := sorted(set(folder.glob("*.json")) - {into / entry.name for entry in entries}):
         raise RecordError(f"{folder}: has records that {archive.name} has not, the first {others[0].name}")
     return folder

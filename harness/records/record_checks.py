@@ -111,17 +111,13 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
         drawn = checked[rank - 1].of_next_rank
         for step, digest in one.batches.items():
             if digest != drawn.get(step):
-                return (
-                    f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]}) than its seed "
-                    f"gives it ({drawn.get(step, 'none')[:12]})"
-                )
+                read = f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]})"
+                return f"{read} than its seed gives it ({drawn.get(step, 'none')[:12]})"
         steps = ranks[rank].steps
         for taken, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
             if taken.total > by_another + _ROUNDED:
-                return (
-                    f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s, by a clock "
-                    f"around it {by_another:.3f} s: the clock counts too much"
-                )
+                said = f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s"
+                return f"{said}, by a clock around it {by_another:.3f} s: the clock counts too much"
         timed = [step.total for step in steps if not step.warmup]
         total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
         told = f"the timed steps of rank {rank} add up to {total:.3f} s, and {one.seconds:.3f} s passed"
@@ -158,10 +154,8 @@ def other_codec(record: Record) -> str | None:
     for error in record.communication_errors:
         if error.codec and not known & {error.codec, unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
-            return (
-                f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop} of step "
-                f"{error.step}; the trial's policy has {', '.join(sorted(known))}"
-            )
+            sent = f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop}"
+            return f"{sent} of step {error.step}; the trial's policy has {', '.join(sorted(known))}"
     return None
 
 
