@@ -181,9 +181,8 @@ def run(
     suite = load(file)
     asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
     if len(asked) > MOST_TRIALS:
-        raise Refusal(
-            f"--sweeps {sweeps}: {len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
-        )
+        told = f"{len(asked)} trials; at most {MOST_TRIALS} are allowed in one folder"
+        raise Refusal(f"--sweeps {sweeps}: {told}")
     if only is not None:
         asked = [suite.beginning(only, sweeps)]
     if (waiting := launchers.for_slurm(suite.trials)) is not None:
@@ -437,10 +436,8 @@ def _record(trial_id: str, results: Path) -> Path:
     """Where the record lies whose id starts with ``trial_id``."""
     found = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not found:
-        raise Refusal(
-            f"unknown suite or id {trial_id!r}: {results} holds {report_command.suites_in(results)}; "
-            "an id is at least 4 of its 12 hex digits"
-        )
+        told = f"{results} holds {report_command.suites_in(results)}"
+        raise Refusal(f"unknown suite or id {trial_id!r}: {told}; an id is at least 4 of its 12 hex digits")
     if len({path.stem for path in found}) > 1:
         raise Refusal(f"id {trial_id!r} is not unique: {', '.join(path.stem for path in found)}")
     return found[0]

@@ -29,10 +29,8 @@ def write(name: str, host: Host) -> tuple[Path, str]:
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
-        raise Refusal(
-            f"{name!r}: expected at most {LONGEST_NAME} letters, digits, '_', '-' and '.', which is not the "
-            "first"
-        )
+        wanted = f"at most {LONGEST_NAME} letters, digits, '_', '-' and '.', which is not the first"
+        raise Refusal(f"{name!r}: expected {wanted}")
     path = Path(f"{name}.toml")
     for tokens, steps in _SIZES:
         written = suite_text(name, host, tokens, steps)

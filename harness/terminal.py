@@ -103,9 +103,7 @@ def forecasts(suite: Suite, found: Sequence[Forecast], out: Console, machine: Ma
     named = [Column(path, always=True) for path in varying or ["strategy"]]
     columns = [*named, *_PLANNED, Column("runs here", always=bool(notes))]
     table = [
-        row
-        | {path: at(one.trial.canonical(), path) for path in varying}
-        | {"runs here": _outcome(one, notes)}
+        row | {"runs here": _outcome(one, notes)}
         for row, one in zip(rows(shown, machine), shown, strict=True)
     ]
     terminal_table.show(table, columns, out, whole=_WHOLE)
@@ -151,11 +149,8 @@ def _outcome(one: Forecast, notes: Sequence[str] = ()) -> str:
 def records(found: Sequence[Record], out: Console, folder: Path) -> None:
     """Print the records of a results folder, one row each, then why trials failed."""
     varying = [path for path in varying_paths([record.trial for record in found]) if path != "strategy"]
-    table = [
-        row | {path: at(record.trial, path) for path in varying}
-        for row, record in zip(of_records(found), found, strict=True)
-    ]
-    columns = [Column("id", always=True, whole=True), Column("strategy"), *map(Column, varying), *_MEASURED]
+    table, tells = of_records(found), [Column(path, always=True) for path in varying]
+    columns = [Column("id", always=True, whole=True), Column("strategy"), *tells, *_MEASURED]
     terminal_table.show(table, columns, out, whole=_WHOLE)
     terminal_table.say(labels.padded_in_words(record.padding for record in found), out)
     by_interfaces = any(row["counted_by_interfaces"] for row in table)

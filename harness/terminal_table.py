@@ -19,7 +19,7 @@ from rich.filesize import pick_unit_and_suffix
 from rich.markup import escape
 from rich.table import Table
 
-from harness.suites.labels import counted, in_words
+from harness.suites.labels import as_written, counted
 
 PIPE_WIDTH: Final = 200  # columns where the output is no terminal
 BYTES: Final = ".4g B"  # a form: in the unit that fits the column's largest
@@ -66,7 +66,7 @@ def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iter
             form, unit = ".4g", f"{prefix}{unit}"
         cells = []
         for value, row in zip(values, rows, strict=True):
-            words = in_words(value) if not form or value is None else format(value, form)
+            words = as_written(column.key, value) if not form or value is None else format(value, form)
             cells.append(words + column.mark(row))
         yield replace(column, name=column.name or column.key, unit=unit, cells=tuple(cells))
 

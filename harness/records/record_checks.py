@@ -116,8 +116,8 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
         steps = ranks[rank].steps
         for taken, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
             if taken.total > by_another + _ROUNDED:
-                said = f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s"
-                return f"{said}, by a clock around it {by_another:.3f} s: the clock counts too much"
+                took = f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s"
+                return f"{took}, by a clock around it {by_another:.3f} s: the clock counts too much"
         timed = [step.total for step in steps if not step.warmup]
         total, beside = math.fsum(timed), _BESIDE[0] + _BESIDE[1] * len(timed)
         told = f"the timed steps of rank {rank} add up to {total:.3f} s, and {one.seconds:.3f} s passed"

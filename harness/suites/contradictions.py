@@ -40,9 +40,8 @@ def check(trial: Trial) -> None:
         if trial.host is not None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
-            raise ValueError(
-                f"activation_checkpointing = true with policy.planes = {policy.planes}: expected 1"
-            )
+            planes = f"policy.planes = {policy.planes}: expected 1"
+            raise ValueError(f"activation_checkpointing = true with {planes}")
 
 
 def _cluster(trial: Trial) -> Iterator[str]:

@@ -43,7 +43,11 @@ def padded_in_words(shares: Iterable[float]) -> str:
 
 def at(trial: Mapping[str, Any], path: str) -> str:
     """The value at a dotted path of a canonical trial, formatted as in a suite file."""
-    value = look_up(trial, path)
+    return as_written(path, look_up(trial, path))
+
+
+def as_written(path: str, value: Any) -> str:
+    """A value that stands at a dotted path of a canonical trial, formatted as in a suite file."""
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
     if path in _RATES and value is None:

@@ -74,10 +74,9 @@ class Text(Dataset):
 def _check_room(source: str, size: int, length: int) -> None:
     """Refuse validation bytes that do not hold one window of ``length + 1``."""
     if size <= length:
-        raise CorpusError(
-            f"corpus {source!r}: {size} tokens for validation or training do not hold one sequence of "
-            f"{length} and its last target; of text, {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes do"
-        )
+        enough = f"of text, {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes do"
+        told = f"{size} tokens for validation or training do not hold one sequence of {length}"
+        raise CorpusError(f"corpus {source!r}: {told} and its last target; {enough}")
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
