@@ -22,9 +22,7 @@ _LOSSES: Final = ("beside", "contender", "validation loss", "difference, nats", 
 
 
 def steps(derived: Derived) -> list[tuple[str, ...]]:
-    """Rows of :data:`_STEPS`: contenders whose speed-up's interval does not hold 1.  Of seconds that are not
-    to be relied on nothing is claimed.
-    """
+    """Rows of :data:`_STEPS`: of speed-ups whose interval does not hold 1; none of disturbed seconds."""
     if derived.mostly_disturbed:
         return []
     pairs = derived.pairs
@@ -67,9 +65,7 @@ def table(derived: Derived) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns of one value, but for the contender's, and what all places share stand in the
-    line above it; a place stands in the first of the rows that share it.
-    """
+    """A Markdown table; what all rows share stands in the line above it, a place in its first row alone."""
     found = pd.DataFrame(rows, columns=list(head))
     if "where" in found and len(set(found["where"])) > 1:
         shared, places = apart(found["where"])

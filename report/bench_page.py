@@ -202,9 +202,7 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """A table for every kind of sample in records, a row for each contender over all its rounds: medians with
-    their intervals; ``id`` names the records.
-    """
+    """A table of each kind of sample, a row a contender: medians with intervals; ``id`` names the records."""
     tables = []
     for of, kind in KINDS.items():
         rounds = [
@@ -231,10 +229,7 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
 
 
 def build(results: Path) -> Path:
-    """Build the page of a folder of benchmark records, inside it; equal records give equal bytes.
-
-    Raises a ReportError if they are of several machines, codes or subjects, or it cannot be written.
-    """
+    """Build the page of a folder of benchmarks; a ReportError for several machines, codes or subjects."""
     benches = read_all(results)
     for of, name in (("pool", "machines or codes"), ("subject", "subjects")):
         if len(found := sorted({getattr(bench, of) for bench in benches})) > 1:

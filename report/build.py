@@ -84,9 +84,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 
 
 def _swap_in(staging: Path, results: Path) -> None:
-    """Rename the new files over the old: first what the page links to, then the page; then remove files
-    that only the old page linked to.  Files that no build made stay.
-    """
+    """Rename new files over old ones, the page last; then remove those that only the old page linked to."""
     page, fresh = results / PAGE, set[str]()
     linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.exists() else set()
     for folder in _FOLDERS:

@@ -37,9 +37,7 @@ def ordered(derived: Derived) -> list[Effect]:
 
 
 def faster(derived: Derived, found: Sequence[Effect]) -> Found:
-    """Who is faster than the baseline, by how much, and of whom it cannot be told; two contenders of one
-    strategy are told apart by the fields in which they differ.
-    """
+    """Who is faster than the baseline, by how much, and of whom it cannot be told."""
     if not found:
         return alone(derived)
     every, settings, others = found, "", len({one.contender for one in found})

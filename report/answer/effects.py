@@ -128,9 +128,7 @@ def errors(derived: Derived) -> pd.Series[float]:
 
 
 def device_mib(derived: Derived, contender: str, source: str = "engine") -> float:
-    """MiB of the rank that has most, the median over trials: what the engine holds on the device, or what is
-    ``copied`` between host and device in a step.
-    """
+    """MiB of the fullest rank, median over trials: held on the device, or ``copied`` to and fro in a step."""
     memory, ran = derived.frames.memory, derived.finished
     ids = ran[ran["contender"] == contender]["id"]
     held = memory[memory["id"].isin(ids) & (memory["source"] == source)]

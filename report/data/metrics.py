@@ -125,9 +125,7 @@ def _traffic(frames: Frames) -> pd.DataFrame:
 
 
 def _losses(frames: Frames) -> pd.DataFrame:
-    """Mean over ranks of the first step's loss, and the last validation of trials that repeat it or trained
-    long; those of others say nothing.
-    """
+    """Mean loss of the first step, and the last validation of trials that repeat it or trained long."""
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
     last = frames.validations.sort_values("step").groupby("id").tail(1)

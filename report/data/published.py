@@ -48,9 +48,7 @@ def total(strategy: str, contender: str) -> float:
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Rates of a GPU in the blog's RLHF figure, with ZeRO++'s speed-up: a row per model and phase, which are
-    ``generation`` and ``training``, of supervised fine-tuning (step 1).
-    """
+    """Rates of a GPU in the blog's RLHF figure by model and phase (``generation``, ``training``, step 1)."""
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])

@@ -59,16 +59,12 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of a column of trials with its interval, which is what pages print of their steps; the
-    ratio of two paired columns' is :func:`speedup`'s.
-    """
+    """Geometric mean of a column of trials with its interval: what pages print of their steps."""
     return geometric_interval(list(group[column]), list(group["sweep"]))
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Relative spread of the rates of contenders' links, for cells where it is too large; without unshaped
-    links, whose probes vary with the machine's load.
-    """
+    """Relative spread of the rates of contenders' links, where too large; without unshaped ones."""
     kept = table[table["rate_mbit"].notna() | (table["link_kind"] == "real")].dropna(subset=["achieved_mbit"])
     medians = kept.groupby(["cell", "contender"])["achieved_mbit"].median().groupby("cell")
     spread = medians.max() / medians.min() - 1

@@ -29,9 +29,7 @@ _EDGES_INCHES: Final = 0.1  # of a figure, left and right of what is drawn
 def grid(
     style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Create a figure of panels, all in one column where it is narrow; ``heights`` are those of each row, in
-    inches, titles and names of axes included.
-    """
+    """A figure of panels, in one column where it is narrow; ``heights`` in inches, with titles and axes."""
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
     figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")

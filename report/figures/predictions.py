@@ -18,9 +18,7 @@ WAYS: Final = {
 
 
 def measured_over(derived: Derived) -> pd.DataFrame:
-    """Trials whose step was predicted, with ``step_seconds`` over each of :data:`WAYS`: as predicted before
-    it ran, computation plus the wire, and the median step of all these trials.
-    """
+    """Trials whose step was predicted, with ``step_seconds`` over each of :data:`WAYS` to predict it."""
     rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
     rows = rows.assign(
         naive_seconds=rows["foreseen_compute"] + rows["foreseen_wire"],

@@ -40,9 +40,7 @@ def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list
 
 
 def explained(folder: Path, table: str, row: str, column: str) -> str:
-    """Lines on a cell: a table by name, a row by words of its cells, a column by title or name; a Refusal
-    names those there are.
-    """
+    """What is behind a cell: table by name, row by words of its cells, column by title; or a Refusal."""
     derived = derive(load(folder))
     shown = named(all_tables(derived), table)
     number, printed = shown.row(row), shown.column(column)

@@ -103,9 +103,7 @@ def largest_error(derived: Derived) -> Table:
 
 
 def _tried(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors with one row per tensor, bits and kind of codec, and one column per block size; of the first
-    contender that tried any, in its first cell.
-    """
+    """Errors by tensor, kind of codec and block size, of the first contender that tried any, in one cell."""
     found = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = found.sort_values(["place", "first"], kind="stable").head(1)
     found = found.merge(first[["contender", "cell"]], on=["contender", "cell"])

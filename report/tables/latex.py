@@ -40,10 +40,7 @@ def escaped(value: str) -> str:
 
 
 def tabular(table: Table) -> str:
-    """A bare ``tabular``; rows that ran at one place stand under its name.
-
-    Titles stand in lines, no wider than the cells or their longest word.
-    """
+    """A bare ``tabular``, rows under their place; titles break to the width of cells or a word."""
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
     for number, (column, side) in enumerate(zip(columns, sides, strict=True)):
