@@ -177,10 +177,7 @@ def test_short_runs_show_their_losses_without_a_verdict() -> None:
         "Cannot be told by loss (60 steps, where a verdict takes 100): losses minus ZeRO-3's"
     )
     assert "+0.0040" in found.sentences[0]
-
-
-def test_a_loss_that_was_validated_once_in_a_short_run_is_said_not_to_be_compared() -> None:
-    """Seconds answer, and one sentence says what a verdict on losses takes."""
+    # Validated once, in a short run: seconds answer, and a sentence says what a verdict on losses takes.
     records = [
         changed(one, trial={**one.trial, "validate_every": 0})
         for one in trained({"": BASE, "int8:64": BASE}, steps=30)

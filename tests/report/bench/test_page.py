@@ -49,14 +49,12 @@ def test_runs_of_one_machine_are_put_together() -> None:
     assert [row["speed"].estimate for row in twice] == [row["speed"].estimate for row in once]
 
 
-def test_times_gloo() -> None:
-    """Times gloo is gloo's seconds over ours."""
+def test_what_a_round_is_divided_by() -> None:
+    """Times gloo is gloo's seconds over ours; a step stands beside compute alone of its round, chunks beside
+    the shorter hop of theirs.
+    """
     rows = tables(collectives(ratio=5.0))["collectives"]
     assert [row["times"].estimate for row in rows] == pytest.approx([5.0] * len(rows))
-
-
-def test_what_overlap_hides() -> None:
-    """A step stands beside compute alone of its round, chunks beside the shorter hop of theirs."""
     found = tables(overlap(of_alone=1.05, hidden=0.9))
     for row in found["steps"]:
         assert row["of_alone"].estimate == pytest.approx(1.05)

@@ -26,10 +26,7 @@ def test_nothing_is_said_of_a_real_network_or_of_one_node() -> None:
     one = record_of(Trial(cluster=Cluster(nodes=1, ranks_per_node=2)))
     assert not caveats.emulated_by_trials(frames_of([one]))
     assert not caveats.beside_real(["real"])
-
-
-def test_interfaces_that_were_shaped_are_told() -> None:
-    """They are of a real network, and stand beside what is emulated."""
+    # Interfaces that were shaped are of a real network, and stand beside what is emulated.
     assert caveats.emulated(["shaped"], [None]).startswith("Throttled: nodes are hosts")
     assert not caveats.beside_real(["shaped"])
     both = caveats.emulated(["paced", "shaped"], [None])

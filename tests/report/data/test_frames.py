@@ -35,14 +35,18 @@ def test_frames_hold_every_raw_value(suite: str) -> None:
 
 
 def test_a_cell_is_everything_but_who_ran_and_which_repetition_it_was() -> None:
-    """Strategy, policy, seed and repeat do not split a cell; the rate does."""
+    """Strategy, policy, DeepSpeed's configuration, seed and repeat do not split a cell; the rate does."""
+    config = json.dumps({"zero_optimization": {"stage": 3}})
     same = [
         Trial(strategy="zero3", repeat=0),
         Trial(strategy="zeropp", repeat=1, seed=4, policy=PolicyChanges(weights="int8:64", align=64)),
+        Trial(strategy="recipe", deepspeed_config=config),
     ]
     other = Trial(strategy="zero3", cluster=Cluster(rate="5 Mbit/s"))
-    cells = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")["cell"]
-    assert cells[same[0].id] == cells[same[1].id] != cells[other.id]
+    found = frames_of([record_of(trial) for trial in (*same, other)]).finished.set_index("id")
+    assert found["cell"][[trial.id for trial in same]].nunique() == 1
+    assert found["cell"][other.id] != found["cell"][same[0].id]
+    assert not found["where"].str.contains("deepspeed").any()
 
 
 def test_names_tell_what_differs_from_the_preset() -> None:
@@ -140,12 +144,3 @@ def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     assert {trial.model.name for trial in frames.ran.values()} == {"gpt-old"}
     assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.steps.equals(frames_of(new).steps)
-
-
-def test_a_deepspeed_configuration_stands_beside_the_policies_of_its_cell() -> None:
-    """It says who ran, as a policy does: not under which conditions."""
-    config = json.dumps({"zero_optimization": {"stage": 3}})
-    trials = [Trial(strategy="zero3"), Trial(strategy="recipe", deepspeed_config=config)]
-    frames = frames_of([record_of(trial) for trial in trials])
-    assert frames.finished["cell"].nunique() == 1
-    assert not frames.finished["where"].str.contains("deepspeed").any()
