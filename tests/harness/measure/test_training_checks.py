@@ -48,80 +48,69 @@ __all__ = ["text"]  # a fixture
 Patch = contextlib.AbstractContextManager[Any]
 
 
-def other_batches(rank: Rank) -> Patch:
+def instead_of(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[[Rank], Patch]]:
+    """Of a function what patches a method with it, which is given the object, the method, and the rank."""
+    plain = getattr(owner, name)
+    return lambda change: lambda rank: mock.patch.object(owner, name, partialmethod(change, plain, rank))
+
+
+@instead_of(RankBatches, "step")
+def other_batches(data: RankBatches, drawn: Any, rank: Rank, index: int) -> Iterator[list[Any]]:
     """Rank 1 reads what rank 0 reads."""
-    drawn = RankBatches.step
-
-    def step(self: RankBatches, index: int) -> Iterator[list[Any]]:
-        return (list(self.of_rank(index, 0)) for _ in (0,)) if rank.rank == 1 else drawn(self, index)
-
-    return mock.patch.object(RankBatches, "step", step)
+    return iter([list(data.of_rank(index, 0))]) if rank.rank == 1 else drawn(data, index)
 
 
-def _stepping(change: Callable[[torch.optim.AdamW, int], bool]) -> Callable[[Rank], Patch]:
-    """AdamW that is changed before each step, which is left out if ``change`` says so."""
-
-    def patched(_: Rank) -> Patch:
-        taken, count = torch.optim.AdamW.step, Counter[int]()
-
-        def step(self: torch.optim.AdamW, closure: None = None) -> Any:
-            count[id(self)] += 1
-            return None if change(self, count[id(self)]) else taken(self, closure)
-
-        return mock.patch.object(torch.optim.AdamW, "step", step)
-
-    return patched
+_steps = Counter[int]()
 
 
-def local_norms(rank: Rank) -> Patch:
+@instead_of(torch.optim.AdamW, "step")
+def half_the_steps(optimizer: torch.optim.AdamW, taken: Any, _: Rank, closure: None = None) -> Any:
+    """Every second step is left out."""
+    _steps[id(optimizer)] += 1
+    return None if _steps[id(optimizer)] % 2 == 0 else taken(optimizer, closure)
+
+
+@instead_of(Zero, "grad_norm")
+def local_norms(zero: Zero, whole: Any, rank: Rank, kind: float = 2.0) -> Any:
     """Every rank clips by the norm of its own shards."""
-    whole = Zero.grad_norm
-    return mock.patch.object(
-        Zero, "grad_norm", lambda self, kind=2.0: whole(self, kind) * (1 + 0.01 * rank.rank)
-    )
+    return whole(zero, kind) * (1 + 0.01 * rank.rank)
 
 
-def quartered(_: Rank) -> Patch:
+_reductions = Counter[int]()
+
+
+@instead_of(GradientReduction, "_take")
+def quartered(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
     """Each unit's mean is divided by 4 from its fifth reduction on."""
-    taken, count = GradientReduction._take, Counter[int]()
-
-    def take(self: GradientReduction, mean: Tensor) -> None:
-        count[id(self)] += 1
-        taken(self, mean / 4 if count[id(self)] > 4 else mean)
-
-    return mock.patch.object(GradientReduction, "_take", take)
+    _reductions[id(reduction)] += 1
+    taken(reduction, mean / 4 if _reductions[id(reduction)] > 4 else mean)
 
 
-def stale_secondary(_: Rank) -> Patch:
+@instead_of(SecondaryShard, "keep")
+def stale_secondary(
+    copy: SecondaryShard, renewed: Any, _: Rank, received: Tensor, version: Any, *, step: int = 0
+) -> None:
     """Backward computes with the first copy that was kept."""
-    renewed = SecondaryShard.keep
-
-    def keep(self: SecondaryShard, received: Tensor, version: Any, *, step: int = 0) -> None:
-        if self._frames is None:
-            renewed(self, received, version, step=step)
-        self._version = version
-
-    return mock.patch.object(SecondaryShard, "keep", keep)
+    if copy._frames is None:
+        renewed(copy, received, version, step=step)
+    copy._version = version
 
 
-def _ending(change: Callable[..., None]) -> Callable[[Rank], Patch]:
-    """A clock each step of which ends as ``change`` says, which is given the true end."""
-    end = StepClock.end
-    return lambda _: mock.patch.object(StepClock, "end", partialmethod(change, end))
-
-
-def stops_early(clock: StepClock, end: Callable[..., None], **said: Any) -> None:
+@instead_of(StepClock, "end")
+def stops_early(clock: StepClock, end: Any, _: Rank, **said: Any) -> None:
     """The clock stops before a wait of a tenth of a second."""
     end(clock, **said)
     time.sleep(0.1)
 
 
-def better_loss(clock: StepClock, end: Callable[..., None], *, loss: float, **said: Any) -> None:
+@instead_of(StepClock, "end")
+def better_loss(clock: StepClock, end: Any, _: Rank, *, loss: float, **said: Any) -> None:
     """One per cent less than the loss goes on record from the third step on."""
     end(clock, loss=loss * (0.99 if said["index"] > 1 else 1), **said)
 
 
-def halves_steps(clock: StepClock, end: Callable[..., None], **said: Any) -> None:
+@instead_of(StepClock, "end")
+def halves_steps(clock: StepClock, end: Any, _: Rank, **said: Any) -> None:
     """Every second step is on record with half its time, and the next one with that half."""
     end(clock, **said)
     total = clock.steps[-1].total * (0.5 if said["index"] % 2 else 1.5)
@@ -139,69 +128,53 @@ def biased_kernel(_: Rank) -> Patch:
     return mock.patch.object(ops, "decode", biased)
 
 
-def another_codec(_: Rank) -> Patch:
+@instead_of(Policy, "reduce_axes")
+def another_codec(policy: Policy, asked: Any, _: Rank, topology: Topology) -> Any:
     """Gradients travel with another rule of scales, in as many bytes."""
-    asked = Policy.reduce_axes
-
-    def reduce_axes(self: Policy, topology: Topology) -> Any:
-        return tuple((axis, parse("int4:64:clip")) for axis, _ in asked(self, topology))
-
-    return mock.patch.object(Policy, "reduce_axes", reduce_axes)
+    return tuple((axis, parse("int4:64:clip")) for axis, _ in asked(policy, topology))
 
 
-def half_a_loss(_: Rank) -> Patch:
+_passes = Counter[str]()
+
+
+@instead_of(Sharded, "backward")
+def half_a_loss(strategy: Sharded, taken: Any, _: Rank, loss: Tensor) -> None:
     """Half of the loss is differentiated from the third pass on: what is reduced is what was computed."""
-    taken, count = Sharded.backward, [0]
-
-    def backward(self: Sharded, loss: Tensor) -> None:
-        count[0] += 1
-        taken(self, loss / 2 if count[0] > 3 else loss)
-
-    return mock.patch.object(Sharded, "backward", backward)
+    _passes["backward"] += 1
+    taken(strategy, loss / 2 if _passes["backward"] > 3 else loss)
 
 
-def no_clipping(_: Rank) -> Patch:
+@instead_of(Sharded, "step")
+def no_clipping(strategy: Sharded, taken: Any, _: Rank, optimizer: Any, clip: float | None) -> Stepped:
     """Norms are computed, and gradients stay as they are."""
-    taken = Sharded.step
-
-    def step(self: Sharded, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        return taken(self, optimizer, None if clip is None else 1e6)
-
-    return mock.patch.object(Sharded, "step", step)
+    return taken(strategy, optimizer, None if clip is None else 1e6)
 
 
-def a_late_update(_: Rank) -> Patch:
+_before = dict[int, list[Tensor]]()
+
+
+@instead_of(torch.optim.AdamW, "step")
+def a_late_update(optimizer: torch.optim.AdamW, taken: Any, _: Rank, closure: None = None) -> Any:
     """The optimizer steps by the gradients of the step before."""
-    before = dict[int, list[Tensor]]()
-
-    def change(optimizer: torch.optim.AdamW, _: int) -> bool:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        now = [gradient.clone() for gradient in gradients]
-        for gradient, old in zip(gradients, before.get(id(optimizer), now), strict=True):
-            gradient.copy_(old)
-        before[id(optimizer)] = now
-        return False
-
-    return _stepping(change)(_)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    now = [gradient.clone() for gradient in gradients]
+    for gradient, old in zip(gradients, _before.get(id(optimizer), now), strict=True):
+        gradient.copy_(old)
+    _before[id(optimizer)] = now
+    return taken(optimizer, closure)
 
 
-def batches_without_a_step(_: Rank) -> Patch:
+@instead_of(RankBatches, "_batch")
+def batches_without_a_step(data: RankBatches, drawn: Any, _: Rank, step: int, *place: int) -> Any:
     """Every step draws what the first one draws, on all ranks and in what is drawn to compare."""
-    drawn = RankBatches._batch
-    return mock.patch.object(
-        RankBatches, "_batch", lambda self, _, micro_batch, rank: drawn(self, 0, micro_batch, rank)
-    )
+    return drawn(data, 0, *place)
 
 
-def validation_on_training(_: Rank) -> Patch:
+@instead_of(Dataset, "validation_batches")
+def validation_on_training(data: Dataset, drawn: Any, _: Rank, **of: int) -> list[Pair]:
     """Validation samples are taken from the training split."""
-    drawn = Dataset.validation_batches
-
-    def batches(self: Dataset, **of: int) -> list[Pair]:
-        with mock.patch.object(self, "validation", self.train):
-            return drawn(self, **of)
-
-    return mock.patch.object(Dataset, "validation_batches", batches)
+    with mock.patch.object(data, "validation", data.train):
+        return drawn(data, **of)
 
 
 @contextlib.contextmanager
@@ -219,17 +192,14 @@ def little_waiting(_: Rank) -> Iterator[None]:
 
 SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a rank reads another rank's batches": (other_batches, "rank 1 read other batches in step 0"),
-    "every second step skipped": (
-        _stepping(lambda _, count: count % 2 == 0),
-        "after step . element .* by AdamW of the trial",
-    ),
+    "every second step skipped": (half_the_steps, "after step . element .* by AdamW of the trial"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "gradients of .* err by"),
     "a stale copy": (stale_secondary, "secondary of .* and what they are copies of by"),
-    "a clock that stops early": (_ending(stops_early), "the clock misses a part"),
+    "a clock that stops early": (stops_early, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
-    "a better loss on record": (_ending(better_loss), "trained in step 2 at a loss of"),
+    "a better loss on record": (better_loss, "trained in step 2 at a loss of"),
     "no clipping": (no_clipping, "has a norm of .* and was to be clipped to 0.1"),
     "a late update": (
         a_late_update,
@@ -238,7 +208,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "batches without a step": (batches_without_a_step, "read in step 2 what it had read in a step before"),
     "validation on training": (validation_on_training, "validates on other samples than those held out"),
     "little waiting": (little_waiting, "is said to have waited .* s for messages in .* its thread slept for"),
-    "halved steps": (_ending(halves_steps), "the clock counts too much"),
+    "halved steps": (halves_steps, "the clock counts too much"),
     "a biased kernel": (biased_kernel, "kernels of int8:64 do not do what the reference does"),
 }
 REPRESENTATIVE: Final = "every second step skipped"
