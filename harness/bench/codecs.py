@@ -84,9 +84,7 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Run the benchmark; the target of one process.  ``mebibytes`` are of elements, ``seconds`` about what an
-    operation takes, copies included.
-    """
+    """Time all on ``mebibytes`` of elements, for about ``seconds`` an operation; the target of a process."""
     clocks: dict[str, _Clock] = {}
     on_gpu = {"cuda", *kernel_ablation.ABLATED} & set(backends)
     if not on_gpu or "cpu" in backends:
@@ -113,8 +111,7 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
-    """Mean seconds of ``calls`` calls on a GPU, by CUDA events; its cache is flushed before each by reading
-    ``flush``.
+    """Mean seconds of ``calls`` calls on a GPU, by CUDA events; reading ``flush`` before each flushes caches.
 
     The device is kept waiting until the host has queued all of them, so that no launch is in the time.
     """
@@ -133,7 +130,7 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     """Warm an operation up, and time its rounds; seconds are of one call."""
-    x, took = work.x, list[tuple[float, float]]()
+    x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
     clock(copy, 1)  # pages of the target
     copied, once = clock(copy, 1), clock(work.run, 1)  # kernels are compiled, pages of buffers
@@ -142,8 +139,7 @@ def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     most = _MOST_QUEUED if x.is_cuda else math.inf
     calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, once)))))
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (calls * (copied + once)))))
-    for _ in range(rounds):
-        took.append((clock(copy, calls), clock(work.run, calls)))
+    took = [(clock(copy, calls), clock(work.run, calls)) for _ in range(rounds)]
     ran = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
     return Sample(
         kind="codec",
@@ -171,11 +167,8 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
-    ours = (
-        kernel_ablation.operations(backend)
-        if backend in kernel_ablation.ABLATED
-        else ops.operations_of(backend)
-    )
+    ablated = backend in kernel_ablation.ABLATED
+    ours = kernel_ablation.operations(backend) if ablated else ops.operations_of(backend)
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     out, written = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()

@@ -1,5 +1,4 @@
-"""``zeropp bench collectives``: times our collectives beside gloo's on one fp32 tensor, and counts their
-bytes.
+"""``zeropp bench collectives``: our collectives' times and bytes beside gloo's, on one fp32 tensor.
 
 All take turns in each round and write into existing tensors, but for the reduced shard, which our reductions
 allocate; an all-gather ends when the whole tensor is decoded.

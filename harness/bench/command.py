@@ -1,7 +1,6 @@
 """``zeropp bench``: the speed of codecs and collectives, and what overlaps, beside what each is held to.
 
-A run leaves one record in ``<results>/bench-SUBJECT`` and returns its path; the command line prints its
-table.
+A run leaves one record in ``<results>/bench-SUBJECT`` and returns its path, whose table is printed.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def _operations_noted(timeline: Timeline) -> AbstractContextManager[Any]:
         return call
 
     names: dict[str, Any] = {name: noted(name) for name in _OPERATIONS}
-    return mock.patch.multiple(ops, **names)
+    patched: AbstractContextManager[Any] = mock.patch.multiple(ops, **names)
+    return patched
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
@@ -139,9 +140,7 @@ def told(ranks: Sequence[Traced]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
-    """The trace event format's JSON object: a process for each rank, threads for each lane, whose events may
-    overlap.
-    """
+    """The trace event format's JSON object: a process a rank, threads for each lane, whose events overlap."""
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []

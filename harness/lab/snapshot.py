@@ -31,10 +31,7 @@ from impl.zero import plan_units
 
 def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], None]) -> None:
     """Train until the last of ``steps``, and write what was there before each of them; ``told`` is given a
-    line for each. Of ``trial`` model, data, optimizer and topology are taken; its policy is not.
-
-    Raises:
-        Refusal: for steps that the trial has not, a peer of DeepSpeed's, or a file that cannot be written.
+    line for each.  Of ``trial`` all but its policy is taken; a Refusal says what it lacks.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import lru_cache
 from random import Random
 from typing import Final, NamedTuple, get_args
 
@@ -65,8 +64,7 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """(S,) fp32: ties, equal, alternating, one spike, denormals, zeros, extremes; at times NaN, infinities.
 
-    A few numbers repeated to a length around the block's, of ``most`` at most; blocks may be on scales of
-    their own.
+    A few numbers repeated to a length around the block's, ``most`` at most; blocks may have their own scales.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -103,7 +101,6 @@ class Outcome(NamedTuple):
     violation: Violation | None  # of the smallest row that was found to break it; None if it holds
 
 
-@lru_cache(maxsize=1)  # one codec's claims follow one another
 def long_row(block: Block, numel: int) -> Tensor:
     """(S,) fp32: normal numbers, blocks on seven scales, the last one short where it can be."""
     size = 64 if block == "shard" else min(block, numel)
@@ -112,11 +109,8 @@ def long_row(block: Block, numel: int) -> Tensor:
 
 
 def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """What is tried always and first: simple rows, all ties of each format, blocks on three scales, and last
-    a row of ``elements``, if that is more than ``LONGEST``.
-
-    Of a codec of ours also the edges between its levels: bits in each type of the subject, laws on the
-    specification.
+    """What is tried always and first: simple rows, all ties of each format, blocks on three scales; of codecs
+    of ours the edges between their levels, for bits and on the specification; last a row of ``elements``.
     """
     ties = [torch.stack([torch.full_like(each, top), each], dim=1).flatten() for top, each in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
@@ -138,8 +132,7 @@ def standing(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[C
 
 def outcome(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
     """Try a claim on :func:`standing` rows, and on ``examples`` that are drawn, of ``elements`` at most;
-    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, which Hypothesis does not
-    shrink.
+    ``UNBIASED``, which encodes thousands of rows each time, on a tenth as many, without shrinking.
     """
     costly, tried, broken = claim is Law.UNBIASED, 0, list[Case]()
 

@@ -1,7 +1,6 @@
-"""Laws of codecs as functions, each of which checks one property on one row of elements.
+"""Laws of codecs as functions, each of which checks one property on one row; a Violation if it is broken.
 
-The tests and ``zeropp check codecs`` run the same; each raises :class:`Violation` with the numbers, or
-returns.
+The tests and ``zeropp check codecs`` run the same.
 """
 
 from __future__ import annotations

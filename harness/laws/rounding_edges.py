@@ -28,11 +28,11 @@ _CPU: Final = torch.device("cpu")
 
 
 class Span(NamedTuple):
-    """Extremes of blocks: least element, largest element, and the resulting scale."""
+    """Extremes of blocks, and their scale as the reference takes it; low is 0 of symmetric codecs."""
 
-    low: float  # the offset of an asymmetric codec, 0 of others
-    high: float  # the largest magnitude, or the largest element
-    scale: float  # as the reference takes it
+    low: float
+    high: float
+    scale: float
 
 
 def levels(codec: Blocked) -> Tensor:
@@ -48,10 +48,8 @@ def levels(codec: Blocked) -> Tensor:
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
     """Rows (S,) of type ``kind``, S below 2400: between any two levels the tie, the float below, that above,
-    each beside the elements that make the block's scale.
-
-    With random bits a tie is where ``noise`` turns its rounding; what is rotated is where it should be
-    afterwards.
+    each beside the elements that make the block's scale; with random bits a tie is where ``noise`` turns its
+    rounding, with a rotation it is one afterwards.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -77,18 +75,8 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     return [Span(*each) for each in zip(low.tolist(), high.tolist(), scale.tolist(), strict=True)]
 
 
-def _edges(codec: Blocked, ties: Tensor, span: Span, kind: Dtype) -> Tensor:
-    """(ties,) of type ``kind``: in turn below, at and above the tie of a quotient, held to the span."""
-    x = span.low + ties * span.scale
-    x = x.clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
-    bits = x.view(_BITS[x.element_size()])
-    turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
-    beside = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
-    return beside.float().nan_to_num(0.0).clamp(span.low if codec.asymmetric else -span.high, span.high)
-
-
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """The edges of one span, each behind the elements that make its scale."""
+    """In turn below, at and above each tie of a quotient, held to the span, behind what makes its scale."""
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     own, period = levels(codec), len(anchors) + 1
     gaps, ties = (each.repeat_interleave(3) for each in (own[1:] - own[:-1], (own[1:] + own[:-1]) / 2))
@@ -96,8 +84,13 @@ def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
         often = -(-_LEAST_DRAWN // len(ties))  # few levels are tried with more random bits
         gaps, ties = gaps.repeat(often), ties.repeat(often)
         numel = period * len(ties)
-        bits = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
-        ties = ties - gaps * (bits.double() * 2.0**-16 - (0.5 - 2.0**-17))
-    edges = _edges(codec, ties, span, kind)
+        random = reference.random_bits(noise, torch.Size([]), numel, _CPU)[period - 1 :: period]
+        ties = ties - gaps * (random.double() * 2.0**-16 - (0.5 - 2.0**-17))
+    x = (span.low + ties * span.scale).clamp(-LARGEST[kind], LARGEST[kind]).to(DTYPES[kind])
+    bits = x.view(_BITS[x.element_size()])
+    turn = torch.arange(len(ties)) % 3 - 1  # to the next number towards zero, itself, the next away from zero
+    beside = torch.where((x == 0) & (turn < 0), bits, bits + turn).to(bits.dtype).view(x.dtype)
+    low = span.low if codec.asymmetric else -span.high
+    edges = beside.float().nan_to_num(0.0).clamp(low, span.high)
     columns = [torch.full_like(edges, anchor) for anchor in anchors]
     return torch.stack([*columns, edges], dim=1).flatten().to(DTYPES[kind])

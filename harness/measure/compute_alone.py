@@ -33,9 +33,8 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time ``count`` micro-batches, in evaluation mode, of the unsharded ``model`` on all ranks at once.
-
-    And the step of the optimizer that ``stepping`` makes of a rank's share.  All ranks must call it.
+    """Time ``count`` micro-batches, in evaluation mode, of the unsharded ``model`` on all ranks at once, and
+    the step of the optimizer that ``stepping`` makes of a rank's share; all ranks must call it.
     """
     device, found = batch[0].device, []
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

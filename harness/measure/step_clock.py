@@ -23,10 +23,7 @@ def now(device: torch.device) -> float:
 
 
 class StepClock:
-    """Times each step by part, with the CPU seconds of the process.
-
-    ``exposed`` returns seconds waited for communication so far, or None.
-    """
+    """Times each step by part, with CPU seconds; ``exposed`` returns seconds waited for messages, or None."""
 
     def __init__(
         self, exposed: Callable[[], float | None] = lambda: None, device: torch.device | None = None
