@@ -24,6 +24,7 @@ from impl import ops
 from impl.codecs.codec import Codec, OwnCodec, Raw, parse
 from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key
+from impl.cuda.launch import on_device
 
 CODECS: Final = (
     "fp32", "bf16", "fp16",
@@ -167,8 +168,8 @@ def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterato
 
 def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
-    ablated = backend in kernel_ablation.ABLATED
-    ours = kernel_ablation.operations(backend) if ablated else ops.operations_of(backend)
+    ablated = kernel_ablation.ABLATED.get(backend)
+    ours = ops.operations_of(backend) if ablated is None else ablated(on_device)
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
     out, written = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()

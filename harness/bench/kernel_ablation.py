@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from impl.cuda.kernels import Kernels, Part
-from impl.cuda.launch import Launch, on_device
+from impl.cuda.launch import Launch
 
 Runs = Callable[..., None]  # a launch and a device, as on_device
 _STATIC_BYTES: Final = 40 << 10  # that the kernels themselves have at most
@@ -51,8 +51,3 @@ def why_not(name: str, device: Any) -> str | None:
         needed = (_IDLE_BYTES + _STATIC_BYTES) >> 10
         return f"a thread block has {most >> 10} KiB of shared memory at most there, and it takes {needed}"
     return None
-
-
-def operations(name: str) -> Kernels:
-    """The kernels of a backend of :data:`ABLATED`, on a device."""
-    return ABLATED[name](on_device)

@@ -226,15 +226,14 @@ def test_measuring_changes_no_step(text: str, tmp_path: Path, strategy: str, cha
     assert not plain.communication_errors
     assert {e.step for e in measured.communication_errors} == {0, 2, 4}
     for one, other in zip(plain.ranks, measured.ranks, strict=True):
-        assert [(s.loss, s.gradient_norm) for s in one.steps] == [
-            (s.loss, s.gradient_norm) for s in other.steps
-        ]
+        losses, same = ([(s.loss, s.gradient_norm) for s in rank.steps] for rank in (one, other))
+        assert losses == same
         assert one.ledger == other.ledger
         assert one.memory.engine == other.memory.engine
         assert one.memory.copied == other.memory.copied
     assert plain.predicted == measured.predicted
-    assert [v.loss for v in plain.validations] == [v.loss for v in measured.validations]
-    assert [v.inter_bytes for v in plain.validations] == [v.inter_bytes for v in measured.validations]
+    validated, again = ([(v.loss, v.inter_bytes) for v in found.validations] for found in (plain, measured))
+    assert validated == again
 
 
 def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path) -> None:
@@ -244,16 +243,13 @@ def test_weights_err_as_their_codec_also_from_the_copy(text: str, tmp_path: Path
         assert ratio(error) <= (0 if error.purpose == "weights" else 1e-12)
     policy = {**LOSSLESS, "weights": "int8:64"}
     found = result(trial(text, "zeropp", policy=policy, measure_quantisation=True), tmp_path / "log")
-    by_purpose = {
-        purpose: {(e.step, e.unit): e for e in found.communication_errors if e.purpose == purpose}
+    weights, copies = (
+        [e for e in found.communication_errors if e.purpose == purpose]
         for purpose in ("weights", "secondary")
-    }
-    assert len(by_purpose["weights"]) == 3 * 4
-    for place, error in by_purpose["weights"].items():
-        assert error.codec == "int8:64"
-        assert 1e-7 < ratio(error) < 1e-4
-        copy = by_purpose["secondary"][place]
-        assert (copy.squared_error, copy.squared_value) == (error.squared_error, error.squared_value)
+    )
+    assert len(weights) == 3 * 4
+    assert all(error.codec == "int8:64" and 1e-7 < ratio(error) < 1e-4 for error in weights)
+    assert [copy.model_copy(update={"purpose": "weights"}) for copy in copies] == weights
 
 
 @pytest.mark.long
