@@ -6,7 +6,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +72,6 @@ class Host:
 
     folder: Path  # of compiled libraries
     sanitize: bool = False  # with the address and undefined-behaviour sanitizers
-    variants: Mapping[str, Sequence[str]] = field(default_factory=lambda: VARIANTS)  # by file
     order: int = 0  # of threads and thread blocks: 0 up, 1 down, others by that seed
     ran: list[str] = field(default_factory=list)  # kernels launched so far
     _libraries: dict[str, ctypes.CDLL] = field(default_factory=dict)
@@ -81,7 +80,7 @@ class Host:
         if launch.file not in self._libraries:
             source = SOURCES / launch.file
             self._libraries[launch.file] = load(
-                build(source, self.variants[launch.file], self.folder, sanitize=self.sanitize)
+                build(source, VARIANTS[launch.file], self.folder, sanitize=self.sanitize)
             )
         self.ran.append(launch.kernel)
         call(self._libraries[launch.file], launch, self.order)
