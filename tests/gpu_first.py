@@ -14,7 +14,6 @@ import gc
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -128,14 +127,7 @@ def launch(text: str, device: torch.device) -> Found:
     """Microseconds of the host for a small encoding that is asked for again."""
     codec, x = parse(text), torch.randn(4096, device=device).bfloat16()
     frame = torch.zeros(codec.frame_bytes(4096), dtype=torch.uint8, device=device)
-    took = []
-    for _ in range(300):
-        begun = time.perf_counter()
-        ops.encode(codec, x, frame)
-        took.append(time.perf_counter() - begun)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return {"host_us": round(1e6 * statistics.median(took), 1)}
+    return {"host_us": round(1e6 * seconds_of(partial(ops.encode, codec, x, frame), 0.01), 1)}
 
 
 def transformer(width: int, layers: int) -> nn.Sequential:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,28 +41,20 @@ def _passes(mesh: Mesh, name: str) -> dict[str, float]:
     """Median seconds of forward and backward of a plain module, FSDP2's and ours, which take turns."""
     torch.set_num_threads(1)
     plain = blocks(UNITS)
-    ours, peer = copy.deepcopy(plain), copy.deepcopy(plain)
-    optimizers = {
-        "ours": torch.optim.SGD(shard(ours, mesh=mesh, policy=preset(name)).param_groups(), lr=1e-3)
-    }
+    models = {whose: copy.deepcopy(plain) for whose in ("plain", "FSDP2", "ours")}
     devices = init_device_mesh("cpu", (1,))
-    for block in (*peer, peer):
+    for block in (*models["FSDP2"], models["FSDP2"]):
         fsdp.fully_shard(block, mesh=devices)
-    models = {"plain": plain, "FSDP2": peer, "ours": ours}
-    optimizers |= {
-        whose: torch.optim.SGD(models[whose].parameters(), lr=1e-3) for whose in ("plain", "FSDP2")
-    }
+    masters: dict[str, Any] = {whose: model.parameters() for whose, model in models.items()}
+    masters["ours"] = shard(models["ours"], mesh=mesh, policy=preset(name)).param_groups()
+    optimizers = {whose: torch.optim.SGD(mine, lr=1e-3) for whose, mine in masters.items()}
     seconds: dict[str, list[float]] = {whose: [] for whose in models}
     x = torch.ones(4, BLOCK)
     for _ in range(STEPS):
         for whose, model in models.items():
             begun = time.perf_counter()
-            _forward_and_backward(model, x)
+            model(x).sum().backward()
             seconds[whose].append(time.perf_counter() - begun)
             optimizers[whose].step()
             optimizers[whose].zero_grad()
     return {whose: statistics.median(those[STEPS // 4 :]) for whose, those in seconds.items()}
-
-
-def _forward_and_backward(model: nn.Module, x: Tensor) -> None:
-    model(x).sum().backward()  # type: ignore[no-untyped-call]

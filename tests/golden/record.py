@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from harness.measure.machine import _cpu_model
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import Dtype
 from impl.comm.mesh import Mesh
@@ -197,11 +198,8 @@ def merged(topology: Topology, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def fingerprint() -> dict[str, str]:
     """What the last bits of a matrix product depend on: processor, instruction set, torch."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": _cpu_model() or platform.processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }

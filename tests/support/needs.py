@@ -31,72 +31,70 @@ def program(name: str) -> str | None:
     return shutil.which(name, path=SEARCHED)
 
 
-def _programs(package: str, *names: str) -> Callable[[], str | None]:
-    return lambda: None if all(map(program, names)) else f"apt-get install {package}"
+def _programs(*names: str) -> Callable[[], bool]:
+    return lambda: all(map(program, names))
 
 
-def _compiler() -> str | None:
+def _compiler() -> bool:
     from impl.cpu.build import COMPILERS
 
-    return None if any(map(program, COMPILERS)) else "apt-get install g++"
+    return any(map(program, COMPILERS))
 
 
-def _namespaces() -> str | None:
+def _namespaces() -> bool:
     """Asked of the kernel, not of the code that is tested."""
     if program("unshare") is None:
-        return "apt-get install util-linux"
+        return False
     command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"]), "true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return None if done.returncode == 0 else f"run as root, or allow user namespaces ({done.stderr.strip()})"
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _cuda_device() -> str | None:
+def _cuda_device() -> bool:
     import torch
 
-    return None if torch.cuda.is_available() else "torch finds no CUDA device"
+    return torch.cuda.is_available()
 
 
-def _cupy() -> str | None:
-    return None if importlib.util.find_spec("cupy") else "pip install 'zeropp-bench[cuda13]'"
-
-
-def _cuda_compiler() -> str | None:
+def _cuda_compiler() -> bool:
     from tests.support.cubin import missing
 
-    return None if (why := missing()) is None else f"tox -e compile ({why})"
+    return missing() is None
 
 
-def _deepspeed() -> str | None:
+def _deepspeed() -> bool:
     from harness.strategies.deepspeed import why_missing
 
-    return None if why_missing() is None else "pip install 'zeropp-bench[deepspeed]'"
+    return why_missing() is None
 
 
-# What to do where it is missing; None where it is there.
-COMPONENTS: Final[dict[str, Callable[[], str | None]]] = {
-    "c++": _compiler,
-    "g++": _programs("g++", "g++"),
-    "ip": _programs("iproute2", "ip", "tc"),
-    "namespaces": _namespaces,
-    "nsenter": _programs("util-linux", "nsenter"),
-    "root": lambda: None if os.geteuid() == 0 else "run as root",
-    "setpriv": _programs("util-linux", "setpriv"),
-    "slurm": _programs("slurm-wlm munge", "munged", "slurmctld", "slurmd", "srun", "scontrol"),
-    "ssh": _programs("openssh-client", "ssh", "ssh-keygen"),
-    "sshd": _programs("openssh-server", "sshd"),
-    "x86-64": lambda: None if platform.machine() == "x86_64" else "an x86-64 processor",
-    "CUDA compiler": _cuda_compiler,
-    "CUDA device": _cuda_device,
-    "CuPy": _cupy,
-    "DeepSpeed": _deepspeed,
-    "no CUDA device": lambda: None if _cuda_device() else "a machine without one",
-}
+# Whether it is there, and what to do where it is not.
+COMPONENTS: Final[dict[str, tuple[Callable[[], bool], str]]] = {
+    "c++": (_compiler, "apt-get install g++"),
+    "g++": (_programs("g++"), "apt-get install g++"),
+    "ip": (_programs("ip", "tc"), "apt-get install iproute2"),
+    "namespaces": (_namespaces, "run as root, or allow user namespaces, with unshare of util-linux"),
+    "nsenter": (_programs("nsenter"), "apt-get install util-linux"),
+    "root": (lambda: os.geteuid() == 0, "run as root"),
+    "setpriv": (_programs("setpriv"), "apt-get install util-linux"),
+    "slurm": (
+        _programs("munged", "slurmctld", "slurmd", "srun", "scontrol"), "apt-get install slurm-wlm munge"
+    ),
+    "ssh": (_programs("ssh", "ssh-keygen"), "apt-get install openssh-client"),
+    "sshd": (_programs("sshd"), "apt-get install openssh-server"),
+    "x86-64": (lambda: platform.machine() == "x86_64", "an x86-64 processor"),
+    "CUDA compiler": (_cuda_compiler, "tox -e compile"),
+    "CUDA device": (_cuda_device, "torch finds no CUDA device"),
+    "CuPy": (lambda: importlib.util.find_spec("cupy") is not None, "pip install 'zeropp-bench[cuda13]'"),
+    "DeepSpeed": (_deepspeed, "pip install 'zeropp-bench[deepspeed]'"),
+    "no CUDA device": (lambda: not _cuda_device(), "a machine without one"),
+}  # fmt: skip
 
 
 @functools.cache
 def missing(component: str) -> str | None:
     """What would provide a component that is not here; None if it is."""
-    return COMPONENTS[component]()
+    there, remedy = COMPONENTS[component]
+    return None if there() else remedy
 
 
 def of(item: pytest.Item) -> list[str]:
