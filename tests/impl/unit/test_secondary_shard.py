@@ -12,12 +12,29 @@ import torch
 from impl.codecs.codec import parse
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Offload
+from impl.plan.policy import Offload, Policy
+from impl.plan.topology import Topology
 from impl.zero import shard
 from tests.support.history import History
-from tests.support.ranks import each_rank
+from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT
-from tests.support.training import batch, model
+from tests.support.training import batch, booked, model, train
+
+
+def _phases(mesh: Mesh, policy: Policy) -> list[int]:
+    """Bytes of weights that cross nodes in forward and in backward."""
+    zero = train(mesh, model(), policy, 2, 2)[2]
+    return [booked(zero, link="inter", purpose="weights", phase=phase) for phase in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("secondary", [1, 2, 4, "node"])
+def test_hpz_inside_a_node_sends_nothing_between_nodes_in_backward(secondary: Any) -> None:
+    """With a group inside a node, backward gathers cross no node border, and forward ones once a step."""
+    topology, exact = Topology(2, 4), replace(EXACT, memory=replace(EXACT.memory, max_reuse=0))
+    kept, plain = (on_threads(topology, _phases, replace(exact, secondary=each)) for each in (secondary, 0))
+    for (forward, backward), (gathered, again) in zip(kept, plain, strict=True):
+        assert backward == 0
+        assert forward * 2 == gathered == again > 0
 
 
 @pytest.mark.parametrize(
