@@ -354,8 +354,9 @@ def _wrong_link(trial: Trial, host: Host) -> Iterator[str]:
     if nodes > 1 and link == "namespaces" and (why := host.namespaces()):
         yield f"cluster.link = 'namespaces': {why}"
     if nodes > 1 and rate is not None and trial.strategy in PEERS and trial.strategy != "single":
-        unheld = {"auto": host.namespaces, "paced": lambda: "link 'paced' shapes our own wire only"}
-        if why := unheld.get(link, lambda: None)():
+        why = host.namespaces() if link in ("auto", "namespaces") else None
+        why = "link 'paced' shapes our own wire only" if link == "paced" else why
+        if why:
             yield f"strategy = {trial.strategy!r} at {rate:g} Mbit/s needs network namespaces: {why}"
     if cluster.launcher == "hosts" and (count := len(cluster.hosts)) < nodes:
         yield f"cluster.hosts has {count} names; expected one for each of {nodes} nodes"

@@ -32,23 +32,16 @@ from harness.suites.trial import Trial
 from harness.workloads import input_digests
 from harness.workloads.models import GPT, GPTShape
 from tests.harness.cluster.test_rank_processes import until
+from tests.harness.runs.test_rank_trial import trial as small
 
 ROOT = Path(__file__).resolve().parents[3]
-TINY: dict[str, Any] = {
-    "model": {"name": "gpt-tiny"},
-    "policy": {"max_padding": 1.0},
-    "sequence": 16,
-    "tokens_per_rank": 32,
-    "steps": 2,
-    "warmup": 1,
-}
 SHAPED: dict[str, Any] = {"link": "shaped", "rate": "50 Mbit/s"}
 ADAPTERS: dict[str, Any] = {"link": "real", "transport": "nccl", "device": "cuda"}
 
 
 def trial(strategy: str, *, rate: str = "unshaped", kind: str = "none", **changes: Any) -> Trial:
     cluster = {"nodes": 2, "ranks_per_node": 1, "link": kind, "rate": rate}
-    return Trial.model_validate({**TINY, "strategy": strategy, "cluster": cluster, **changes})
+    return small("stdlib", strategy, **{"cluster": cluster, "steps": 2, "warmup": 1, **changes})
 
 
 def asked(**answers: str) -> Suite:
@@ -329,9 +322,7 @@ def test_nodes_that_cannot_be_throttled_so_are_refused(
         Node(Port("eth0", f"10.0.0.{number}"), host, here | {"hcas": adapters[number]})
         for number, host in enumerate(hosts)
     ]
-    asked = Trial.model_validate(
-        {**TINY, "strategy": "zero3", "cluster": {"launcher": "torchrun", **cluster}}
-    )
+    asked = small("stdlib", "zero3", cluster={"launcher": "torchrun", **cluster})
     silent = Nodes(None, nodes)  # type: ignore[arg-type]  # nothing is said to them
     sweep([asked], tmp_path, nodes=silent)
     failure = read(tmp_path / f"{asked.id}.json").failure
