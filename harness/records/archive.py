@@ -62,7 +62,9 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
                 named = _NAME.fullmatch(entry.name)
                 if named is None or named[1] != suite or not entry.isfile() or entry.size > _MOST:
                     raise RecordError(f"{archive}: holds {entry.name!r}, which is no record of suite {suite}")
-            found.extractall(into, entries, filter="data")
+            for entry, content in [(entry, found.extractfile(entry)) for entry in entries]:
+                (into / entry.name).parent.mkdir(parents=True, exist_ok=True)
+                (into / entry.name).write_bytes(content.read() if content else b"")
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
         raise RecordError(f"{archive}: cannot be unpacked: {error}") from error
     if others := sorted(set(folder.glob("*.json")) - {into / entry.name for entry in entries}):
