@@ -1,7 +1,7 @@
 """Runs kernels under the address and undefined-behaviour sanitizers; a process of its own.
 
-``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs every operation of codecs of all kinds on tensors that end
-where their memory ends.  A finding ends the process.
+``python -m tests.cuda_on_cpu.sanitized FOLDER`` runs every operation of codecs of all kinds on tensors that
+end where their memory ends.  A finding ends the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = {
     "mxfp4:hadamard32:stochastic": torch.bfloat16,
     **dict.fromkeys(FORMATS, torch.float32),
 }
-HOPS = (("int4:16", "int4:16"), ("int3:5:asym", "mxfp8"))
+HOPS = ((parse("int4:16"), parse("int4:16")), (parse("int3:5:asym"), parse("mxfp8")))
 
 
 def healthy(kernels: Kernels) -> None:
@@ -43,9 +43,7 @@ def healthy(kernels: Kernels) -> None:
             kernels.encode(codec, x, frames, noise=noise, carried=carried)
         kernels.decode(codec, frames, x)
         kernels.decode_sum(codec, frames, torch.empty(numel))
-    for (first, second), numel in itertools.product(
-        (tuple(map(parse, hops)) for hops in HOPS), (1, 100, 257)
-    ):
+    for (first, second), numel in itertools.product(HOPS, (1, 100, 257)):
         frames = torch.empty(3, first.frame_bytes(numel), dtype=torch.uint8)
         kernels.encode(first, torch.randn(3, numel).to(torch.bfloat16), frames)
         out = torch.empty(second.frame_bytes(numel), dtype=torch.uint8)
