@@ -164,8 +164,7 @@ class Zero:
         """() fp64 global norm of the mean gradient; NaN and infinity included.
 
         All ranks must call it, and have the same bits.  ``norm_type`` is p of the p-norm, above 0 and at most
-        8, or ``inf`` for the largest absolute element; a ZeroError for another one, or after a backward pass
-        that failed.
+        8, or ``inf``; a ZeroError for another one, or after a backward pass that failed.
         """
         self.hooks.check_finished("grad_norm()")
         return self.masters.norm(self.wire, norm_type)

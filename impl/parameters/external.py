@@ -23,8 +23,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Say that ``module`` uses ``parameter``, which is another module's, in its forward pass.
 
     Its unit is gathered before each forward pass of ``module`` and released after it.  May be called before
-    the model is sharded (in constructors), or after.  Raises ZeroError: when the model is sharded, if the
-    parameter is not one of it.
+    or after the model is sharded.  Raises ZeroError: when it is sharded, if the parameter is not one of it.
     """
     if (found := find(parameter)) is not None:
         register(module, found.unit)

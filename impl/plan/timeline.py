@@ -66,9 +66,8 @@ def pass_time(
 ) -> Pass:
     """One forward and backward pass, of loads by index, ``bucket`` elements being reduced at once.
 
-    Of the units around all others (an embedding before the blocks, a head after them) the computation lies
-    where the most of it is done: after the blocks in forward, before them in backward, which does not begin
-    before ``least_forward``.
+    Of the units around all others (embedding, head) the computation lies where the most of it is done: after
+    the blocks in forward, before them in backward, which does not begin before ``least_forward``.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
