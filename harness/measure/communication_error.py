@@ -132,13 +132,13 @@ def _of_next_rank(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor
     return torch.cat(gathered), torch.cat(exact)
 
 
-def errors_of(ranks: Sequence[Mapping[Place, Sums]]) -> list[CommunicationError]:
+def errors_of(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
     """Combine the sums of all ranks, by unit and of all units; where all values are 0 is no error."""
     whole: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
         for place, sums in rank.items():
-            whole[place] += sums
-            whole[place._replace(unit="")] += sums
+            whole[place] += np.asarray(sums)
+            whole[place._replace(unit="")] += np.asarray(sums)
     return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums[1] != 0]
 
 

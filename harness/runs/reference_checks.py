@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.cluster.rank import Progress, Rank
 from harness.measure import communication_error, quantisation_error
-from harness.measure.communication_error import Found, Place, Sums
+from harness.measure.communication_error import Found, Place
 from harness.measure.gradient_bounds import (
     ROUNDING,
     FirstGradient,
@@ -79,7 +79,7 @@ class Compared:
 
     losses: list[ComparedLoss] = field(default_factory=list)  # before training, and before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
-    communicated: list[tuple[Place, Sums]] = field(default_factory=list)  # error sums of what was sent
+    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of what was sent
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
 
 
@@ -122,7 +122,7 @@ class Comparison:
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
             found |= communication_error.of_gradients(index, observed, repeated=repeated)
-        self.compared.communicated += found.items()
+        self.compared.communicated += [(place, sums.tolist()) for place, sums in found.items()]
         if index and strategy.zero is not None:
             self._beside_one_process(index, strategy, strategy.zero, checks)
 
