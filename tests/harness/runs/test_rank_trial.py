@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from torch import nn
 
 from harness.cluster.link import open_link
@@ -315,6 +316,12 @@ def test_the_interface_agrees_with_the_ledger(text: str, tmp_path: Path, strateg
         booked = sum(training(row) for rank in found.ranks if rank.node == node for row in rank.ledger or [])
         assert sent[node] == pytest.approx(booked, rel=0.03)
     assert sum(sent) < last < 2 * sum(sent)  # of all four steps, warm-up included
+
+
+def test_an_outcome_is_the_same_behind_a_channel_between_hosts(text: str, tmp_path: Path) -> None:
+    """As text and back nothing of it is lost, sums of errors included."""
+    for one in outcomes(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log"):
+        assert TypeAdapter(Outcome).validate_json(TypeAdapter(Outcome).dump_json(one)) == one
 
 
 @pytest.mark.long
