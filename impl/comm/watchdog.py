@@ -1,8 +1,7 @@
 """The watchdog of a rank: a wait that fails becomes an error that says where every rank stands.
 
-A rank whose wait fails writes to the process group's own store what it waited for and which exchanges it
-opened; then it gives the others some seconds to do so.  One that wrote nothing computes, has exited or is
-lost.  Nothing of this happens in a step.
+A rank whose wait fails writes to the group's own store what it waited for and which exchanges it opened, and
+gives the others some seconds to do so.  One that wrote nothing computes, has exited or is lost.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ class Watchdog:
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
-        self.collective_log = CollectiveLog()
+        self.collective_log, self._waited = CollectiveLog(), 0.0
         self.paused = False  # whether the current stream is one whose waits hold back no computation
         self.timeline: Timeline | None = None  # is told of waits
-        self._rank, self._ranks = mesh.rank, range(mesh.topology.world)
-        self._streams, self._waited = streams, 0.0
+        self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # around waits not yet over
         self._store: Store | None = None  # by rank, where it stands; thread ranks have none
         if (store := mesh.store()) is not None:
@@ -97,14 +95,16 @@ class Watchdog:
         reason = re.sub(r"^\[[^]]*:\d+\] | This is typically.*", "", str(why).split("\n", 1)[0])
         lines = [f"rank {self._rank} {what}: {reason}"]
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store's: its host has exited
+            try:
                 self._write(f"gave up waiting for {told(waiting)}" if waiting else "gave up")
                 lines += self._report(self._store)
+            except RuntimeError as lost:  # its host has exited
+                lines.append(f"the other ranks cannot be asked, their store is lost ({lost})")
         return WireError("\n".join(lines))
 
     def close(self) -> None:
         """Tell ranks that may wait in vain that this one has closed its wire."""
-        with contextlib.suppress(RuntimeError):  # as above, and nobody will ask
+        with contextlib.suppress(RuntimeError):  # the store's: its host has exited, and nobody will ask
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
     def _write(self, does: str) -> None:

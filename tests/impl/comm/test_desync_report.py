@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -150,4 +151,10 @@ def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together()
         f"the ranks part at exchange 1: rank 0 opened {shift} v; ranks 1 and 2 opened {shift} u",
         f"rank 0: gave up waiting for exchange 3, {shift} u",
         "ranks 1 and 2: closed its wire after 3 exchanges",
+    ]
+    gone: Any = Mock(set=Mock(side_effect=RuntimeError("closed")))
+    dogs[1]._store = gone
+    assert str(dogs[1].error("could not go on", "why")).splitlines() == [
+        "rank 1 could not go on: why",
+        "the other ranks cannot be asked, their store is lost (closed)",
     ]
