@@ -284,7 +284,8 @@ def test_a_suite_with_failing_ranks_finishes_under_slurm(tmp_path: Path) -> None
         finished = {path: path.read_bytes() for path in first.glob("*.json")}
         command(["scancel", "--signal=USR2", job], environment)
         until(lambda: command(["squeue", "-h", "-o", "%T", "-j", job], environment) == "PENDING")
-        command(["scontrol", "update", f"JobId={job}", "StartTime=now"], environment)  # not in two minutes
+        # Not in two minutes; in the second in which it was killed its credential is revoked.
+        command(["scontrol", "update", f"JobId={job}", "StartTime=now+3"], environment)
         log = next((first / "jobs").glob("*_0_log.out"))
         until(lambda: log.read_text().count("Starting with JobEnvironment") == 2)
         assert "Caught signal SIGUSR2" in log.read_text()
