@@ -1,4 +1,4 @@
-"""Errors of the engine, and how others' are told in one line."""
+"""Errors of the engine, and those of other code as errors of one line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def raised(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def told(kind: type[Exception], words: str) -> Iterator[None]:
-    """Whatever other people's code raises inside, SystemExit too, becomes a ``kind`` of one line."""
+def raising(kind: type[Exception], words: str) -> Iterator[None]:
+    """Raise whatever the body raises, ``SystemExit`` too, as a ``kind`` of one line."""
     try:
         yield
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from impl.errors import told
+from impl.errors import raising
 
 _NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _seen: Final[list[Path]] = []  # folders whose modules count
@@ -43,7 +43,7 @@ def import_object(text: str) -> Any:
     """
     name, _, path = text.partition(":")
     see(Path.cwd())
-    with told(NamedObjectError, f"{text}: cannot import {name!r}:"):
+    with raising(NamedObjectError, f"{text}: cannot import {name!r}:"):
         module: Any = importlib.import_module(name)
     first, file = name.partition(".")[0], getattr(module, "__file__", None)
     meant = [one for one in _seen if (one / f"{first}.py").exists() or (one / first / "__init__.py").exists()]
@@ -51,5 +51,5 @@ def import_object(text: str) -> Any:
         raise NamedObjectError(
             f"{text}: {name} is that of {file}, which hides the one in {meant[0]}; rename it"
         )
-    with told(NamedObjectError, f"{text}: {name} has no {path!r}:"):
+    with raising(NamedObjectError, f"{text}: {name} has no {path!r}:"):
         return operator.attrgetter(path)(module)

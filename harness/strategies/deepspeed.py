@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import Refusal
 from harness.suites.peers import DEEPSPEED, family_of, quantised
-from impl.errors import told
+from impl.errors import raising
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def initialised(
 
         model.register_forward_pre_hook(lambda _, inputs: cast_tensors(inputs, torch.bfloat16))
     # It checks its configuration by assertions and errors of many kinds.
-    with told(Refusal, f"DeepSpeed {version()} refuses its configuration:"):
+    with raising(Refusal, f"DeepSpeed {version()} refuses its configuration:"):
         library.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         engine, *_ = library.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False

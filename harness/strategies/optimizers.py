@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
 from harness.suites.trial import Optimizer
-from impl.errors import told
+from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
 from impl.plan.memory import ADAM_BYTES
@@ -27,7 +27,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
     """State bytes of an optimizer per fp32 element, by a step of a small tensor; a Refusal if it cannot."""
     few = nn.Parameter(torch.zeros(64))
     stepping = _stepped(optimizer, few, [torch.zeros_like(few)])
-    with _told(optimizer):  # of tensors without bytes, such as sparse ones
+    with _raising(optimizer):  # of tensors without bytes, such as sparse ones
         return state_bytes(stepping, [few]) // few.numel()
 
 
@@ -53,7 +53,7 @@ def _stepped(
     stepping = built(optimizer, [parameter], unwrapped=True)
     for gradient in gradients:
         parameter.grad = gradient
-        with _told(optimizer), torch.no_grad():
+        with _raising(optimizer), torch.no_grad():
             stepping.step()
     return stepping
 
@@ -75,7 +75,7 @@ def built(
     if unwrapped:
         methods = {name: inspect.unwrap(getattr(kind, name)) for name in ("add_param_group", "step")}
         kind = type(kind.__name__, (kind,), methods)
-    with _told(optimizer):
+    with _raising(optimizer):
         made: torch.optim.Optimizer = kind(parameters, **cast("dict[str, Any]", optimizer.arguments))
     return made
 
@@ -107,6 +107,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return cast("Tensor", tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
-def _told(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
+def _raising(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
     """What an optimizer raises, each in its own way, is a Refusal."""
-    return told(Refusal, f"optimizer.arguments of {optimizer.name}:")
+    return raising(Refusal, f"optimizer.arguments of {optimizer.name}:")

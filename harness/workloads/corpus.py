@@ -23,7 +23,7 @@ from harness.suites import folder
 from harness.workloads.dataset import Dataset, Pair
 from harness.workloads.masked_text import masked
 from harness.workloads.own_pairs import OwnPairs, are_pairs
-from impl.errors import told
+from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object, is_name
 
 STDLIB: Final = "stdlib"
@@ -92,7 +92,7 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.here()}; {wanted}")
     if not files:
         raise CorpusError(f"corpus {source!r}: no files in it")
-    with told(CorpusError, f"corpus {source!r}: cannot read it:"):
+    with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
         size = sum(path.stat().st_size for path in files)
     if size > LARGEST_BYTES:
         raise CorpusError(f"corpus {source!r}: {size} bytes, at most {LARGEST_BYTES} are held by every rank")
@@ -112,7 +112,7 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
         return _of_arrays(source, folder.here())
     files, _ = _files_of(source)
-    with told(CorpusError, f"corpus {source!r}: cannot read it:"):
+    with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
         text = b"\n".join(path.read_bytes() for path in files)
     cut = int(len(text) * TRAINING_SHARE)
     if tokenizer is not None:
@@ -139,7 +139,7 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     if place.is_dir():
         parts: Any = []
         for name in _TOKEN_FILES:
-            with told(CorpusError, f"corpus {source!r}: {name}:"):
+            with raising(CorpusError, f"corpus {source!r}: {name}:"):
                 parts.append(np.load(place / name, mmap_mode="r", allow_pickle=False))
     else:
         parts = _called(f"corpus {source!r}", source)
@@ -176,13 +176,13 @@ def _called(whose: str, name: str, *arguments: str) -> Any:
         function = import_object(name)
     except NamedObjectError as error:
         raise CorpusError(f"{whose}: {error}") from error
-    with told(CorpusError, f"{whose}: raised"):
+    with raising(CorpusError, f"{whose}: raised"):
         return function(*arguments)
 
 
 def _checked(whose: str, tokens: Any) -> NDArray[Any]:
     """Refuse what is no row of token numbers."""
-    with told(CorpusError, f"{whose}: no array of tokens:"):
+    with raising(CorpusError, f"{whose}: no array of tokens:"):
         found = np.asarray(tokens)
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
         wanted = "expected one dimension of whole numbers"

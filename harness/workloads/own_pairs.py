@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from harness.errors import CorpusError
 from harness.workloads.dataset import Dataset, Pair
-from impl.errors import told
+from impl.errors import raising
 
 _PARTS: Final = ("training", "validation")
 _SIDES: Final = ("input", "target")
@@ -83,7 +83,7 @@ def _sent(array: NDArray[Any]) -> np.dtype[Any]:
 
 def _array(whose: str, value: Any) -> NDArray[Any]:
     """Refuse what is no array of numbers with at least one example."""
-    with told(CorpusError, f"{whose}: no array:"):
+    with raising(CorpusError, f"{whose}: no array:"):
         found = np.ascontiguousarray(value)
     if found.dtype.kind not in "fiub":
         raise CorpusError(f"{whose}: an array of {found.dtype}; expected numbers")

@@ -21,7 +21,7 @@ from impl.codecs import own_object
 from impl.codecs.own_object import CodecError as CodecError  # noqa: PLC0414  # read from here
 from impl.codecs.own_object import Law as Law  # noqa: PLC0414
 from impl.codecs.own_object import OwnObject
-from impl.errors import told
+from impl.errors import raising
 from impl.named_object import is_name
 
 FRAME_ALIGNMENT: Final = 16  # bytes; a 16-byte vector load never straddles two frames
@@ -349,7 +349,7 @@ class OwnCodec(_Framed):
 
     def own_bytes(self, numel: int) -> int:
         """Bytes of its object's frame, before padding; a CodecError for what is no number."""
-        with told(CodecError, f"{self.name}: frame_bytes({numel}):"):
+        with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
             return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # looked at when read
 
     def frame_bytes(self, numel: int) -> int:

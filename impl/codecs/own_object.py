@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Final
 
-from impl.errors import told
+from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 
 _KINDS: Final = ("fp32", "bf16", "fp16")
@@ -78,7 +78,7 @@ def imported(name: str) -> OwnObject:
 
 def declared(name: str, thing: Any) -> OwnObject:
     """What a user's object has of what is listed; a CodecError names what it lacks, or what it raised."""
-    with told(CodecError, f"{name}: raised"):
+    with raising(CodecError, f"{name}: raised"):
         thing = thing() if isinstance(thing, type) else thing
         names = [field.name for field in fields(OwnObject) if hasattr(thing, field.name)]
         found = OwnObject(**{field: getattr(thing, field) for field in names})
