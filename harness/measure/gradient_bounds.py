@@ -92,7 +92,7 @@ def layouts_of(
             trained = replace(unit, parameters=specs, trained=(True,) * len(specs))
             found += [_layout(trained, policy, topology)] * bool(specs)
         elif unit.trainable:
-            found.append(_layout(unit, policy and policy.of(unit), topology))
+            found.append(_layout(unit, policy and policy.for_unit(unit), topology))
     return [layout for layout in found if layout.factor < math.inf]
 
 

@@ -135,7 +135,7 @@ def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[t
 
 
 def _policy_of(unit: UnitGeometry | GroupGeometry, policy: Policy) -> Policy:
-    return policy.of(unit) if isinstance(unit, UnitGeometry) else policy
+    return policy.for_unit(unit) if isinstance(unit, UnitGeometry) else policy
 
 
 @contextmanager

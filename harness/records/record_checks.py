@@ -146,7 +146,7 @@ def other_codec(record: Record) -> str | None:
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None
-    asked = [policy, policy.of_unit(persistent=True), policy.of_unit(trainable=False)]
+    asked = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for one in asked for codec in (*one.codecs, one.kept)}
     unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
     if policy.blocks == "shape":  # of each unit

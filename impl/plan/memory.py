@@ -57,7 +57,7 @@ def memory(
 
     landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
     for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
-        own = policy.of(unit)
+        own = policy.for_unit(unit)
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
@@ -113,6 +113,6 @@ def secondary_either_way(
     """Bytes of hpZ's copy on one rank kept as frames, and in 16 bits; None for a policy that keeps none."""
     if policy.secondary == 0:
         return None
-    pairs = [(policy.of(unit), unit) for unit in units]
+    pairs = [(policy.for_unit(unit), unit) for unit in units]
     frames = sum(secondary_bytes(own, topology, unit, own.weights) for own, unit in pairs)
     return frames, sum(secondary_bytes(own, topology, unit, BF16) for own, unit in pairs)

@@ -477,8 +477,8 @@ class Policy:
         """Whether gradients are added up in shards; else locally."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
-    def of_unit(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
-        """The policy of one unit: most have the model's own.
+    def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
+        """The policy of units of a kind: most have the model's own.
 
         Frozen units are sent in the codec in which they are held; of them, and of persistent ones, no budget
         chooses.  A persistent unit, of small parameters, stays gathered and travels unquantised, in the type
@@ -497,9 +497,9 @@ class Policy:
     def _unquantised(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, Raw) else Raw(self.compute)
 
-    def of(self, unit: UnitGeometry) -> Policy:
+    def for_unit(self, unit: UnitGeometry) -> Policy:
         """The policy of a unit that is laid out, with its blocks and planes."""
-        policy = self.of_unit(trainable=unit.trainable, persistent=unit.persistent)
+        policy = self.for_kind(trainable=unit.trainable, persistent=unit.persistent)
         shaped = policy.by_shape([slot.spec.shape for slot in unit.slots], unit.world, unit.shard)
         return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
 

@@ -197,7 +197,7 @@ def step_of(machine: Machine, step: Step) -> StepTime:
         reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
         loads = []
         for unit in units:
-            own, share = policy.of(unit), unit.padded / elements
+            own, share = policy.for_unit(unit), unit.padded / elements
             regather = seconds.gather(own, unit, again=True) if own.stage == 3 else Collective()
             load = Load(
                 forward=forward * share,

@@ -195,7 +195,7 @@ def predict(
     policy.check(topology)
     book = Book(topology, rank)
     senders = [
-        _Sender(book, policy.of(unit), unit, placement)
+        _Sender(book, policy.for_unit(unit), unit, placement)
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)

@@ -55,7 +55,7 @@ class Unit:
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
-        self.policy = context.policy.of(geometry)
+        self.policy = context.policy.for_unit(geometry)
         own = self._context = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device

@@ -218,11 +218,11 @@ def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
 def test_small_parameters_travel_unquantised() -> None:
     """The policy of a persistent unit is of stage 2, in the type computed in where the model's quantises."""
     for codec in (FP32, BF16, FP16):
-        small = preset("zeropp", compute=codec.dtype).of_unit(persistent=True)
+        small = preset("zeropp", compute=codec.dtype).for_kind(persistent=True)
         assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
-    assert preset("zero3").of_unit(persistent=True).weights == BF16
-    assert preset("exact").of_unit(persistent=True).weights == FP32
-    frozen = preset("zeropp", frozen=parse("int8:64")).of_unit(trainable=False)
+    assert preset("zero3").for_kind(persistent=True).weights == BF16
+    assert preset("exact").for_kind(persistent=True).weights == FP32
+    frozen = preset("zeropp", frozen=parse("int8:64")).for_kind(trainable=False)
     assert str(frozen.weights) == "int8:64"
 
 
@@ -276,8 +276,8 @@ def test_a_unit_without_a_matrix_is_sent_once() -> None:
     policy = PRESETS["mxfp8-planes"]
     for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
         assert policy.by_shape(shapes, 4).planes == planes
-    assert policy.of_unit(persistent=True).planes == 1
-    assert replace(policy, frozen=FP16).of_unit(trainable=False).planes == 1
+    assert policy.for_kind(persistent=True).planes == 1
+    assert replace(policy, frozen=FP16).for_kind(trainable=False).planes == 1
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:
@@ -290,4 +290,4 @@ def test_a_decided_policy_keeps_the_layout() -> None:
             decided = policy.decided(what, codec)
             assert decided.grain == policy.grain == 384
             assert decided.gradients[0] == policy.gradients[0]
-    assert policy.of_unit(trainable=False).budget is policy.of_unit(persistent=True).budget is None
+    assert policy.for_kind(trainable=False).budget is policy.for_kind(persistent=True).budget is None
