@@ -84,7 +84,7 @@ def shard(
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")
     )
-    passes = Passes(Schedule.of(policy, geometries))
+    passes = Passes(Schedule.for_units(policy, geometries))
     host = HostMemory(mesh.device, meter)
     context = UnitContext(wire, policy, meter, Clock(seed), gradients, weights, host, passes)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)

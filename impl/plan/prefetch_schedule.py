@@ -32,7 +32,7 @@ class Schedule:
     in_model_order: bool = False
 
     @classmethod
-    def of(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
+    def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
         """The schedule of a model's units, given in model order."""
         return cls(
             sizes=[unit.padded for unit in units],

@@ -192,7 +192,7 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     seconds = _Seconds(machine, topology, step.rate)
     forward = machine.compute(step.parameters, step.tokens, len(units)) * seconds.stretch / (1 + BACKWARD)
     backward = forward * (BACKWARD + step.recompute)
-    elements, schedule, passes = sum(unit.padded for unit in units), Schedule.of(policy, units), []
+    elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
     for index in range(step.micro_batches):
         reduces = index == step.micro_batches - 1 or policy.reduces_each_micro_batch
         loads = []

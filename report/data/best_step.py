@@ -122,5 +122,5 @@ def _bound(
         )
         for unit, size in zip(units, sizes, strict=True)
     ]
-    seconds: _Seconds = passes * least_pass_seconds(Schedule.of(policy, units), loads) + rest
+    seconds: _Seconds = passes * least_pass_seconds(Schedule.for_units(policy, units), loads) + rest
     return seconds
