@@ -221,8 +221,8 @@ class TrialRun:
             decoded=[] if self.generator is None else self.generator.sha256,
             spent=spent,
             chosen=[
-                ChosenCodec(**decision._asdict() | {"codec": str(decision.codec)})
-                for decision in self.strategy.decisions
+                ChosenCodec(step=step, what=purpose, unit=unit, hop=hop, codec=str(codec), vnmse=vnmse)
+                for step, purpose, unit, hop, codec, vnmse in self.strategy.decisions
             ],
         )
 

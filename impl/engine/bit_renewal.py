@@ -56,7 +56,7 @@ class Renewal(Observer):
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
-            of_gradients = any(one.share.what == "gradients" for one in self._choices)
+            of_gradients = any(one.share.purpose == "gradients" for one in self._choices)
             self._wire.observer = self if due and of_gradients else None
         self._measuring = due
 
@@ -80,7 +80,7 @@ class Renewal(Observer):
 
     def _choose(self) -> None:
         for one in self._choices:
-            if one.share.what == "weights":
+            if one.share.purpose == "weights":
                 for name, row in zip(one.share.units, one.squares, strict=True):
                     unit = self._units[name]
                     first, _ = unit.geometry.bounds(self._wire.mesh.rank)
@@ -96,7 +96,9 @@ class Renewal(Observer):
             self._adopt(one, share.chosen([row[1:] for row in rows]))
             for name, number, row in zip(share.units, one.chosen, rows, strict=True):
                 error, codec = row[1 + number] / row[0] if row[0] else 0.0, share.codecs[number]
-                self.decisions.append(Decision(self._clock.step, share.what, name, share.hop, codec, error))
+                self.decisions.append(
+                    Decision(self._clock.step, share.purpose, name, share.hop, codec, error)
+                )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
         """Send in these codecs from here on."""
@@ -104,7 +106,7 @@ class Renewal(Observer):
         for name, before, codec in zip(share.units, choice.chosen, chosen, strict=True):
             if codec != before:
                 unit = self._units[name]
-                unit.follow(unit.policy.decided(share.what, share.codecs[codec]))
+                unit.follow(unit.policy.decided(share.purpose, share.codecs[codec]))
         choice.chosen = chosen
 
     def state(self) -> Tensor:

@@ -61,9 +61,9 @@ def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cos
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one budget is of: the weight gathers of all units, or their reductions' hop between nodes."""
+    """The part of a budget for one purpose: all units' weight gathers, or reductions' hops between nodes."""
 
-    what: Budgeted
+    purpose: Budgeted
     hop: str  # name of its axis; empty for gathers
     codecs: tuple[Codec, ...]  # to choose from, the policy's own first
     units: tuple[str, ...]  # names, in model order
@@ -86,13 +86,13 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
     """
     kept, spared = kept_units(policy, units), policy.gather_axes(topology)[1]
     found = []
-    for what, codecs in policy.candidates.items():
+    for purpose, codecs in policy.candidates.items():
         names, sizes, elements = [], [], 0
         for index, unit in enumerate(units):
             if not unit.trainable or unit.persistent:
                 continue
             times, pieces = 1, [unit.shard]
-            if what == "gradients":
+            if purpose == "gradients":
                 pieces = [end - start for start, end in chunked(unit.piece, policy.chunks, policy.grain)]
             elif policy.stage == 3 and not spared and index not in kept:
                 times = 2  # forward and backward
@@ -101,15 +101,15 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
             elements += times * sum(pieces)
         if not names:
             raise PolicyError(f"budget '{policy.budget}': all units are frozen or persistent; choose nothing")
-        own, bits = sum(size[0] for size in sizes), getattr(policy.budget, what)
+        own, bits = sum(size[0] for size in sizes), getattr(policy.budget, purpose)
         limit = int(bits * elements / 8) if bits else own
         if own > limit:
             raise PolicyError(
-                f"budget '{policy.budget}' gives {what} {limit} bytes a rank, and {codecs[0]}, in which "
+                f"budget '{policy.budget}' gives {purpose} {limit} bytes a rank, and {codecs[0]}, in which "
                 f"training begins, takes {own}: begin with fewer bits"
             )
-        hop = topology.node_axis.name if what == "gradients" else ""
-        found.append(Share(what, hop, codecs, tuple(names), tuple(sizes), limit))
+        hop = topology.node_axis.name if purpose == "gradients" else ""
+        found.append(Share(purpose, hop, codecs, tuple(names), tuple(sizes), limit))
     return found
 
 
@@ -122,7 +122,7 @@ def at_most(
         own = {name: sizes[0] for name, sizes in zip(share.units, share.bytes, strict=True)}
         mine: dict[tuple[Link, str], int] = defaultdict(int)
         for key in sent:
-            if key.purpose == share.what and key.unit in own and share.hop in ("", key.hop):
+            if key.purpose == share.purpose and key.unit in own and share.hop in ("", key.hop):
                 mine[key.link, key.unit] += left.pop(key)
         for link in total:  # bytes that a link sends for a byte of the budget, at most
             ratios = [(nbytes, own[unit]) for (of, unit), nbytes in mine.items() if of == link]

@@ -72,7 +72,7 @@ class Decision(NamedTuple):
     """A codec that a budget chose for what a unit sends, from the gathers and reductions of a step on."""
 
     step: int  # optimizer steps before it
-    what: Budgeted
+    purpose: Budgeted
     unit: str
     hop: str  # name of the axis; empty of weights
     codec: Codec
@@ -217,7 +217,7 @@ def predict(
                     now = [one for one in decisions if one.step == steps]
                     for one, sender in itertools.product(now, senders):
                         if one.unit == sender.unit.name:
-                            sender.policy = sender.policy.decided(one.what, one.codec)
+                            sender.policy = sender.policy.decided(one.purpose, one.codec)
             case "dropped":
                 for sender in senders:
                     sender.steps = None

@@ -84,7 +84,7 @@ def test_ranks_agree_and_send_what_is_foreseen(
         assert held.get("secondary", 0) <= memory(policy, topology, units)["secondary"]
     for share in shares_of(policy, topology, units):
         for step in {decision.step for decision in decisions}:
-            codecs = {d.unit: d.codec for d in decisions if (d.step, d.what) == (step, share.what)}
+            codecs = {d.unit: d.codec for d in decisions if (d.step, d.purpose) == (step, share.purpose)}
             sizes = zip(share.units, share.bytes, strict=True)
             sent = [of[share.codecs.index(codecs[unit])] for unit, of in sizes if codecs]
             assert sum(sent) <= share.limit

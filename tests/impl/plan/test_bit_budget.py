@@ -86,7 +86,7 @@ def test_a_policys_budget_bounds_a_step(
         erred = sum(row[number] for row, number in zip(errors, chosen, strict=True))
         assert erred <= sum(row[0] for row in errors)
         decisions += [
-            Decision(1, share.what, unit, share.hop, share.codecs[number], 0.0)
+            Decision(1, share.purpose, unit, share.hop, share.codecs[number], 0.0)
             for unit, number in zip(share.units, chosen, strict=True)
         ]
     step: list[Event] = ["forward", "backward", "step"]
