@@ -233,8 +233,10 @@ class _Seconds:
         codec = policy.kept if again else policy.differences or policy.weights  # of all gathers but the first
         before = 0.0 if again else policy.planes * self._coding(codec, unit.shard, "encode")
         hops, ring = list[Hop](), policy.gather == "flat"
-        for axis, sent, elements, size in gather_hops(policy, self._topology, unit, codec, again=again):
-            if sent != codec:
+        spared = policy.gather_axes(self._topology)[1] if policy.differences and not again else None
+        sends = gather_hops(policy, self._topology, unit, codec, again=again)
+        for index, (axis, sent, elements, size) in enumerate(sends):
+            if sent != codec or index == spared:  # differences are added to the copy, whatever its type
                 before, codec = self._coding(codec, elements, "decode"), sent
             if axis.size > 1:
                 hops.append(self._hop(axis, size, ring=ring, before=before))

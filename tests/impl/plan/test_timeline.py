@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impl.codecs.codec import parse
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
@@ -133,6 +134,22 @@ def test_what_the_model_sends_is_what_is_predicted_to_the_byte(step: Step) -> No
     books = [predict(step.policy, step.topology, step.units, rank, events) for rank in ranks]
     sent = sum(sent.bytes for book in books for key, sent in book.sent.items() if key.link == "inter")
     assert step_of(MACHINE, replace(step, rate=1.0)).wire == pytest.approx(sent, rel=1e-9)
+
+
+@pytest.mark.parametrize("text", ["bf16", "int4:128"])
+def test_differences_are_decoded_to_be_added_whatever_the_type_of_the_copy(text: str) -> None:
+    """A gather of differences decodes those of all nodes beside what a gather of weights does."""
+    topology, cost = Topology(2, 2), CodecCost(encode=1.0, decode=1.0)
+    machine = replace(MACHINE, codecs={"bf16": cost, text: cost})
+    weights = Policy(secondary="node", align=128)
+    differences = replace(weights, differences=parse(text))
+    units = _units(topology, differences)
+    without, with_differences = (
+        step_of(machine, Step(policy=policy, topology=topology, units=units, parameters=1e4, tokens=1))
+        for policy in (weights, differences)
+    )
+    expected = cost.decode * topology.nodes * sum(unit.shard for unit in units)
+    assert with_differences.seconds - without.seconds == pytest.approx(expected)
 
 
 @given(steps(), st.floats(1, 100))
