@@ -148,7 +148,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     Errors end to end grow at most by :data:`GROWTH` from the first measured step on, and hpZ's copy errs as
     what it copies, but for its own rounding.  Not judged are carried errors, budgets, and first differences.
     """
-    rounding = OF_BF16 if policy.kept not in (policy.weights, policy.inside) else 0.0
+    rounding = OF_BF16 if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
         (error, error.squared_error / error.squared_value)
         for error in errors

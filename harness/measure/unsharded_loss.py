@@ -55,7 +55,7 @@ def as_gathered(
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
             own = _policy_of(unit, policy)
-            for codec in (own.weights, own.kept) if own.sends_copy else (own.weights,):
+            for codec in (own.weights, own.copy_codec) if own.sends_copy else (own.weights,):
                 _encode_and_decode(codec, unit, parameters, clock)
         yield
 

@@ -147,7 +147,7 @@ def other_codec(record: Record) -> str | None:
     if policy is None:
         return None
     asked = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
-    known = {str(codec) for one in asked for codec in (*one.codecs, one.kept)}
+    known = {str(codec) for one in asked for codec in (*one.codecs, one.copy_codec)}
     unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
     if policy.blocks == "shape":  # of each unit
         known |= {unblocked(text) for text in known}

@@ -367,7 +367,7 @@ def _run_key(trial: Trial) -> str:
     if policy is not None:
         topology = trial.topology()
         group = policy.group_ranks(topology)
-        frames = policy.kept in (policy.weights, policy.inside)
+        frames = policy.copy_codec in (policy.weights, policy.inside)
         data["policy"] = repr(
             replace(
                 policy,

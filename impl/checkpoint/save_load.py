@@ -156,7 +156,7 @@ def _identity(zero: Zero) -> dict[str, str]:
         "reduction": policy.reduce,
         "group": str(policy.group_ranks(topology)),
         "feedback": str(policy.feedback or "none"),
-        "differences": f"{policy.differences} of {policy.kept}" if policy.differences else "none",
+        "differences": f"{policy.differences} of {policy.copy_codec}" if policy.differences else "none",
         "budget": str(policy.budget or "none"),
         "seed": str(zero.clock.seed),
         "layout": hashlib.sha256(repr([unit.geometry for unit in zero.units]).encode()).hexdigest()[:16],

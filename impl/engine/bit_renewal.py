@@ -106,7 +106,7 @@ class Renewal(Observer):
         for name, before, codec in zip(share.units, choice.chosen, chosen, strict=True):
             if codec != before:
                 unit = self._units[name]
-                unit.follow(unit.policy.decided(share.purpose, share.codecs[codec]))
+                unit.follow(unit.policy.with_choice(share.purpose, share.codecs[codec]))
         choice.chosen = chosen
 
     def state(self) -> Tensor:

@@ -61,7 +61,7 @@ def memory(
         frame, fp32 = own.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        owns = [own.decided("weights", codec) for codec in own.candidates.get("weights", ())] or [own]
+        owns = [own.with_choice("weights", codec) for codec in own.candidates.get("weights", ())] or [own]
         add("secondary", max(secondary_bytes(one, topology, unit) for one in owns), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame

@@ -52,57 +52,56 @@ class PolicyError(ValueError):
 _types = functools.cache(get_type_hints)  # of a class's fields
 
 
-def _check_words(of: object) -> None:
+def _check_literals(settings: object) -> None:
     """Refuse a field whose value is none of the few that its type allows."""
-    for name, kind in _types(type(of)).items():  # type: ignore[arg-type]  # a class is hashable
-        if get_origin(kind) is Literal and (value := getattr(of, name)) not in get_args(kind):
+    for name, kind in _types(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
+        if get_origin(kind) is Literal and (value := getattr(settings, name)) not in get_args(kind):
             raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
     """The ``head`` of a text and its options, by the names of their forms; None for ``none``."""
-    head, *given = text.strip().split(":")
-    if head == "none" and not given:
+    head, *options = text.strip().split(":")
+    if head == "none" and not options:
         return None
-    found = {"head": head}
-    for option in given:
-        said = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
-        if not said or said.keys() & found.keys():
+    settings = {"head": head}
+    for option in options:
+        matches = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
+        if not matches or matches.keys() & settings.keys():
             raise PolicyError(f"{text!r}: option {option!r} is unknown or stands twice; {allowed}")
-        found |= said
+        settings |= matches
     if head not in heads:
         raise PolicyError(f"{text!r}: {allowed}")
-    return found
+    return settings
 
 
-def _written(head: str, own: object, usual: object, words: Mapping[str, str]) -> str:
-    """``head``, and each field that is not as ``usual``, after its word."""
-    values = [
-        f"{word}{getattr(own, name)}".removesuffix(".0")
-        for name, word in words.items()
-        if getattr(own, name) != getattr(usual, name)
+def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
+    """``head``, and each field that differs from ``defaults``, after its prefix."""
+    options = [
+        f"{prefix}{getattr(settings, name)}".removesuffix(".0")
+        for name, prefix in prefixes.items()
+        if getattr(settings, name) != getattr(defaults, name)
     ]
-    return ":".join([head, *values])
+    return ":".join([head, *options])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
     """How much may be gathered, in elements of the unsharded model.
 
-    A unit stays gathered from forward to backward if fewer than ``max_reuse`` run in between, as far as
-    ``max_live`` allows.  1 keeps what backward needs first, which any schedule would gather again at once:
-    what lies outside all blocks, and the last block; 0 keeps nothing.  On one rank anything but 0 keeps what
-    ``max_live`` allows.
+    A unit stays gathered from forward to backward if fewer than ``max_reuse`` elements run in between and
+    ``max_live`` allows it.  1 keeps the root's unit and the last block, which any schedule would gather again
+    at once; 0 keeps nothing.  On one rank anything but 0 keeps what ``max_live`` allows.
 
     Raises PolicyError: for limits that are negative, or no number.
     """
 
-    prefetch: int = 50_000_000  # of coming units that may be gathered ahead of the one in use
-    max_live: int = 1_000_000_000  # gathered at once; beyond it only what is in use
+    prefetch: int = 50_000_000  # gathered ahead of the unit in use
+    max_live: int = 1_000_000_000  # gathered at once; beyond it only the units in use
     max_reuse: int = 1
-    persist_below: int = 0  # parameters of fewer form a unit of stage 2, which travels unquantised; 0: none
-    persist_most: int = 2**63 - 1  # that these have in all; others, in model order, stay with their block
-    reduce_bucket: int = 500_000_000  # of gradients under way; else an earlier reduction is finished first
+    persist_below: int = 0  # smaller parameters form a unit of stage 2, which travels unquantised; 0: none
+    persist_most: int = 2**63 - 1  # of that unit; further parameters, in model order, stay with their block
+    reduce_bucket: int = 500_000_000  # of gradients under way; beyond it an earlier reduction ends first
     largest_unit: int = 0  # a larger block is cut into its parts, a larger part refused; 0 for no limit
     max_padding: float = 0.2  # share of a unit that may be padding; more is refused, naming the unit
 
@@ -116,16 +115,16 @@ class MemoryLimits:
 class Offload:
     """What lies in host memory instead of the device's (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
-    Whole units are offloaded, in model order, until at least the share is reached.  Of a trained unit whose
-    master is on the device, which is encoded on its way out, only hpZ's secondary frames go.
+    Whole units are offloaded, in model order, until at least the share is reached.  A trained unit with its
+    master on the device encodes it for each message; only its secondary frames (hpZ) go to the host.
 
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # share of trained elements whose masters, mean gradients and optimizer state lie on the host, where the
-    # optimizer steps them; the device keeps the frame that they are sent in
+    # share of trained elements with masters, mean gradients and optimizer state on the host, where the
+    # optimizer steps them; the device keeps the encoded frame
     optimizer: float = 0.0
-    # share of elements whose frames, frozen shards and hpZ's secondary frames do, brought for each gather
+    # share of elements with frames, frozen shards and secondary frames on the host, copied for each gather
     weights: float = 0.0
 
     def __post_init__(self) -> None:
@@ -136,7 +135,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """By what losses are multiplied, so that small gradients survive in fp16.
+    """The factor of losses that keeps small gradients from vanishing in fp16.
 
     Raises PolicyError: for scales that are not positive, or a negative window.
     """
@@ -147,13 +146,13 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
-            given = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
-            raise PolicyError(f"{given}: expected 0 < least <= scale <= {LARGEST_SCALE:g}, and steps, or 0")
+            values = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
+            raise PolicyError(f"{values}: expected 0 < least <= scale <= {LARGEST_SCALE:g}, and steps, or 0")
 
     def __str__(self) -> str:
         if not self.window:
             return str(self.initial).removesuffix(".0")
-        return _written("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
+        return _text("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
 
 
 DYNAMIC: Final = LossScale()
@@ -168,15 +167,15 @@ def parse_loss_scale(text: str) -> LossScale | None:
         return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
     allowed = "a loss scale is none, a number, or dynamic, then :from<scale>, :window<steps>, below 10^18"
     forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
-    if (found := _read(text, ["dynamic"], forms, allowed)) is None:
+    if (options := _read(text, ["dynamic"], forms, allowed)) is None:
         return None
-    initial, window = float(found.get("from", DYNAMIC.initial)), int(found.get("window", DYNAMIC.window))
+    initial, window = float(options.get("from", DYNAMIC.initial)), int(options.get("window", DYNAMIC.window))
     return LossScale(initial=initial, window=window, least=min(1.0, initial))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """Error feedback of gradient codecs: what an encoding leaves over is added to the next step's.
+    """Error feedback of gradient codecs: the error of an encoding is added to the next step's gradient.
 
     ``error = decay * error + (1 - decay) * (h - decoded)`` after encoding ``h = gradient + error``
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0; LoCo (2407.04480) keeps a moving
@@ -188,19 +187,19 @@ class Feedback:
 
     decay: float = 0.0  # share of the old error that stays, in [0, 1)
     reset: int = 0  # optimizer steps after which the error is forgotten; 0 for never
-    hops: Literal["last", "all"] = "last"  # whose errors are kept
+    hops: Literal["last", "all"] = "last"  # that keep their errors
     state: Dtype = "fp32"  # type of the kept error
 
     def __post_init__(self) -> None:
-        _check_words(self)
+        _check_literals(self)
         if not 0.0 <= self.decay < 1.0 or self.reset < 0:
-            given = f"decay = {self.decay} and reset = {self.reset}"
-            raise PolicyError(f"feedback: {given}; a decay is in [0, 1), a reset in steps, 0 for never")
+            values = f"decay = {self.decay} and reset = {self.reset}"
+            raise PolicyError(f"feedback: {values}; a decay is in [0, 1), a reset in steps, 0 for never")
 
     def __str__(self) -> str:
         head = "loco" if self.decay else "classic"
-        words = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
-        return _written(head, self, FEEDBACKS[head], words)
+        prefixes = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
+        return _text(head, self, FEEDBACKS[head], prefixes)
 
 
 FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
@@ -217,38 +216,38 @@ def parse_feedback(text: str) -> Feedback | None:
         "hops": "(last|all)",
         "state": f"({'|'.join(ITEM_BYTES)})",
     }
-    if (found := _read(text, FEEDBACKS, forms, allowed)) is None:
+    if (options := _read(text, FEEDBACKS, forms, allowed)) is None:
         return None
-    base, kinds = FEEDBACKS[found.pop("head")], {"decay": float, "reset": int}
-    return replace(base, **{name: kinds.get(name, str)(value) for name, value in found.items()})
+    base, kinds = FEEDBACKS[options.pop("head")], {"decay": float, "reset": int}
+    return replace(base, **{name: kinds.get(name, str)(option) for name, option in options.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitBudget:
     """Codecs that are chosen anew while a model trains, unit by unit (:mod:`impl.plan.bit_budget`).
 
-    Training begins in the policy's own codecs.  The errors that every candidate would make of the weights and
-    gradients of a step are measured, and after it the units travel in those whose errors are least in sum
-    and whose bytes are within the budget: first after step 1, then after every ``every`` steps.
+    Training begins in the policy's own codecs.  After step 1, and then every ``every`` steps, the errors of
+    all candidates on that step's weights and gradients decide: units travel in the codecs with the least sum
+    of errors within the budget's bytes.
 
-    Raises PolicyError: for numbers that are none.
+    Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
     """
 
     codecs: tuple[Codec, ...]  # candidates, beside the policy's own
     every: int = 50  # optimizer steps from one choice to the next
-    # bits an element that weight gathers may take between nodes, in the mean of a step, scales and padding
-    # included; 0 for as many as the policy's own codec takes; None chooses nothing
+    # bits an element of weight gathers between nodes at most, in the mean of a step, with scales and padding;
+    # 0 for as many as the policy's own codec takes; None chooses nothing
     weights: float | None = None
-    gradients: float | None = None  # the same of the hop of reductions that crosses nodes
+    gradients: float | None = None  # the same for the reductions' hop between nodes
 
     def __post_init__(self) -> None:
-        bits = [each for each in (self.weights, self.gradients) if each is not None]
-        if self.every < 1 or not self.codecs or not bits or not all(0 <= each < math.inf for each in bits):
+        bits = [limit for limit in (self.weights, self.gradients) if limit is not None]
+        if self.every < 1 or not self.codecs or not bits or not all(0 <= limit < math.inf for limit in bits):
             raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
 
     def __str__(self) -> str:
-        given = ((name, getattr(self, name)) for name in get_args(Budgeted))
-        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in given if bits is not None]
+        limits = ((name, getattr(self, name)) for name in get_args(Budgeted))
+        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in limits if bits is not None]
         return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
 
 
@@ -266,14 +265,14 @@ _BUDGET_TEXT: Final = (
 def parse_budget(text: str) -> BitBudget | None:
     """Read a budget, which prints back: ``gradients 4.5 every 50 of int3:128 int6:128``; None for ``none``.
 
-    Raises PolicyError: naming the text and what is allowed.  CodecError: for a codec's that means nothing.
+    Raises PolicyError: naming the text and what is allowed.  CodecError: for the text of no codec.
     """
-    if (given := " ".join(text.split())) == "none":
+    if (spaced := " ".join(text.split())) == "none":
         return None
-    if (found := re.fullmatch(_BUDGET_TEXT, given)) is None:
+    if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
         raise PolicyError(f"budget {text!r}: {_BUDGET}")
-    bits = {name: float(found[name] or 0) for name in get_args(Budgeted) if found[name] is not None}
-    return BitBudget(codecs=tuple(map(parse, found["codecs"].split())), every=int(found["every"]), **bits)
+    bits = {name: float(match[name] or 0) for name in get_args(Budgeted) if match[name] is not None}
+    return BitBudget(codecs=tuple(map(parse, match["codecs"].split())), every=int(match["every"]), **bits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,50 +285,51 @@ class Policy:
     # what is sharded (1910.02054): 1 the optimizer's state and the masters, 2 also the mean gradients, 3 also
     # the weights; 0 nothing.  Below 3 weights stay gathered until they change
     stage: Stage = 3
-    # ranks that share one copy of all that is sharded, while groups hold copies of one another (MiCS,
-    # 2205.00119; HSDP); 0 for all
+    # ranks that share one copy of all that is sharded; every group holds a copy (MiCS, 2205.00119; HSDP);
+    # 0 for all ranks
     group: int | Literal["node"] = 0
-    weights: Codec = BF16  # of every weight gather (qwZ: an integer codec)
+    weights: Codec = BF16  # of weight gathers (qwZ: an integer codec)
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # of hop 1, inside a node, and hop 2, between nodes (qgZ)
-    # ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is the library's, over all
+    # ``hierarchical`` sends a shard once across each link between nodes; ``flat`` is one ring over all ranks
     gather: Gather = "hierarchical"
-    # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all; ``ring``: blind to
-    # nodes, partial sums encoded again at each of ``world - 1`` steps, the paper's counter-example
+    # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``, the
+    # paper's counter-example: over all ranks, partial sums encoded again at each of ``world - 1`` steps
     reduce: Reduce = "two_hop"
-    chunks: int = 1  # pieces of a unit of which one travels between nodes while the next does inside them
+    chunks: int = 1  # pieces of a unit: one travels between nodes while the next travels inside them
     secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of the weights (hpZ); 0: none
-    # how it is kept and sent inside its group: ``frames`` as they came, or decoded and cast to a type, in 16
-    # bits as DeepSpeed and the paper's figure 4 do
+    # type that the copy is kept and sent in inside its group: ``frames`` as they arrived, or decoded and cast
+    # (16 bits in DeepSpeed and the paper's figure 4)
     secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
-    inside: Codec | None = None  # in which it is kept and sent, in forward too; None: as frames came
-    # in which the hops before an hpZ group send how far the masters are from the copy (SDP4Bit, 2410.15526);
-    # every rank, the owner too, adds what it decodes to its copy
+    inside: Codec | None = None  # codec of the copy instead, in forward too; None: ``secondary_format``
+    # codec of differences between masters and copy, sent by the hops before an hpZ group (SDP4Bit,
+    # 2410.15526); every rank, the owner too, adds the decoded difference to its copy
     differences: Codec | None = None
-    refresh: int = 0  # optimizer steps after which, with these, weights themselves are sent; 0 for never
+    refresh: int = 0  # optimizer steps of differences before weights themselves are sent; 0 for no limit
     feedback: Feedback | None = None  # of the gradient codecs
-    # in which what a hop brings is decoded and added up.  ``fp16`` is DeepSpeed's (``quant_reduce.cu``), to
-    # which terms and partial sums are rounded: a block with one beyond 65504 arrives as NaN
+    # type that a hop's messages are decoded to and added up in.  ``fp16`` is DeepSpeed's
+    # (``quant_reduce.cu``): terms and partial sums are rounded; a block with one beyond 65504 arrives as NaN
     sums: Sums = "fp32"
-    # ``shape`` is DeepSpeed's.  Of gradients a unit's largest matrix has ``max(rows, columns, ranks)`` blocks
-    # (``all_to_all_quant_reduce``), all else as large ones; a unit without a matrix is not quantised.  Of
-    # weights a shard has the fewest of at most 8000 elements (``CUDAQuantizer``), maybe over two parameters
+    # ``shape`` is DeepSpeed's.  Gradients: a unit's largest matrix has ``max(rows, columns, ranks)`` blocks
+    # (``all_to_all_quant_reduce``), other parameters blocks of that size; a unit without a matrix is not
+    # quantised.  Weights: a shard has the fewest blocks of at most 8000 elements (``CUDAQuantizer``), which
+    # may straddle parameters
     blocks: Literal["codec", "shape"] = "codec"
     # 2 sends weights twice, quantised along rows for forward and along columns for backward (MXFP8 in
-    # Megatron-FSDP, Megatron-LM's issue 7584), but a unit without a matrix once.  A block of columns is of as
-    # many whole rows of a shard as the codec's has elements; what makes none lies in both.  Nothing stays
-    # gathered; a block that runs again in backward is refused
+    # Megatron-FSDP, Megatron-LM's issue 7584), but a unit without a matrix once.  A block along columns spans
+    # as many whole rows of a shard as the codec's block has elements; rest rows are equal in both planes.
+    # Nothing stays gathered; recomputing a model block in backward is refused
     planes: Literal[1, 2] = 1
     # gradients are reduced after each ``micro_batch`` and added up in shards, or added up locally and reduced
     # once a ``step``; ``stage`` is ``step`` below stage 2, else ``micro_batch``
     reduce_every: Literal["stage", "micro_batch", "step"] = "stage"
     compute: Dtype = "fp32"  # of gathered weights and local gradients; sums over micro-batches are fp32
     loss_scale: LossScale | None = None  # of fp16
-    frozen: Codec | None = None  # of weights that are not trained, held so; None: fp32, sent as ``weights``
+    frozen: Codec | None = None  # that frozen weights are held and sent in; None: fp32, sent as ``weights``
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
-    budget: BitBudget | None = None  # by which codecs are chosen anew while training
+    budget: BitBudget | None = None  # for choosing codecs anew while training
     order_every: int = 32  # backward passes between checks that ranks open the same collectives; 0: never
-    align: int = 1  # elements on which parameters start beside codecs' blocks: one geometry for a suite
+    align: int = 1  # multiple on which parameters start, beside codecs' blocks: one geometry for a suite
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -339,53 +339,52 @@ class Policy:
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(f"codec {codec!r} is a {kind}: expected what codec.parse() gives")
-        _check_words(self)
-        for why in itertools.chain(self._contradictions(), self._of_copy(), self._of_budget()):
-            raise PolicyError(why)
+        _check_literals(self)
+        for reason in itertools.chain(self._contradictions(), self._copy_errors(), self._budget_errors()):
+            raise PolicyError(reason)
 
     def _contradictions(self) -> Iterator[str]:
-        """Why parts do not go together."""
+        """Why fields do not go together."""
         if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
-            given = f"chunks = {self.chunks}, align = {self.align}, order_every = {self.order_every}"
-            yield f"{given}, refresh = {self.refresh}: expected 1 to {MOST_CHUNKS}, 1 or more, and 0 or more"
+            values = f"chunks = {self.chunks}, align = {self.align}, order_every = {self.order_every}"
+            yield f"{values}, refresh = {self.refresh}: expected 1 to {MOST_CHUNKS}, 1 or more, and 0 or more"
         if self.stage < 2 and self.reduce_every == "micro_batch":
             yield f"stage {self.stage} adds gradients up locally; to reduce every micro-batch is stage 2"
         one_hop = self.reduce != "two_hop"
         if self.group != 0 and (self.stage == 0 or self.gather == "flat" or one_hop):
-            given = f"here stage {self.stage}, {self.gather}, {self.reduce}"
-            yield f"group={self.group} needs stages 1 to 3, hierarchical, two_hop; {given}"
+            values = f"here stage {self.stage}, {self.gather}, {self.reduce}"
+            yield f"group={self.group} needs stages 1 to 3, hierarchical, two_hop; {values}"
         if one_hop and (self.gradients[0] != self.gradients[1] or self.chunks > 1):
-            given = f"gradients={', '.join(map(str, self.gradients))}, chunks={self.chunks}"
-            yield f"reduce={self.reduce} has one hop; here {given}: use two_hop"
+            values = f"gradients={', '.join(map(str, self.gradients))}, chunks={self.chunks}"
+            yield f"reduce={self.reduce} has one hop; here {values}: use two_hop"
         if self.reduce == "ring" and (self.sums != "fp32" or self.feedback is not None):
-            given = f"here sums={self.sums}, feedback={self.feedback or 'none'}"
-            yield f"a ring sums others' values, in fp32; {given}: use two_hop"
-        yield from self._of_chunks(own=False)
+            values = f"here sums={self.sums}, feedback={self.feedback or 'none'}"
+            yield f"a ring sums others' values, in fp32; {values}: use two_hop"
+        yield from self._chunk_errors(user_codecs=False)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
-            free = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
-            if not free and not isinstance(codec, Raw):
+            any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
+            if not any_block and not isinstance(codec, Raw):
                 yield f"blocks = 'shape' and {codec}, whose blocks are of its format, or of its rotation"
         codec = self.weights
         if self.planes == 2 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
         ):
             yield f"planes = 2 and weights = {codec}: expected blocks, rounded to nearest and unrotated"
-        if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
-            given = (
-                f"here stage {self.stage}, secondary={self.secondary}, offload={self.offload != Offload()}"
-            )
-            yield f"planes=2: weights that stay, in hpZ or offload, have one; {given}"
+        offload = self.offload != Offload()
+        if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or offload):
+            values = f"here stage {self.stage}, secondary={self.secondary}, offload={offload}"
+            yield f"planes=2: weights that stay, in hpZ or offload, have one; {values}"
 
-    def _of_copy(self) -> Iterator[str]:
-        """Why hpZ's copy cannot be as is said."""
+    def _copy_errors(self) -> Iterator[str]:
+        """Why hpZ's copy cannot be kept or sent so."""
         formats, differences = self.secondary_format, f"differences = {self.differences}"
         if self.secondary == 0 and (formats != "frames" or self.sends_copy):
-            given = f"secondary_format = {formats}, inside = {self.inside}, {differences}"
-            yield f"secondary = 0 keeps no copy for {given}"
+            values = f"secondary_format = {formats}, inside = {self.inside}, {differences}"
+            yield f"secondary = 0 keeps no copy for {values}"
         if self.secondary != 0 and (self.stage < 3 or self.group != 0 or self.gather == "flat"):
-            given = f"here stage {self.stage}, group={self.group}, gather={self.gather}"
+            values = f"here stage {self.stage}, group={self.group}, gather={self.gather}"
             spares = f"hpZ (secondary={self.secondary}) spares stage 3's second gather"
-            yield f"{spares}, after a hierarchical one, in no group; {given}"
+            yield f"{spares}, after a hierarchical one, in no group; {values}"
         if self.inside is not None and (
             formats != "frames" or self.inside.stochastic or self.offload.weights
         ):
@@ -393,11 +392,12 @@ class Policy:
             yield f"inside = {self.inside}: expected {expected}"
         if self.refresh and self.differences is None:
             yield f"refresh = {self.refresh} is of differences, and there are none"
-        if self.differences is not None and (not isinstance(self.kept, Raw) or self.offload != Offload()):
-            yield f"{differences} are added to copies in 16 or 32 bits, not offloaded; here {self.kept}"
+        adds = isinstance(self.copy_codec, Raw) and self.offload == Offload()
+        if self.differences is not None and not adds:
+            yield f"{differences} are added to copies in 16 or 32 bits, not offloaded; here {self.copy_codec}"
 
-    def _of_budget(self) -> Iterator[str]:
-        """Why a budget has nothing to choose, or only what has one size for all codecs."""
+    def _budget_errors(self) -> Iterator[str]:
+        """Why a budget cannot choose codecs by their bytes."""
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
@@ -413,10 +413,10 @@ class Policy:
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale a shard, of any length; use a block of elements"
 
-    def _of_chunks(self, *, own: bool) -> Iterator[str]:
-        """Why gradients in codecs of ours, or in users' ``own``, cannot be cut."""
+    def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
+        """Why gradients in users' codecs, or in all others, cannot be cut into chunks."""
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
-            if isinstance(codec, OwnCodec) == own and codec.block == "shard":
+            if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
                 yield f"chunks = {self.chunks} cut a shard, of which {codec} has one scale; use blocks"
 
     @property
@@ -426,50 +426,50 @@ class Policy:
 
     @property
     def grain_in_words(self) -> str:
-        """What the grain is the common multiple of: the codecs, and the alignment that was asked for."""
+        """The codecs, and the alignment, that make the grain."""
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
         return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Of weights, gradients in both hops, weights inside a group, differences, frozen ones, budget."""
+        """Codecs of weights, both hops of gradients, hpZ's copy, differences, frozen weights, budget."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
 
     @property
     def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
-        """Codecs that a budget chooses from, the policy's own first, by what travels in them."""
+        """Codecs that a budget chooses from, the policy's own first, by purpose."""
         if (budget := self.budget) is None:
             return {}
-        own: dict[Budgeted, Codec] = {"weights": self.weights, "gradients": self.gradients[1]}
+        initial: dict[Budgeted, Codec] = {"weights": self.weights, "gradients": self.gradients[1]}
         return {
             name: tuple(dict.fromkeys([codec, *budget.codecs]))
-            for name, codec in own.items()
+            for name, codec in initial.items()
             if getattr(budget, name) is not None
         }
 
-    def decided(self, what: Budgeted, codec: Codec) -> Policy:
+    def with_choice(self, purpose: Budgeted, codec: Codec) -> Policy:
         """The policy once a budget has chosen ``codec``; parameters and chunks start where they did."""
-        chosen: Any = {"weights": codec} if what == "weights" else {"gradients": (self.gradients[0], codec)}
-        return replace(self, align=self.grain, **chosen)
+        sent: Any = {"weights": codec, "gradients": (self.gradients[0], codec)}[purpose]
+        return replace(self, align=self.grain, **{purpose: sent})
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
-        """Those that are users' own."""
+        """Codecs that users brought."""
         return tuple(codec for codec in self.codecs if isinstance(codec, OwnCodec))
 
     @property
-    def kept(self) -> Codec:
-        """How hpZ's copy is encoded."""
+    def copy_codec(self) -> Codec:
+        """The codec that hpZ's copy is kept and sent in."""
         if self.inside is not None:
             return self.inside
         return self.weights if self.secondary_format == "frames" else Raw(self.secondary_format)
 
     @property
     def sends_copy(self) -> bool:
-        """Whether forward, too, sends hpZ's copy inside its group, in place of the frames that came."""
+        """Whether forward, too, sends hpZ's copy inside its group, not the frames from other nodes."""
         return self.inside is not None or self.differences is not None
 
     @property
@@ -480,16 +480,16 @@ class Policy:
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """The policy of units of a kind: most have the model's own.
 
-        Frozen units are sent in the codec in which they are held; of them, and of persistent ones, no budget
-        chooses.  A persistent unit, of small parameters, stays gathered and travels unquantised, in the type
-        that is computed in where the policy quantises.
+        Frozen units are sent in the codec that holds them.  A persistent unit, of small parameters, stays
+        gathered and travels unquantised, in the compute type where the policy quantises.  Neither has a
+        budget.
         """
         changes: dict[str, Any] = {}
         if persistent:
             changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
             changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
             changes["gradients"] = tuple(map(self._unquantised, self.gradients))
-        if not trainable:  # such weights never differ
+        if not trainable:  # frozen weights never differ
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
         return replace(self, **changes)
@@ -498,16 +498,16 @@ class Policy:
         return codec if isinstance(codec, Raw) else Raw(self.compute)
 
     def for_unit(self, unit: UnitGeometry) -> Policy:
-        """The policy of a unit that is laid out, with its blocks and planes."""
+        """The policy of a laid-out unit, with its blocks and planes."""
         policy = self.for_kind(trainable=unit.trainable, persistent=unit.persistent)
         shaped = policy.by_shape([slot.spec.shape for slot in unit.slots], unit.world, unit.shard)
         return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
 
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
-        """The policy of parameters of these ``shapes``, of which each of ``world`` ranks reduces a part.
+        """The policy of a unit of these ``shapes``, reduced by ``world`` ranks.
 
-        Of no shapes, a unit that is known by its size alone, blocks of gradients and planes are the policy's.
-        ``shard`` is the elements of a rank's; 0 before it is laid out, when any block of weights fits.
+        Without shapes, for a unit known by its size alone, blocks of gradients and planes are the policy's.
+        ``shard`` is the elements of a rank's shard; 0 before layout, when any block of weights fits.
         """
         matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
         policy = replace(self, planes=1) if shapes and not matrices else self
@@ -537,16 +537,16 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
-            for why in self._of_own_codecs():
-                raise PolicyError(why)
+            for reason in self._user_codec_errors():
+                raise PolicyError(reason)
         except ValueError as error:
             raise PolicyError(str(error)) from None
         if "gradients" in self.candidates and topology.nodes == 1:
             raise PolicyError(f"budget '{self.budget}' is of gradients between nodes, and {topology} has one")
 
-    def _of_own_codecs(self) -> Iterator[str]:
-        """What only users' own objects say, which a policy that is merely read does not import."""
-        yield from self._of_chunks(own=True)
+    def _user_codec_errors(self) -> Iterator[str]:
+        """Why users' codecs do not fit; importing them is left until the policy is used."""
+        yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
             kinds = ", ".join(codec.thing.kinds)
             if "fp32" not in codec.thing.kinds:
@@ -561,7 +561,7 @@ class Policy:
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Hops of a weight gather, and how many of them the secondary spares."""
+        """Hops of a weight gather, and the number of them that the secondary spares."""
         group = self.group_ranks(topology)
         if self.stage == 0 or group < topology.world:
             axes, outside = topology.gather_axes(group)
@@ -571,18 +571,20 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Hops that bring a mean gradient to all groups, none for one group, and the codec it travels in."""
+        """Hops that bring a mean gradient to all groups, and its codec; no hops for one group."""
         axes, outside = topology.gather_axes(self.group_ranks(topology))
         between = tuple(axis for axis in axes[:outside] if axis.size > 1)
         return between, self.gradients[any(map(topology.crosses, between))]
 
     def feedback_hops(self, topology: Topology) -> tuple[bool, ...]:
         """For each hop of a reduction, first hop first, whether its error is kept."""
-        last, kept = len(self.reduce_axes(topology)) - 1, self.feedback
-        return tuple(kept is not None and (kept.hops == "all" or hop == last) for hop in range(last + 1))
+        last, feedback = len(self.reduce_axes(topology)) - 1, self.feedback
+        if feedback is None:
+            return (False,) * (last + 1)
+        return tuple(feedback.hops == "all" or hop == last for hop in range(last + 1))
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Hops of a gradient reduction, of several ranks each, with their codecs, first hop first."""
+        """Hops of a gradient reduction of more than one rank, with their codecs, first hop first."""
         axes: tuple[Axis, ...] = (topology.world_axis,)
         if self.reduce == "two_hop":
             axes = (topology.local_axis, topology.node_axis)
@@ -597,7 +599,7 @@ _NO_COPY: Final[dict[str, Any]] = {  # without hpZ
 
 
 def weight_block(shard: int) -> int:
-    """Elements of a block of weights by DeepSpeed's search: the most that divide ``shard``; 1 of none."""
+    """Elements of a block of weights in DeepSpeed: the most that divide ``shard``; 1 for an empty one."""
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
 
 
@@ -669,7 +671,7 @@ def preset(name: str, **changes: object) -> Policy:
     """A preset with some fields replaced.  Raises PolicyError: for an unknown name or field."""
     if name not in tuple(PRESETS):  # which compares, and hashes nothing
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
-    known = sorted(field.name for field in fields(Policy))
-    if unknown := [key for key in changes if key not in known]:
-        raise PolicyError(f"unknown policy field {unknown[0]!r}: expected one of {', '.join(known)}")
+    names = sorted(field.name for field in fields(Policy))
+    if unknown := [name for name in changes if name not in names]:
+        raise PolicyError(f"unknown policy field {unknown[0]!r}: expected one of {', '.join(names)}")
     return replace(PRESETS[name], **changes)  # type: ignore[arg-type]  # checked by Policy itself

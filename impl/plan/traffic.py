@@ -149,7 +149,7 @@ def gather_hops(
     frames = 1
     for index, axis in enumerate(axes):
         if spared == index > 0 and (again or policy.sends_copy):
-            codec = policy.kept
+            codec = policy.copy_codec
         if index >= spared or not again:
             yield axis, codec, frames * unit.shard, frames * policy.planes * codec.frame_bytes(unit.shard)
         frames *= axis.size
@@ -217,7 +217,7 @@ def predict(
                     now = [one for one in decisions if one.step == steps]
                     for one, sender in itertools.product(now, senders):
                         if one.unit == sender.unit.name:
-                            sender.policy = sender.policy.decided(one.purpose, one.codec)
+                            sender.policy = sender.policy.with_choice(one.purpose, one.codec)
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -322,4 +322,4 @@ def secondary_bytes(policy: Policy, topology: Topology, unit: UnitGeometry, kept
     """Bytes on one rank of hpZ's copy of a unit, whose own policy it is, as it is or would be ``kept``."""
     axes, spared = policy.gather_axes(topology)
     copies = math.prod(axis.size for axis in axes[:spared]) if spared else 0
-    return copies * (kept or policy.kept).frame_bytes(unit.shard)
+    return copies * (kept or policy.copy_codec).frame_bytes(unit.shard)

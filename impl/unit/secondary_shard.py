@@ -45,7 +45,7 @@ class SecondaryShard:
     def __init__(
         self, geometry: UnitGeometry, context: UnitContext, axes: Sequence[Axis], *, offloaded: bool
     ) -> None:
-        self._policy, self.codec = context.policy, context.policy.kept
+        self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
         self.copies, self._own = 1, 0  # of shards of S elements, and which of them is of this rank's own

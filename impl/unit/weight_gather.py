@@ -82,7 +82,7 @@ class WeightGather:
         if policy.planes > 1 and isinstance(policy.weights, Blocked):
             self._weights = _Planes(self, policy.weights)
         if between:
-            self._copy = copy = _Copy(self, policy.kept)
+            self._copy = copy = _Copy(self, policy.copy_codec)
             self._weights = _Between(self, policy.weights, copy if policy.sends_copy else frames)
             if policy.differences is not None:
                 self._differences = _Differences(self, policy.differences, copy)

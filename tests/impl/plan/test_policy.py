@@ -49,13 +49,13 @@ COPY: dict[str, Any] = {"secondary": "node", "secondary_format": "bf16", "differ
 PLANES: dict[str, Any] = {"planes": 2, "weights": MXFP8}
 SHAPE: dict[str, Any] = {"blocks": "shape"}
 WEIGHTS, GRADIENTS = (
-    {"budget": parse_budget(f"{each} every 5 of int4:32")} for each in ("weights", "gradients")
+    {"budget": parse_budget(f"{purpose} every 5 of int4:32")} for purpose in ("weights", "gradients")
 )
 SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0)
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"gradients": BF16}, "expected a tuple of two codecs, of hop 1 and of hop 2"),
         ({"weights": "int8:32"}, "codec 'int8:32' is a str: expected what"),
@@ -107,11 +107,11 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
         ((Feedback, {"decay": 1.0}), "a decay is in"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: Any, words: str) -> None:
-    """What no topology could run, in a policy or a part of it, is refused in one line where it is made."""
-    kind, given_fields = fields if isinstance(fields, tuple) else (Policy, fields)
-    with pytest.raises(PolicyError, match=words) as caught:
-        kind(**given_fields)
+def test_what_cannot_be_is_refused(fields: Any, message: str) -> None:
+    """A policy, or a part of it, that no topology could run is refused in one line where it is made."""
+    kind, values = fields if isinstance(fields, tuple) else (Policy, fields)
+    with pytest.raises(PolicyError, match=message) as caught:
+        kind(**values)
     assert "\n" not in str(caught.value)
 
 
@@ -127,18 +127,18 @@ def test_unknown_names_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "fits", "other", "words"),
+    ("policy", "fits", "other", "message"),
     [
         (preset("hpz", secondary=3), Topology(2, 3), Topology(2, 2), "3 ranks does not fit 2 nodes"),
         (Policy(**GRADIENTS), Topology(2, 1), Topology(1, 4), "between nodes, and 1x4 has one"),
     ],
 )
 def test_a_topology_that_does_not_fit_is_refused_there_and_not_before(
-    policy: Policy, fits: Topology, other: Topology, words: str
+    policy: Policy, fits: Topology, other: Topology, message: str
 ) -> None:
     """A group's size, and a budget of gradients on one node, which has no hop between nodes."""
     policy.check(fits)
-    with pytest.raises(PolicyError, match=words):
+    with pytest.raises(PolicyError, match=message):
         policy.check(other)
 
 
@@ -146,7 +146,7 @@ EXPECTED = "expected none, or weights, gradients or both"
 
 
 @pytest.mark.parametrize(
-    ("read", "text", "words"),
+    ("read", "text", "message"),
     [
         (parse_feedback, "locko", "expected none, classic or loco"),
         (parse_feedback, "loco:all:last", "option 'last' is unknown or stands twice"),
@@ -160,16 +160,18 @@ EXPECTED = "expected none, or weights, gradients or both"
         ),
     ],
 )
-def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, words: str) -> None:
+def test_impossible_texts_are_refused(read: Callable[[str], object], text: str, message: str) -> None:
     """A text that is no feedback, no budget or no loss scale raises one line that says what is allowed."""
-    with pytest.raises(ValueError, match=words) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         read(text)
     assert "\n" not in str(caught.value)
 
 
 BITS = st.none() | st.floats(0, 32).map(lambda bits: round(bits, 3))
-OF = st.lists(st.sampled_from(["int4:128", "bf16", "nvfp4", "int4:128:hadamard32"]), min_size=1, unique=True)
-TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by who reads them
+CODECS = st.lists(
+    st.sampled_from(["int4:128", "bf16", "nvfp4", "int4:128:hadamard32"]), min_size=1, unique=True
+)
+TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by their parser
     parse_feedback: feedbacks | st.just(Feedback(decay=0.8, reset=1024, hops="all")),
     parse_loss_scale: st.builds(
         lambda initial, window: LossScale(initial=initial, window=window, least=min(1.0, initial)),
@@ -180,7 +182,7 @@ TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by who reads th
         lambda both, every, codecs: BitBudget(weights=both[0], gradients=both[1], every=every, codecs=codecs),
         st.tuples(BITS, BITS).filter(any),
         st.integers(1, 10**6),
-        OF.map(lambda texts: tuple(map(parse, texts))),
+        CODECS.map(lambda texts: tuple(map(parse, texts))),
     ),
 }
 
@@ -188,16 +190,14 @@ TEXTS: dict[Callable[[str], Any], st.SearchStrategy[Any]] = {  # by who reads th
 @pytest.mark.parametrize("read", TEXTS)
 @given(data=st.data())
 def test_texts_read_back(read: Callable[[str], Any], data: st.DataObject) -> None:
-    """Reading the text of any feedback, loss scale or budget gives what has that text: all but digits of a
-    scale beyond the sixth.
-    """
-    given_value = data.draw(TEXTS[read])
-    found = read(str(given_value))
-    assert str(found) == str(given_value)
-    if isinstance(found, LossScale):
-        assert found.initial == pytest.approx(given_value.initial, rel=1e-5)
-        given_value = replace(given_value, initial=found.initial, least=found.least)
-    assert found == given_value
+    """Parsing the text of a feedback, loss scale or budget gives it back, but for a scale's seventh digit."""
+    setting = data.draw(TEXTS[read])
+    parsed = read(str(setting))
+    assert str(parsed) == str(setting)
+    if isinstance(parsed, LossScale):
+        assert parsed.initial == pytest.approx(setting.initial, rel=1e-5)
+        setting = replace(setting, initial=parsed.initial, least=parsed.least)
+    assert parsed == setting
 
 
 def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
@@ -216,7 +216,7 @@ def test_states_in_a_group_are_gathered_inside_and_reduced_over_all() -> None:
 
 
 def test_small_parameters_travel_unquantised() -> None:
-    """The policy of a persistent unit is of stage 2, in the type computed in where the model's quantises."""
+    """The policy of a persistent unit is of stage 2, in the compute type where the model's quantises."""
     for codec in (FP32, BF16, FP16):
         small = preset("zeropp", compute=codec.dtype).for_kind(persistent=True)
         assert (small.stage, small.weights, small.gradients, small.secondary) == (2, codec, (codec, codec), 0)
@@ -252,27 +252,27 @@ SHAPES = st.lists(st.lists(st.integers(1, 96), min_size=1, max_size=3), min_size
 def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
     shapes: list[list[int]], world: int, times: int
 ) -> None:
-    """Gradients have blocks of ``numel // max(rows, columns, ranks)`` in both hops, and what has no matrix
-    travels as it is; weights those of the shard; all else of the policy stays.
+    """Gradients have blocks of ``numel // max(rows, columns, ranks)`` in both hops, and travel unquantised
+    without a matrix; weights have those of the shard; all else of the policy stays.
     """
     policy = PRESETS["zeropp-shipped"]
     matrices = [shape for shape in shapes if len(shape) > 1]
-    found = policy.by_shape(shapes, world, 32 * times)
-    assert found.weights == replace(policy.weights, block=weight_block(32 * times))
+    shaped = policy.by_shape(shapes, world, 32 * times)
+    assert shaped.weights == replace(policy.weights, block=weight_block(32 * times))
     if matrices:
         largest = max(matrices, key=math.prod)
         block = max(1, math.prod(largest) // max(*largest[:2], world))
-        assert found.gradients == (parse(f"int4:{block}:clip"),) * 2
-        assert found.sums == "fp16"
+        assert shaped.gradients == (parse(f"int4:{block}:clip"),) * 2
+        assert shaped.sums == "fp16"
     else:
-        assert (found.gradients, found.sums) == ((FP32, FP32), "fp32")
-    same = replace(found, weights=policy.weights, gradients=policy.gradients, sums="fp16", blocks="shape")
+        assert (shaped.gradients, shaped.sums) == ((FP32, FP32), "fp32")
+    same = replace(shaped, weights=policy.weights, gradients=policy.gradients, sums="fp16", blocks="shape")
     assert same == policy
     assert preset("zeropp").by_shape(shapes, world, 32 * times) == preset("zeropp")
 
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
-    """Two planes are of matrices: a unit of vectors has one; of no known shapes they are the policy's."""
+    """Two planes are of matrices: a unit of vectors has one; without known shapes they are the policy's."""
     policy = PRESETS["mxfp8-planes"]
     for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
         assert policy.by_shape(shapes, 4).planes == planes
@@ -285,9 +285,9 @@ def test_a_decided_policy_keeps_the_layout() -> None:
     policy = Policy(
         weights=parse("int8:96"), budget=parse_budget("weights gradients every 5 of int4:128 int6:64")
     )
-    for what in policy.candidates:
-        for codec in policy.candidates[what]:
-            decided = policy.decided(what, codec)
+    for purpose, codecs in policy.candidates.items():
+        for codec in codecs:
+            decided = policy.with_choice(purpose, codec)
             assert decided.grain == policy.grain == 384
             assert decided.gradients[0] == policy.gradients[0]
     assert policy.for_kind(trainable=False).budget is policy.for_kind(persistent=True).budget is None
