@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from harness.suites.answering_quantity import Said
+from harness.suites.answering_quantity import ChosenQuantity
 from impl.deepspeed.recipe import Finding
 from impl.plan.shard_layout import padding_share
 
@@ -290,7 +290,7 @@ class Record(_Part):
     order: int
     sweep: int = 0
     role: Literal["", "baseline", "contrast"] = ""
-    answer: Said = ""
+    answer: ChosenQuantity = ""
     margin: int = 0
     machine: dict[str, Any]
     code: dict[str, Any]

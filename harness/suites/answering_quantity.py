@@ -9,15 +9,15 @@ from harness.suites.trial import Trial
 
 LEAST_STEPS: Final = 100  # of training, before which losses hardly depend on what is compared
 
-Said = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
+ChosenQuantity = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
 """What a suite may name with the key ``answer``; empty leaves it to the axes."""
 Quantity = Literal["loss", "step", "bytes", "error", "memory", "trials", "rate", "nodes", "size", "tokens"]
 
 
-def quantity(trials: Sequence[Trial], said: Said = "") -> Quantity:
-    """The quantity that answers a suite's question: what it ``said``, else the first that applies."""
-    if said:
-        return said
+def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
+    """The quantity that answers a suite's question: ``answer``, else the first that applies."""
+    if answer:
+        return answer
     if all(trial.workload == "generate" for trial in trials):
         return "tokens"
     if any(trial.memory_limit is not None for trial in trials):

@@ -31,7 +31,7 @@ class Repeats:
     most: int = 1  # times that any is; the first repeat of sweep s has number ``s * most``
 
     @classmethod
-    def of(cls, value: Any) -> Repeats:
+    def parse(cls, value: Any) -> Repeats:
         """Read the key: a whole number, ``until 2 %`` or ``until 2 %, at most 30``; else a ValueError."""
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, BeforeValidator, Field
 
 from harness.errors import Refusal
-from harness.suites.answering_quantity import Said
+from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.repeat_order import Repeats, interleaved
 from harness.suites.trial import Trial
 
@@ -26,7 +26,7 @@ class Answer(BaseModel, extra="forbid", frozen=True):
     stop: bool = False  # whether the sweep ends if it has failed still
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def parse(cls, value: Any) -> Self:
         """Read ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; a ValueError for any other."""
         found = _ANSWER.fullmatch(value) if isinstance(value, str) else None
         if found is None:
@@ -37,19 +37,19 @@ class Answer(BaseModel, extra="forbid", frozen=True):
 SKIP: Final = Answer()
 
 
-class Asked(BaseModel, extra="forbid", frozen=True):
+class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     """What a suite's file says of the suite as a whole."""
 
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
     time: str = "not stated"  # how long it takes
-    repeats: Annotated[Repeats, BeforeValidator(Repeats.of)] = Repeats()  # how often each trial is run
-    on_failure: dict[Kind, Annotated[Answer, BeforeValidator(Answer.of)]] = {}  # `SKIP` for others
-    answer: Said = ""  # the quantity that answers the question; empty leaves it to the axes
+    repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
+    on_failure: dict[Kind, Annotated[Answer, BeforeValidator(Answer.parse)]] = {}  # `SKIP` for others
+    answer: ChosenQuantity = ""  # the quantity that answers the question; empty leaves it to the axes
     margin: int = Field(0, ge=0)  # steps of training that losses may differ by; 0 leaves it to the report
 
 
-class Suite(Asked):
+class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
     cells: tuple[Trial, ...] = ()  # each trial once

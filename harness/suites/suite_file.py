@@ -29,7 +29,7 @@ from harness.suites.contradictions import check
 from harness.suites.peers import PEERS
 from harness.suites.policy_scope import foreign
 from harness.suites.repeat_order import BASELINE, Repeats, compared, setting_of
-from harness.suites.suite import Asked, Suite
+from harness.suites.suite import Suite, SuiteKeys
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
 
@@ -48,7 +48,7 @@ class _Override(BaseModel, extra="forbid", frozen=True):
     set: dict[str, Any]
 
 
-class _File(Asked):
+class _File(SuiteKeys):
     """The top-level keys of a suite file."""
 
     baseline: dict[str, Any] = Field({})
@@ -185,7 +185,7 @@ def _expanded(file: _File) -> Suite:
     _check_baselines(file.repeats, unique)
     once = {id(trial) for trial in unique}
     return Suite.model_construct(
-        **{name: getattr(file, name) for name in Asked.model_fields},
+        **{name: getattr(file, name) for name in SuiteKeys.model_fields},
         cells=tuple(unique),
         merged=tuple(cell for trial, cell in zip(trials, told, strict=True) if id(trial) not in once),
         kept=tuple(left_out),

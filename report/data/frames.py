@@ -19,7 +19,7 @@ from harness.records import record as schema
 from harness.records.record import Record, RecordError, joules, read_all, wrong_field
 from harness.records.trace_record import Trace, read_traces
 from harness.suites import labels
-from harness.suites.answering_quantity import Said
+from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.repeat_order import CONTENDER
 from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
@@ -81,7 +81,7 @@ class Frames:
         columns = list(rows[records[0].id])
         self.suite = ", ".join(sorted({record.suite for record in records}))
         self.questions = tuple(sorted({record.question for record in records if record.question}))
-        self.answer: Said = answers.pop() if len(answers) == 1 else ""  # the quantity, if all name one
+        self.answer: ChosenQuantity = answers.pop() if len(answers) == 1 else ""  # if all name one
         self.margin = min(
             record.margin for record in records
         )  # steps that losses may differ by; 0: none named

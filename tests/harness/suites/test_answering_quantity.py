@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from harness.suites.answering_quantity import Quantity, Said, quantity
+from harness.suites.answering_quantity import ChosenQuantity, Quantity, quantity
 from harness.suites.suite_file import SuiteError, load
 
 SUITES = Path(__file__).resolve().parents[3] / "suites"
@@ -31,7 +31,7 @@ def test_a_suite_names_one_of_the_quantities(tmp_path: Path) -> None:
     """What it names comes before the axes; any other word is refused with those that there are."""
     path = tmp_path / "q.toml"
     text = 'name = "q"\nquestion = "Less?"\nanswer = "{}"\n[defaults.cluster]\nnodes = 2\n'
-    words = set(get_args(Said)) - {""}
+    words = set(get_args(ChosenQuantity)) - {""}
     assert words <= set(get_args(Quantity))
     for word in words:
         path.write_text(text.format(word))

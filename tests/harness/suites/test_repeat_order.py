@@ -28,7 +28,7 @@ def repeated(read: Read, repeats: str, strategies: str = '["zero3", "zeropp", "q
 )
 def test_repeats_are_a_number_or_a_width(said: object, meant: Repeats) -> None:
     """A whole number, or a share of the ratio, with a limit that is stated where the suite states none."""
-    assert Repeats.of(said) == meant
+    assert Repeats.parse(said) == meant
     assert str(meant.most) in str(meant)
 
 
