@@ -353,7 +353,7 @@ def list_checkpoints(
             optimizers = ", ".join(one["kind"] for one in manifest.optimizers) or "none"
             nbytes = sum(size for size, _ in manifest.files)
             said = (
-                f"{train_command.told_steps(manifest)}, {manifest.numel:,} elements in "
+                f"{train_command.steps_text(manifest)}, {manifest.numel:,} elements in "
                 f"{len(manifest.parameters)} parameters, optimizers {optimizers}, {nbytes:,} bytes "
                 f"in {len(manifest.files)} files, from {manifest.topology} ranks at stage "
                 f"{manifest.of.get('stage')}; {manifest.writer}; "

@@ -182,7 +182,7 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
     )
 
 
-def told_steps(manifest: Manifest) -> str:
+def steps_text(manifest: Manifest) -> str:
     """How far a checkpoint's run was, counted as its log counts: a step that an overflow skipped is one."""
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
