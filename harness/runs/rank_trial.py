@@ -54,7 +54,7 @@ from harness.suites import folder
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.generation import Counts, Generator
-from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_of
+from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.own_rows import decoded_sha256
@@ -67,7 +67,7 @@ class Assignment:
 
     trial: Trial
     probe_bytes: int | None  # size of a probe's message; None for no probe
-    folder: Path = field(default_factory=folder.here)  # from which the trial's own inputs are found
+    folder: Path = field(default_factory=folder.current)  # from which the trial's own inputs are found
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ class TrialRun:
         self.generator.run(self.strategy.model.eval(), index=index, warmup=index < self.trial.warmup)
         self.events += ["evaluate"] * self.trial.generate.tokens
 
-    def _collect(self, judges: Judges, index: int, clock: StepClock) -> Given:
+    def _collect(self, judges: Judges, index: int, clock: StepClock) -> ExperienceBatch:
         """What step ``index`` trains on."""
         found = collect(
             self.trial, self.data, self.strategy.model, judges, rank=self.rank.rank, index=index, clock=clock

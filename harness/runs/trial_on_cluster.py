@@ -58,7 +58,7 @@ class TrialRunner:
     results: Path  # folder of the records, in which logs of failures are left
     nodes: Nodes | None  # those of a launcher; None if all ranks run on this host
     _links: dict[str, Link] = field(default_factory=dict)  # by what joins the nodes
-    _folder: Path = field(default_factory=folder.here)
+    _folder: Path = field(default_factory=folder.current)
     _cores: int = field(default_factory=machine.cores)
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
 from harness.workloads.generation import decode
 from harness.workloads.models import shape_of
-from harness.workloads.rank_batches import Batches, Given, RankBatches, batches_of
+from harness.workloads.rank_batches import Batches, ExperienceBatch, RankBatches, batches_of
 from harness.workloads.reinforcement import Experience, group_advantages, sampler, targets_of
 from impl.engine.masters import Stepped
 from impl.plan.traffic import Event
@@ -68,7 +68,7 @@ class TrainingLoop:
         self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
         self.events: list[Event] = []  # of all passes and steps so far
         self.checks: TrainingChecks | None = None  # of every step, if any
-        self.collect: Callable[[int, StepClock], Given] | None = None  # makes what a step trains on, if any
+        self.collect: Callable[[int, StepClock], ExperienceBatch] | None = None  # makes a step's batch
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
         """Take one optimizer step; all ranks must call it."""
@@ -107,7 +107,7 @@ def collect(
     rank: int,
     index: int,
     clock: StepClock,
-) -> Given:
+) -> ExperienceBatch:
     """What step ``index`` of a rank trains on: beginnings, each continued ``rlhf.group`` times.
 
     The actor is passed once a token, the judges once; all ranks must call it, if the models are sharded.
@@ -124,4 +124,4 @@ def collect(
     with clock.part("score"), torch.no_grad():
         reference, rewards = judges(sequences, targets)
     experience = Experience(targets, group_advantages(rewards, group), reference, trial.rlhf.kl)
-    return Given((sequences[:, :-1], experience), drawn)
+    return ExperienceBatch((sequences[:, :-1], experience), drawn)

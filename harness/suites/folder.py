@@ -17,11 +17,11 @@ def find_from(folder: Path) -> None:
     named_object.see(_folder)
 
 
-def here() -> Path:
+def current() -> Path:
     """The folder from which inputs are found, absolute."""
     return Path.cwd() if _folder is None else _folder
 
 
 def path_of(path: str) -> Path:
     """A path that a suite names; relative ones are of its folder."""
-    return here() / os.path.expanduser(path)  # noqa: PTH111  # which leaves "~nobody" as it is
+    return current() / os.path.expanduser(path)  # noqa: PTH111  # which leaves "~nobody" as it is

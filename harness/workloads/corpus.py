@@ -89,7 +89,7 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         files = sorted(path for path in found if path.is_file())
     else:
         wanted = f"expected one, {STDLIB!r} for Python's standard library, or module:function"
-        raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.here()}; {wanted}")
+        raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.current()}; {wanted}")
     if not files:
         raise CorpusError(f"corpus {source!r}: no files in it")
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
@@ -110,7 +110,7 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
     if holds_arrays(source):
         if tokenizer is not None:
             raise CorpusError(f"corpus {source!r}: has tokens already; expected no tokenizer beside it")
-        return _of_arrays(source, folder.here())
+        return _of_arrays(source, folder.current())
     files, _ = _files_of(source)
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
         text = b"\n".join(path.read_bytes() for path in files)

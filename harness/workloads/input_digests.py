@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # suites need pydantic, which a machine that only tries the l
 
 def digests(trial: Trial) -> dict[str, str]:
     """SHA-256 of the ``corpus``, and of the file of each ``module:object``, where they can be read."""
-    found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.here())}
+    found = {"corpus": _corpus_digest(trial.corpus, trial.tokenizer, folder.current())}
     found |= {name: _module_digest(text.partition(":")[0]) for name, text in own_objects(trial).items()}
     return {name: digest for name, digest in found.items() if digest is not None}
 

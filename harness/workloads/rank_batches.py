@@ -18,7 +18,7 @@ Batch = tuple[Tensor, Tensor]  # what the model reads, and what it is to answer
 
 
 class Batches(Protocol):
-    """What a step's passes read: :class:`RankBatches`, or :class:`Given`."""
+    """What a step's passes read: :class:`RankBatches`, or :class:`ExperienceBatch`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
         """For each micro-batch of a step, the batches of each rank whose batches these are."""
@@ -30,7 +30,7 @@ def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ExperienceBatch:
     """One batch that was made of others, whatever the step."""
 
     batch: tuple[Tensor, Any]  # what the model reads, and what it is to answer
