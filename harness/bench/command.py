@@ -20,7 +20,7 @@ from harness.cluster.rank import Rank
 from harness.errors import Refusal
 from harness.measure import machine
 from harness.records import bench_record
-from harness.records.bench_record import Bench, ElementType, Sample, Subject, together
+from harness.records.bench_record import Bench, ElementType, Sample, Subject, merge_ranks
 from harness.suites.labels import counted
 from harness.suites.parse_quantity import CANONICAL, parse_rate
 
@@ -165,7 +165,7 @@ class _Run:
         """Samples of all ranks as one, with the place among their names."""
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
-        samples = together(self.on_ranks(target, topology, mbit))
+        samples = merge_ranks(self.on_ranks(target, topology, mbit))
         return [sample.model_copy(update={"names": sample.names | names}) for sample in samples]
 
     def on_ranks(

@@ -52,7 +52,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
 
-def together(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
+def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """All ranks' samples as one: of every round the slowest rank's seconds, and everybody's bytes."""
     found = []
     for samples in zip(*ranks, strict=True):

@@ -18,7 +18,7 @@ from harness.bench.rounds import interleaved
 from harness.cluster import link, rank_processes
 from harness.cluster.rank import Rank
 from harness.records import bench_record
-from harness.records.bench_record import Sample, together
+from harness.records.bench_record import Sample, merge_ranks
 from harness.records.record import RecordError
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
@@ -162,7 +162,7 @@ def test_together() -> None:
         )
         for took, sent in (([1.0, 2.0], {"inter": 0, "intra": 5}), ([3.0, 1.0], {"inter": 0, "intra": 6}))
     )
-    (found,) = together([[fast], [slow]])
+    (found,) = merge_ranks([[fast], [slow]])
     assert found.seconds == found.parts["first"] == [3.0, 2.0]
     assert found.reference_seconds == [2.0, 3.0]
     assert found.sent == {"inter": 0, "intra": 11}
