@@ -24,6 +24,6 @@ def on_host(memory: dict[str, int]) -> dict[str, int]:
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
-def together(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     """Bytes by part of two engines on one rank."""
-    return {part: one.get(part, 0) + other.get(part, 0) for part in one | other}
+    return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

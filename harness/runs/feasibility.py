@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from harness.errors import LinkError, Refusal
 from harness.measure import machine
-from harness.records.memory_parts import on_device, on_host, together, without_training
+from harness.records.memory_parts import on_device, on_host, sum_parts, without_training
 from harness.records.record import Failure, Record, path_of, read, read_all
 from harness.runs.predict import (
     Models,
@@ -176,7 +176,7 @@ def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict
         if trial.workload == "rlhf":
             with unfilled():
                 judges = plan_units(judges_of(trial, model), topology, policy)
-            memory = together(memory, held.memory(policy, topology, judges, backward=False))
+            memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
         found.copied = copied_bytes(policy, topology, own, trial)
         found.secondary = held.secondary_either_way(policy, topology, [*own, *judges])
         found.step = step_asked(trial, own, found.parameters or 0)

@@ -33,7 +33,7 @@ from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import TrainingChecks, wrong_kernel
 from harness.measure.unsharded_loss import as_computed
-from harness.records.memory_parts import together, without_training
+from harness.records.memory_parts import sum_parts, without_training
 from harness.records.record import (
     Alone,
     ChosenCodec,
@@ -176,7 +176,7 @@ class TrialRun:
             engine, formula = without_training(engine), without_training(formula)
         if self.judges is not None:
             counted_too, foreseen_too = self.judges.memory(trial, self.loop.optimizer)
-            engine, formula = together(engine, counted_too), together(formula, foreseen_too)
+            engine, formula = sum_parts(engine, counted_too), sum_parts(formula, foreseen_too)
         memory = Memory(
             engine=engine,
             formula=formula,
@@ -303,7 +303,7 @@ class TrialRun:
         untimed = checked.untimed
         self.loop.step(index, warmup=index < self.trial.warmup)
         seconds, slept = clock.read()
-        checked.each.append(seconds - (checked.untimed - untimed))
+        checked.step_seconds.append(seconds - (checked.untimed - untimed))
         # A GPU's rank sleeps while it computes, and a user's own model or optimizer may by itself.
         own = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
         if slept is not None and self.device.type == "cpu" and not own:
