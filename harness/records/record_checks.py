@@ -28,7 +28,7 @@ _ROUNDED: Final = 0.01  # seconds: of readings of the clock
 _BARRIERS: Final = 4  # about what is counted once, and about each validation, which is not
 
 
-def unpredicted(record: Record) -> str | None:
+def ledger_mismatch(record: Record) -> str | None:
     """In what the ledgers on record are not the predictions on record; None if equal, or without a ledger."""
     if record.predicted is None:
         return None
@@ -52,7 +52,7 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
     }
 
 
-def miscounted(record: Record) -> str | None:
+def interface_mismatch(record: Record) -> str | None:
     """In what interfaces on record are not the ledgers, where a node has both; None if they agree."""
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -66,12 +66,12 @@ def miscounted(record: Record) -> str | None:
         barriers = _BARRIERS * (1 + validated) * math.ceil(math.log2(world)) * len(ledgers)
         messages = sum(row.messages for row in rows) + barriers
         booked, headers = sum(row.bytes for row in rows), header * counters.tx_packets
-        if (why := unlike_ledger(counters.tx_bytes, booked, headers, messages)) is not None:
+        if (why := counter_mismatch(counters.tx_bytes, booked, headers, messages)) is not None:
             return f"node {counters.node}'s interface {why}"
     return None
 
 
-def unlike_ledger(counted: int, ledger: int, headers: int, messages: int) -> str | None:
+def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
     """Why bytes that an interface counted are not those of the ledger and of packets' headers, and at most
     ``CONTROL_BYTES`` a message that gloo sends for itself; None if they may be.
     """
@@ -97,12 +97,12 @@ class Checked:
     batches: dict[int, str] = field(default_factory=dict)  # SHA-256 of what was read and answered, by step
     of_next_rank: dict[int, str] = field(default_factory=dict)  # of what the seed gives the next rank
     seconds: float = 0.0  # that passed over the timed steps, without what belongs to none of them
-    each: list[float] = field(default_factory=list)  # seconds of every step by a clock around it
+    step_seconds: list[float] = field(default_factory=list)  # seconds of every step by a clock around it
     slept: list[float] = field(default_factory=list)  # of them, in which the thread slept; empty if unknown
     untimed: float = 0.0  # what belongs to no step, so far
 
 
-def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
+def training_fault(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | None:
     """Why training was not as the trial asks, by all ranks in order; None if nothing is wrong."""
     missed: list[str] = []
     for rank, one in enumerate(checked):
@@ -114,7 +114,7 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
                 read = f"rank {rank} read other batches in step {step} (SHA-256 {digest[:12]})"
                 return f"{read} than its seed gives it ({drawn.get(step, 'none')[:12]})"
         steps = ranks[rank].steps
-        for taken, by_another in zip(steps, one.each, strict=False):  # a generation's are not steps
+        for taken, by_another in zip(steps, one.step_seconds, strict=False):  # a generation's are not steps
             if taken.total > by_another + _ROUNDED:
                 took = f"step {taken.index} of rank {rank} is said to take {taken.total:.3f} s"
                 return f"{took}, by a clock around it {by_another:.3f} s: the clock counts too much"
@@ -139,7 +139,7 @@ def untrained(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> str | 
     return None
 
 
-def other_codec(record: Record) -> str | None:
+def codec_mismatch(record: Record) -> str | None:
     """What was sent in a codec that the trial's policy has not, in words; None if there is nothing."""
     if not record.communication_errors:
         return None
@@ -159,12 +159,12 @@ def other_codec(record: Record) -> str | None:
     return None
 
 
-def segmented(row: LedgerRow) -> int:
+def header_bytes(row: LedgerRow) -> int:
     """Bytes of headers of a row's messages, taken to be of equal size, in packets of ``SEGMENT_BYTES``."""
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 
 
-def off_rate(record: Record, *, above: bool = False) -> str | None:
+def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
     """How the probed link misses the rate that was asked for, or is ``above`` it; None where it does not."""
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:

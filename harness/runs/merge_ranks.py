@@ -125,11 +125,11 @@ def _wrong(outcomes: Sequence[Outcome], found: Record) -> Iterator[str]:
                     f"generation 0 ({outcome.decoded[0][:12]}) from the same prompt and weights"
                 )
     inconsistent = (
-        record_checks.unpredicted(found),
-        record_checks.miscounted(found),
-        record_checks.other_codec(found),
-        record_checks.off_rate(found, above=True),
-        record_checks.untrained(checked, found.ranks),
+        record_checks.ledger_mismatch(found),
+        record_checks.interface_mismatch(found),
+        record_checks.codec_mismatch(found),
+        record_checks.rate_mismatch(found, above=True),
+        record_checks.training_fault(checked, found.ranks),
     )
     yield from filter(None, inconsistent)
 

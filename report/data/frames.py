@@ -241,9 +241,9 @@ def _trial_row(record: Record, trial: Trial, shared: Mapping[str, str]) -> dict[
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,
-        "predicted_equal": record_checks.unpredicted(record) is None if record.predicted else None,
-        "miscounted": record_checks.miscounted(record) or "",
-        "off_rate": record_checks.off_rate(record) or "",
+        "predicted_equal": record_checks.ledger_mismatch(record) is None if record.predicted else None,
+        "miscounted": record_checks.interface_mismatch(record) or "",
+        "off_rate": record_checks.rate_mismatch(record) or "",
         "gradient_share": max((check.share for check in record.first_gradients), default=math.nan),
         **{f"foreseen_{name}": getattr(record.foreseen, name, math.nan) for name in _FORESEEN},
         "signed": record.digest is not None,
@@ -306,7 +306,7 @@ def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
                 row = entry.model_dump()
                 if entry.phase == "evaluate" and record.trial.get("workload") == "rlhf":
                     row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"  # parts of a step
-                padding, headers = entry.bytes * pads.get(entry.unit, 0.0), record_checks.segmented(entry)
+                padding, headers = entry.bytes * pads.get(entry.unit, 0.0), record_checks.header_bytes(entry)
                 yield of | row | {"padding": padding, "headers": headers}
 
 

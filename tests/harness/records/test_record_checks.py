@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from harness.records import record_checks
 from harness.records.packet_sizes import HEADER_BYTES
 from harness.records.record import CommunicationError, LedgerRow, Record
-from harness.records.record_checks import CONTROL_BYTES, INTERFACE_WITHIN, unlike_ledger
+from harness.records.record_checks import CONTROL_BYTES, INTERFACE_WITHIN, counter_mismatch
 from harness.suites.trial import PolicyChanges, Trial
 from tests.report.records import record_of
 
@@ -29,18 +29,18 @@ def halved(record: Record) -> Record:
 def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy: str) -> None:
     """Whatever flag stands beside it; both messages name the numbers."""
     made = record_of(Trial(strategy=strategy, steps=2, warmup=0))
-    assert record_checks.unpredicted(made) is None
-    assert record_checks.miscounted(made) is None
+    assert record_checks.ledger_mismatch(made) is None
+    assert record_checks.interface_mismatch(made) is None
     wrong = halved(made)
     assert wrong.predicted is not None
     assert wrong.predicted.equal
     (first, *_) = sorted(
         made.ranks[0].ledger or [], key=lambda r: (r.phase, r.purpose, r.unit, r.hop, r.link)
     )
-    words = record_checks.unpredicted(wrong) or ""
+    words = record_checks.ledger_mismatch(wrong) or ""
     assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in words
     assert f"predicted are {first.bytes} bytes" in words
-    assert "allowed is 0.99 to 1.02" in (record_checks.miscounted(wrong) or "")
+    assert "allowed is 0.99 to 1.02" in (record_checks.interface_mismatch(wrong) or "")
 
 
 def test_prediction_and_ledger_of_other_ranks_differ() -> None:
@@ -48,7 +48,7 @@ def test_prediction_and_ledger_of_other_ranks_differ() -> None:
     made = record_of(Trial(strategy="zero3", steps=2, warmup=0))
     assert made.predicted is not None
     fewer = made.predicted.model_copy(update={"ledgers": made.predicted.ledgers[:-1]})
-    words = record_checks.unpredicted(made.model_copy(update={"predicted": fewer}))
+    words = record_checks.ledger_mismatch(made.model_copy(update={"predicted": fewer}))
     assert words == f"{len(made.ranks) - 1} ledgers are predicted for {len(made.ranks)} ranks"
 
 
@@ -56,7 +56,7 @@ def test_peers_have_nothing_to_be_checked_against() -> None:
     """Without a ledger neither check says anything."""
     made = record_of(Trial(strategy="ddp", steps=2, warmup=0))
     assert made.interfaces
-    assert record_checks.unpredicted(made) is record_checks.miscounted(made) is None
+    assert record_checks.ledger_mismatch(made) is record_checks.interface_mismatch(made) is None
 
 
 @given(
@@ -70,7 +70,7 @@ def test_what_an_interface_may_count(ledger: int, packets: int, messages: int, s
     headers, control = HEADER_BYTES * packets, CONTROL_BYTES * messages
     stated = ledger + headers
     counted = round(share * stated)
-    wrong = unlike_ledger(counted, ledger, headers, messages)
+    wrong = counter_mismatch(counted, ledger, headers, messages)
     low, high = INTERFACE_WITHIN
     assert (wrong is None) == (low * stated <= counted <= high * stated + control)
     if wrong is not None:
@@ -86,8 +86,8 @@ def test_a_link_of_another_rate_is_marked(share: float) -> None:
     assert made.link is not None
     probed = made.link.model_copy(update={"requested_mbit": 100.0, "probed_mbit": [100 * share] * 2})
     linked = made.model_copy(update={"link": probed})
-    words = record_checks.off_rate(linked)
-    assert record_checks.off_rate(linked, above=True) == (words if share > 1 else None)
+    words = record_checks.rate_mismatch(linked)
+    assert record_checks.rate_mismatch(linked, above=True) == (words if share > 1 else None)
     if 0.951 < share < 1.049:
         assert words is None
     elif not 0.949 < share < 1.051:
@@ -110,8 +110,8 @@ def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
                                squared_error=1.0, squared_value=1.0)  # fmt: skip
     right = made.model_copy(update={"communication_errors": [error]})
     wrong = right.model_copy(update={"communication_errors": [error.model_copy(update={"codec": codec})]})
-    assert record_checks.other_codec(right) is None
-    words = record_checks.other_codec(wrong)
+    assert record_checks.codec_mismatch(right) is None
+    words = record_checks.codec_mismatch(wrong)
     assert codec == "fp32" or (words is not None and f"sent as {codec} in hop 1" in words)
 
 
@@ -119,5 +119,5 @@ def test_a_codec_that_the_trial_has_not_is_named(codec: str) -> None:
 def test_headers_of_a_real_network(nbytes: int, messages: int) -> None:
     """Equal messages have a header for each 1,448 bytes begun; no message has none."""
     each = sum(1 for _ in range(0, nbytes, 1448))
-    assert record_checks.segmented(row(nbytes * messages, messages)) == 66 * each * messages
-    assert record_checks.segmented(row(0, 0)) == 0
+    assert record_checks.header_bytes(row(nbytes * messages, messages)) == 66 * each * messages
+    assert record_checks.header_bytes(row(0, 0)) == 0
