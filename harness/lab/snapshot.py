@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from harness.errors import Refusal
 from harness.measure.unsharded_loss import packed
-from harness.strategies.optimizers import built, set_rates
+from harness.strategies import optimizers
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
@@ -50,11 +50,11 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
     policy = Policy(memory=MemoryLimits(max_padding=float("inf")))
     units = plan_units(model, topology, policy)
     single = RankBatches(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
-    optimizer, schedule = built(trial.optimizer, model.parameters()), trial.schedule()
+    optimizer, schedule = optimizers.build(trial.optimizer, model.parameters()), trial.schedule()
     named: dict[str, nn.Parameter] = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     for step in range(max(steps) + 1):
-        set_rates(optimizer, schedule, step)
+        optimizers.set_rates(optimizer, schedule, step)
         gradients = _gradients(model, units, single, step, topology.world)
         for unit in units:
             mean = gradients[unit.name].sum(0) / (topology.world * trial.accumulation)

@@ -47,8 +47,8 @@ from harness.records.record import (
 )
 from harness.records.record_checks import Checked
 from harness.runs.reference_checks import Compared, Comparison
-from harness.strategies.optimizers import built
-from harness.strategies.strategy import Books, Sharded, Strategy, prepare, sharded
+from harness.strategies import optimizers
+from harness.strategies.strategy import Books, Sharded, Strategy, prepare, shard_model
 from harness.strategies.training_loop import TrainingLoop, collect
 from harness.suites import folder
 from harness.suites.trial import Trial
@@ -124,7 +124,7 @@ class TrialRun:
             policy, wire = trial.resolved_policy(), self.strategy.wire
             self.judges: Sharded | None = None  # under the actor's policy, on its wire
             if judges is not None and wire is not None and policy is not None:  # suites are checked
-                self.judges = sharded(trial, judges, wire, policy)
+                self.judges = shard_model(trial, judges, wire, policy)
             if policy is not None and (why := ops.warning_of(self.device)) is not None:
                 slower = "PyTorch's reference does its work, far more slowly"
                 rank.report(Progress("set-up", text=f"{why}; {slower}"))
@@ -249,7 +249,7 @@ class TrialRun:
         return compute_alone.measure(
             as_computed(trial, model),
             next(batches_of(self.data)),
-            partial(built, trial.optimizer),
+            partial(optimizers.build, trial.optimizer),
             ranks=trial.topology().world,
             when=when,
             count=count,

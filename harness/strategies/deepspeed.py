@@ -56,7 +56,7 @@ def configuration(trial: Trial) -> dict[str, Any]:
     return found | {"bf16": {**found.get("bf16", {}), "enabled": trial.peer.compute == "bf16"}}
 
 
-def initialised(
+def initialise(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
     """DeepSpeed's engine of ``model``, changed in place, or a Refusal in its words; all ranks call it."""

@@ -19,9 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from harness.cluster.rank import Rank
 from harness.measure.gradient_bounds import Layout
-from harness.strategies import deepspeed, torch_peers
+from harness.strategies import deepspeed, optimizers, torch_peers
 from harness.strategies.controls import spoil
-from harness.strategies.optimizers import built, local_part, state_bytes, state_bytes_per_element, with_state
 from harness.suites.peers import DEEPSPEED, PEERS
 from harness.suites.trial import Optimizer, Trial
 from impl.adapters.inside_ddp import InDDP
@@ -56,7 +55,7 @@ class Strategy:
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """The trial's optimizer; a Refusal if torch has none of that name, or its arguments do not fit."""
-        return built(setting, self.model.parameters())
+        return optimizers.build(setting, self.model.parameters())
 
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch; ``last`` if it is the last of its step.
@@ -89,7 +88,7 @@ class Strategy:
             whole = self.model.module.named_parameters()
             return 0, layout.packed({name: parameter.grad for name, parameter in whole})
         parts = {
-            name: None if parameter.grad is None else local_part(parameter.grad)
+            name: None if parameter.grad is None else optimizers.local_part(parameter.grad)
             for name, parameter in self.model.named_parameters()
         }
         return dist.get_rank(), layout.part(parts)
@@ -157,9 +156,9 @@ class Strategy:
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """Bytes that stay on this rank at most, by part, and as ``impl.plan.memory`` predicts those parts."""
-        parameters = [local_part(parameter) for parameter in self.model.parameters()]
-        held = sum(parameter.nbytes for parameter in parameters)
-        return {"masters": held, "gradients": held, "optimizer": state_bytes(optimizer, optimizer.state)}, {}
+        held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
+        states = optimizers.state_bytes(optimizer, optimizer.state)
+        return {"masters": held, "gradients": held, "optimizer": states}, {}
 
     def close(self) -> None:
         """Let go of shared memory."""
@@ -210,7 +209,7 @@ class ByDeepSpeed(Strategy):
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
         """See :meth:`Strategy.step`; the norm is DeepSpeed's, before clipping."""
         if self._secondary is None:
-            copies = [getattr(one, "ds_secondary_tensor", None) for one in self.model.parameters()]
+            copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
         self.model.step()
         return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
@@ -222,12 +221,11 @@ class ByDeepSpeed(Strategy):
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """See :meth:`Strategy.memory`; shards of weights count among masters, gradients are as large."""
         masters: list[Tensor] = list(optimizer.state)  # its groups are empty between steps
-        stepped = sum(parameter.nbytes for parameter in masters)
-        weights = [getattr(one, "ds_tensor", one) for one in self.model.parameters()]
-        held = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
-        found = {"masters": sum(held.values()), "gradients": stepped}
-        found["optimizer"] = state_bytes(optimizer, optimizer.state)
-        return found | ({"secondary": self._secondary} if self._secondary else {}), {}
+        weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
+        distinct = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
+        held = {"masters": sum(distinct.values()), "gradients": sum(master.nbytes for master in masters)}
+        held["optimizer"] = optimizers.state_bytes(optimizer, optimizer.state)
+        return held | ({"secondary": self._secondary} if self._secondary else {}), {}
 
 
 @dataclass(slots=True)
@@ -239,7 +237,7 @@ class Sharded(Strategy):
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """See :meth:`Strategy.make_optimizer`; over this rank's shards of the master weights."""
-        return built(setting, self.zero.param_groups())
+        return optimizers.build(setting, self.zero.param_groups())
 
     def begin(self, *, last: bool) -> None:
         """Where the policy accumulates gradients locally, reduce in the last micro-batch only."""
@@ -253,9 +251,9 @@ class Sharded(Strategy):
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
         """See :meth:`Strategy.mean_gradient`; where micro-batches add up locally, after the last."""
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
-        found = unit.master_shard.mean_gradient()
-        shard = torch.zeros(unit.geometry.shard) if found is None else found
-        return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, shard.view(-1, layout.row)
+        mean = unit.master_shard.mean_gradient()
+        mean = torch.zeros(unit.geometry.shard) if mean is None else mean
+        return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
         """See :meth:`Strategy.forget_gradients`; errors that codecs carry, and their noise, begin anew."""
@@ -288,14 +286,14 @@ class Sharded(Strategy):
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
         """What the engine metered, and the optimizer's state; a frozen model is not passed backwards."""
-        found = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
-        for one in (unit.master_shard for unit in self.zero.units):
-            where = "host_optimizer" if one.placement.shard else "optimizer"
-            found[where] += state_bytes(optimizer, (master for _, master in one.masters))
+        held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
+        for master_shard in (unit.master_shard for unit in self.zero.units):
+            part = "host_optimizer" if master_shard.placement.shard else "optimizer"
+            held[part] += optimizers.state_bytes(optimizer, (master for _, master in master_shard.masters))
         topology, units = self.zero.wire.mesh.topology, self.units
         trained = any(unit.trainable for unit in units)
         parts = memory(self.zero.policy, topology, units, micro_batches=trial.accumulation, backward=trained)
-        return found, with_state(parts, state_bytes_per_element(trial.optimizer))
+        return held, optimizers.with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
@@ -304,18 +302,19 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     if policy is None:
         peer, compute = PEERS[trial.strategy], trial.peer.compute
         if peer.family != DEEPSPEED:
-            wrapped = torch_peers.wrapped(peer, model, device, compute)
+            wrapped = torch_peers.wrap(peer, model, device, compute)
             return Strategy(wrapped, partial(torch_peers.algorithms, peer, compute), None, ())
-        config, optimizer = deepspeed.configuration(trial), built(trial.optimizer, model.parameters())
-        engine = deepspeed.initialised(model, optimizer, config, device)
-        told = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
-        return ByDeepSpeed(engine, lambda: told, None, (), stepping=optimizer)
+        config = deepspeed.configuration(trial)
+        optimizer = optimizers.build(trial.optimizer, model.parameters())
+        engine = deepspeed.initialise(model, optimizer, config, device)
+        libraries = {"deepspeed": deepspeed.version(), "deepspeed_config": config}
+        return ByDeepSpeed(engine, lambda: libraries, None, (), stepping=optimizer)
     wire = wire_of(trial, rank, device)
     if host is None:
-        return sharded(trial, model, wire, policy)
+        return shard_model(trial, model, wire, policy)
     joined: InFSDP2 | InDDP
     if host == "fsdp2":
-        wrapped = torch_peers.wrapped(PEERS[host], model, device)
+        wrapped = torch_peers.wrap(PEERS[host], model, device)
         joined = InFSDP2(wrapped, wire, policy)
     else:  # buffers stay each rank's own: DDP would broadcast them before every forward pass, past the wire
         wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
@@ -334,7 +333,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
     )
 
 
-def sharded(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
+def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call it."""
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
     spoil(zero, trial.control)

@@ -15,7 +15,7 @@ from harness.workloads.models import under_autocast
 from impl.zero import find_blocks
 
 
-def wrapped(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> nn.Module:
+def wrap(peer: Peer, model: nn.Module, device: torch.device, compute: Compute = "fp32") -> nn.Module:
     """``model`` as a peer of torch trains it; all ranks must call it.  ``model`` itself is changed."""
     if peer.family == "fsdp2":
         return _in_fsdp2(peer, model, device, compute)

@@ -14,7 +14,7 @@ from harness.errors import Refusal
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
 from harness.records.record import Step
 from harness.runs.rank_trial import device_of
-from harness.strategies.strategy import sharded, wire_of
+from harness.strategies.strategy import shard_model, wire_of
 from harness.strategies.training_loop import TrainingLoop
 from harness.suites.model_sizes import step_flops
 from harness.suites.trial import Trial
@@ -67,7 +67,7 @@ class _Training:
             model = models.build(trial.model, trial.sequence)
         if trial.activation_checkpointing:
             models.checkpoint_activations(model)
-        self.strategy = sharded(trial, model, wire, policy)
+        self.strategy = shard_model(trial, model, wire, policy)
         self.zero = self.strategy.zero
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
 
