@@ -28,7 +28,7 @@ def why_missing() -> str | None:
 
 
 def version() -> str:
-    """DeepSpeed's, which is installed."""
+    """The installed DeepSpeed's version."""
     return importlib.metadata.version(DEEPSPEED)
 
 
@@ -36,8 +36,8 @@ def why_not(trial: Trial) -> str | None:
     """Why DeepSpeed cannot run a trial here, in one line; None if it can, and for other strategies."""
     if family_of(trial.strategy) != DEEPSPEED:
         return None
-    if (why := why_missing()) is not None:
-        return why
+    if (reason := why_missing()) is not None:
+        return reason
     switches = quantised(trial.peer_configuration())
     if switches and trial.cluster.device == "cpu":
         return f"DeepSpeed {version()} has no quantising kernels for CPUs: {', '.join(switches)} need a GPU"
@@ -45,21 +45,21 @@ def why_not(trial: Trial) -> str | None:
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
-    """What DeepSpeed is given: the trial's configuration, and what its own fields say, clipping included."""
-    given = trial.peer_configuration()
-    found = {key: value for key, value in given.items() if key not in ("fp16", "train_batch_size")} | {
+    """DeepSpeed's configuration: the trial's, completed by the trial's own fields, clipping included."""
+    table = trial.peer_configuration()
+    return {key: value for key, value in table.items() if key not in ("fp16", "train_batch_size")} | {
         "train_micro_batch_size_per_gpu": trial.tokens_per_rank // trial.sequence,
         "gradient_accumulation_steps": trial.accumulation,
         "gradient_clipping": trial.clip or 0.0,
         "zero_allow_untested_optimizer": True,
+        "bf16": {**table.get("bf16", {}), "enabled": trial.peer.compute == "bf16"},
     }
-    return found | {"bf16": {**found.get("bf16", {}), "enabled": trial.peer.compute == "bf16"}}
 
 
 def initialise(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """DeepSpeed's engine of ``model``, changed in place, or a Refusal in its words; all ranks call it."""
+    """DeepSpeed's engine of ``model``, changed in place, or a Refusal with its error; all ranks call it."""
     import torch
     import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def initialise(
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else dist.get_rank())
     library: Any = importlib.import_module(DEEPSPEED)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it tells of every step of its own set-up
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # it logs every step of its own set-up
     # Its all-reduce for inference is compiled by every first start and never called in training; a
     # compilation that was killed leaves a lock behind that later ones wait for without end.
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -38,7 +38,7 @@ from impl.zero import Zero, shard
 
 # Bytes and messages that one rank sent, None if past our wire, and bytes that it copied.
 Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
-Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part, counted and predicted; the latter of ours
+Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part, counted, and predicted for our own engine
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are the backend
 
 
@@ -74,16 +74,16 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced in every micro-batch, not in a step's last; not known of peers."""
+        """Whether every micro-batch reduces gradients, not only a step's last; True for peers."""
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
     def loss_scale(self) -> float:
-        """By what :meth:`backward` multiplies losses now."""
+        """The factor by which :meth:`backward` multiplies losses now."""
         return 1.0 if self.zero is None else self.zero.scaler.scale
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """The reduced gradient of a layout as far as this rank has it: its first row, and (n, row) fp32."""
+        """This rank's part of a layout's reduced gradient: its first row, and (n, row) fp32."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             whole = self.model.module.named_parameters()
             return 0, layout.packed({name: parameter.grad for name, parameter in whole})
@@ -94,7 +94,7 @@ class Strategy:
         return dist.get_rank(), layout.part(parts)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, and whatever a pass that is not part of the training has left."""
+        """Drop all gradients, and all that a pass outside of training has left."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.weights_changed()
@@ -118,7 +118,7 @@ class Strategy:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Passes inside leave no trace in weights, gradients, buffers and whatever codecs go by."""
+        """Passes inside leave no trace in weights, gradients, buffers and the state of codecs."""
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
         with torch.no_grad():
@@ -147,7 +147,7 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """The same in the passes of ``events``, predicted."""
+        """The predicted :meth:`books` of the passes of ``events``."""
         return None, {}
 
     def exposed_seconds(self) -> float | None:
@@ -155,7 +155,7 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Bytes that stay on this rank at most, by part, and as ``impl.plan.memory`` predicts those parts."""
+        """Peak bytes on this rank by part, counted, and as ``impl.plan.memory`` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
@@ -189,11 +189,11 @@ class ByDeepSpeed(Strategy):
     model: Any
     _: KW_ONLY
     stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
-    _last: bool = True  # micro-batch of its step
+    _last: bool = True  # whether this micro-batch is the last of its step
     _secondary: int | None = None  # bytes of hpZ's copy, which a step lets go
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """The one that DeepSpeed was given when it took the model."""
+        """The optimizer that DeepSpeed got with the model."""
         return self.stepping
 
     def begin(self, *, last: bool) -> None:
@@ -328,7 +328,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
         Mesh.create(rank.topology, device),
         transport=TRANSPORTS.get(trial.cluster.transport, "backend"),
         pacer=rank.pacer,
-        # Well before the launcher's own limit on the trial, or nobody would be asked where they are.
+        # Well before the launcher's own limit on the trial, so that ranks still report where they wait.
         timeout=min(TIMEOUT_SECONDS, trial.timeout_seconds / 4),
     )
 

@@ -42,7 +42,7 @@ def run_passes(
     trial: Trial, strategy: Strategy, data: Batches, index: int, clock: StepClock | None = None
 ) -> Passes:
     """Run the passes of step ``index``, timed by ``clock``, without taking it; all ranks must call it."""
-    found, clock = Passes(), clock or StepClock()
+    passes, clock = Passes(), clock or StepClock()
     for number, micro in enumerate(data.step(index)):
         last = number == trial.accumulation - 1
         strategy.begin(last=last)
@@ -51,18 +51,18 @@ def run_passes(
                 loss = strategy.model(*batch)
             with clock.part("backward"):
                 strategy.backward(loss / (trial.accumulation * len(micro)))
-            found.losses.append(loss.detach())
-            found.batches.append(batch)
+            passes.losses.append(loss.detach())
+            passes.batches.append(batch)
         reduced = last or strategy.reduces_each_micro_batch
-        found.events += ["forward", "backward" if reduced else "accumulate"]
-    return found
+        passes.events += ["forward", "backward" if reduced else "accumulate"]
+    return passes
 
 
 class TrainingLoop:
     """Training steps of a trial on one rank, whose strategy has not trained yet."""
 
     def __init__(self, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> None:
-        """A Refusal if torch has no such optimizer."""
+        """Build the optimizer; a Refusal if torch has none of that name."""
         self.trial, self.strategy, self.data = trial, strategy, data
         self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
         self.clock = StepClock(strategy.exposed_seconds, device)  # has the times and losses of steps so far
@@ -74,8 +74,8 @@ class TrainingLoop:
         """Take one optimizer step; all ranks must call it."""
         clock, strategy = self.clock, self.strategy
         clock.begin()
-        given = None if self.collect is None else self.collect(index, clock)
-        passes = run_passes(self.trial, strategy, given or self.data, index, clock)
+        experience = None if self.collect is None else self.collect(index, clock)
+        passes = run_passes(self.trial, strategy, experience or self.data, index, clock)
         with clock.part("optimizer"):
             set_rates(self.optimizer, self.schedule, index)
             stepped = strategy.step(self.optimizer, self.trial.clip)
@@ -89,12 +89,12 @@ class TrainingLoop:
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
-            self.checks.read(index, passes.batches if given is None else given.drawn)
+            self.checks.read(index, passes.batches if experience is None else experience.drawn)
         return stepped
 
     @property
     def seconds(self) -> float:
-        """Of all steps so far."""
+        """Seconds of all steps so far."""
         return math.fsum(step.total for step in self.clock.steps)
 
 
@@ -108,7 +108,7 @@ def collect(
     index: int,
     clock: StepClock,
 ) -> ExperienceBatch:
-    """What step ``index`` of a rank trains on: beginnings, each continued ``rlhf.group`` times.
+    """The batch of step ``index`` of a rank: prompts, each continued ``rlhf.group`` times.
 
     The actor is passed once a token, the judges once; all ranks must call it, if the models are sharded.
     """

@@ -41,11 +41,12 @@ def _trained(mesh: Mesh, control: str | None) -> tuple[list[float], dict[LedgerK
 
 
 def test_an_old_secondary_changes_gradients_from_the_second_step_on() -> None:
-    """Losses of two steps are equal, whose forward passes are right; the third differs, bytes never.
+    """The first two steps, whose forward passes are right, have equal losses; the third differs, bytes never.
 
     A late one is one step old: its backward pass of the third step has the second's weights, not the first's.
     """
-    runs = [on_threads(Topology(2, 2), _trained, one) for one in (None, "late_secondary", "stale_secondary")]
+    controls = (None, "late_secondary", "stale_secondary")
+    runs = [on_threads(Topology(2, 2), _trained, control) for control in controls]
     for (right, sent), (late, late_sent), (stale, stale_sent) in zip(*runs, strict=True):
         assert right[:2] == late[:2] == stale[:2]
         assert right[2] != late[2] == stale[2]
@@ -59,10 +60,10 @@ def test_half_a_batch_is_its_first_half(text: str) -> None:
         RankBatches(trial(text, "zero3", tokens_per_rank=32, control=control), 1, torch.device("cpu"))
         for control in (None, "half_batch")
     )
-    for theirs, ours in zip(whole.step(3), half.step(3), strict=True):
-        for (read, answer), (first, of_first) in zip(theirs, ours, strict=True):
-            assert torch.equal(first, read[: len(read) // 2])
-            assert torch.equal(of_first, answer[: len(answer) // 2])
+    for batches, halves in zip(whole.step(3), half.step(3), strict=True):
+        for (read, answer), (half_read, half_answer) in zip(batches, halves, strict=True):
+            assert torch.equal(half_read, read[: len(read) // 2])
+            assert torch.equal(half_answer, answer[: len(answer) // 2])
     assert [len(read) for read, _ in half.validation] == [len(read) for read, _ in whole.validation]
 
 
@@ -73,10 +74,9 @@ def _reduced(mesh: Mesh, spoilt: bool) -> tuple[list[torch.Tensor], dict[LedgerK
     spoil(zero, "unordered" if spoilt else None)
     net(batch(0, mesh.rank)).square().mean().backward()
     zero.finish_backward()
-    shards = [
-        gradient for group in zero.param_groups() for p in group["params"] if (gradient := p.grad) is not None
-    ]
-    return [one.clone() for one in shards], dict(zero.wire.ledger.rows())
+    masters = [master for group in zero.param_groups() for master in group["params"]]
+    gradients = [master.grad.clone() for master in masters if master.grad is not None]
+    return gradients, dict(zero.wire.ledger.rows())
 
 
 def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
@@ -84,8 +84,8 @@ def test_without_the_reordering_two_hops_end_on_other_ranks() -> None:
     right, wrong = (on_threads(Topology(2, 2), _reduced, spoilt) for spoilt in (False, True))
     assert [sent for _, sent in wrong] == [sent for _, sent in right]
     for rank, owner in enumerate([0, 2, 1, 3]):
-        for found, wanted in zip(wrong[rank][0], right[owner][0], strict=True):
-            torch.testing.assert_close(found, wanted)
+        for gradient, wanted in zip(wrong[rank][0], right[owner][0], strict=True):
+            torch.testing.assert_close(gradient, wanted)
         assert (owner == rank) == all(
             torch.equal(a, b) for a, b in zip(wrong[rank][0], right[rank][0], strict=True)
         )

@@ -14,22 +14,22 @@ from harness.runs.sweep import SweepOutcome
 from harness.strategies import deepspeed
 from harness.suites.trial import Trial
 from tests.harness.runs.test_rank_trial import INSTALLED, outcomes
-from tests.harness.runs.test_rank_trial import trial as small
+from tests.harness.runs.test_rank_trial import trial as gpt_trial
 from tests.harness.runs.test_sweep import sweep, trial
 
-HERE = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
+HOST = Host(memory=1 << 36, gpus=(), namespaces=lambda: None)
 
 
 def config(**zero: object) -> str:
     return json.dumps({"zero_optimization": {"stage": 3, **zero}})
 
 
-def refused(one: Trial, folder: Path) -> str:
+def refusal(refused: Trial, folder: Path) -> str:
     """The reason on record of a trial that is refused beside one that runs."""
     beside = trial("exact")
-    outcome, shown = sweep([one, beside], folder)
+    outcome, shown = sweep([refused, beside], folder)
     assert outcome == SweepOutcome(ok=2, failed=0, skipped=0), shown
-    record = read(folder / f"{one.id}.json")
+    record = read(folder / f"{refused.id}.json")
     assert record.failure is not None
     assert (record.failure.kind, record.failure.by, record.failure.log) == ("refused", "deepspeed", None)
     assert "\n" not in record.failure.message
@@ -41,9 +41,9 @@ def refused(one: Trial, folder: Path) -> str:
 def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is planned, not run, and says how to install it; the rest of the suite runs."""
     monkeypatch.setattr(deepspeed, "why_missing", lambda: deepspeed.MISSING)
-    one = trial("deepspeed")
-    assert "pip install" in refused(one, tmp_path)
-    (foreseen,) = forecast([one], HERE)
+    peer = trial("deepspeed")
+    assert "pip install" in refusal(peer, tmp_path)
+    (foreseen,) = forecast([peer], HOST)
     assert foreseen.failure is not None
     assert foreseen.failure.message == deepspeed.MISSING
     assert foreseen.problems == ()
@@ -53,14 +53,14 @@ def test_a_deepspeed_that_is_not_here_is_on_record(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("switch", ["zero_quantized_weights", "zero_quantized_gradients"])
 def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> None:
     """QwZ and qgZ on CPUs are refused by name before anything starts."""
-    one = trial("deepspeed", deepspeed_config=config(**{switch: True}))
-    message = refused(one, tmp_path)
+    peer = trial("deepspeed", deepspeed_config=config(**{switch: True}))
+    message = refusal(peer, tmp_path)
     assert switch in message
     assert deepspeed.version() in message
-    (foreseen,) = forecast([one], HERE)
+    (foreseen,) = forecast([peer], HOST)
     assert foreseen.failure is not None
     assert foreseen.failure.message == message
-    gpu = one.model_copy(update={"cluster": one.cluster.model_copy(update={"device": "cuda"})})
+    gpu = peer.model_copy(update={"cluster": peer.cluster.model_copy(update={"device": "cuda"})})
     assert deepspeed.why_not(gpu) is None, "on a GPU they are left to DeepSpeed"
 
 
@@ -68,21 +68,21 @@ def test_quantisers_without_a_gpu_are_on_record(tmp_path: Path, switch: str) -> 
 @pytest.mark.timeout(180)
 def test_what_deepspeed_refuses_by_itself_is_a_refusal_in_its_words(tmp_path: Path) -> None:
     """A configuration that it does not take ends no process badly: kind refused, one line, its version."""
-    one = small("stdlib", "deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
+    peer = gpt_trial("stdlib", "deepspeed", deepspeed_config=config(zero_hpz_partition_sise=2))
     with pytest.raises(LaunchError) as caught:
-        outcomes(one, tmp_path / "log")
+        outcomes(peer, tmp_path / "log")
     assert caught.value.kind == "refused"
-    words = str(caught.value)
-    assert f"DeepSpeed {deepspeed.version()} refuses its configuration: " in words
-    assert "\n" not in words
+    message = str(caught.value)
+    assert f"DeepSpeed {deepspeed.version()} refuses its configuration: " in message
+    assert "\n" not in message
 
 
 def test_the_trial_says_batches_clipping_and_type() -> None:
-    """What DeepSpeed is given agrees with the trial's own fields; by itself it would clip at 1.0."""
-    one = small("stdlib", "deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
-    found = deepspeed.configuration(one)
-    assert found["gradient_clipping"] == 0.0
-    assert found["gradient_accumulation_steps"] == 3
-    assert found["train_micro_batch_size_per_gpu"] == 2
-    assert found["bf16"] == {"enabled": True}
-    assert found["zero_optimization"] == {"stage": 3}, "overlap and persistence are as it ships them"
+    """DeepSpeed's configuration agrees with the trial's own fields; by itself it would clip at 1.0."""
+    peer = gpt_trial("stdlib", "deepspeed", accumulation=3, clip=None, peer={"compute": "bf16"})
+    table = deepspeed.configuration(peer)
+    assert table["gradient_clipping"] == 0.0
+    assert table["gradient_accumulation_steps"] == 3
+    assert table["train_micro_batch_size_per_gpu"] == 2
+    assert table["bf16"] == {"enabled": True}
+    assert table["zero_optimization"] == {"stage": 3}, "overlap and persistence are as it ships them"

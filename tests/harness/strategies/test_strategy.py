@@ -25,26 +25,28 @@ ZERO_2 = '{"zero_optimization": {"stage": 2}}'
 BF16: dict[str, Any] = {"peer": {"compute": "bf16"}}
 
 
-def trained(text: str, strategy: str, setting: tuple[float | None, int, bool], **more: Any) -> Record:
+def trained(text: str, strategy: str, setting: tuple[float | None, int, bool], **fields: Any) -> Record:
     """A record of all steps, with validations in their midst and end."""
     clip, accumulation, tied = setting
     model = {"name": "gpt-tiny", "arguments": {"tied": tied}}
-    asked = {"clip": clip, "accumulation": accumulation, "model": model, "steps": STEPS, "warmup": 0, **more}
-    return result(trial(text, strategy, validate_every=STEPS // 2, **asked), Path(f"{text}.log"))
+    fields = {"clip": clip, "accumulation": accumulation, "model": model, "warmup": 0, **fields}
+    return result(
+        trial(text, strategy, steps=STEPS, validate_every=STEPS // 2, **fields), Path(f"{text}.log")
+    )
 
 
 reference = cache(trained)
 
 
-def losses(found: Record) -> list[float]:
+def losses(record: Record) -> list[float]:
     """Mean loss over ranks of every step, and of every validation."""
-    steps = zip(*([step.loss for step in rank.steps] for rank in found.ranks), strict=True)
-    return [*(sum(step) / len(step) for step in steps), *(each.loss for each in found.validations)]
+    steps = zip(*([step.loss for step in rank.steps] for rank in record.ranks), strict=True)
+    return [sum(step) / len(step) for step in steps] + [checked.loss for checked in record.validations]
 
 
 @pytest.mark.parametrize("setting", [*nightly(((None, 1, False),)), (0.5, 2, True)], ids=str)
 @pytest.mark.parametrize(
-    ("strategy", "more"),
+    ("strategy", "fields"),
     [
         *(("ddp", {}), ("ddp-tuned", {}), ("fsdp2-kept-prefetch", {}), ("exact", {})),
         *long(("fsdp2", {})),
@@ -55,23 +57,23 @@ def losses(found: Record) -> list[float]:
     ],
 )
 def test_all_train_like_a_single_process(
-    text: str, strategy: str, more: dict[str, Any], setting: tuple[float | None, int, bool]
+    text: str, strategy: str, fields: dict[str, Any], setting: tuple[float | None, int, bool]
 ) -> None:
     """Peers and the exact policy have a single process's losses within 1e-4 over 20 steps, and its validation
     losses; peers have no ledger.
     """
-    found, expected = trained(text, strategy, setting, **more), reference(text, "single", setting)
-    assert found.reference_loss == pytest.approx(expected.reference_loss, abs=1e-6)
-    assert losses(found)[0] == pytest.approx(found.reference_loss, abs=1e-4)
-    assert losses(found) == pytest.approx(losses(expected), abs=1e-4)
+    record, expected = trained(text, strategy, setting, **fields), reference(text, "single", setting)
+    assert record.reference_loss == pytest.approx(expected.reference_loss, abs=1e-6)
+    assert losses(record)[0] == pytest.approx(record.reference_loss, abs=1e-4)
+    assert losses(record) == pytest.approx(losses(expected), abs=1e-4)
     assert losses(expected)[STEPS - 1] < losses(expected)[0]
     if strategy != "exact":
-        assert found.ranks[0].ledger is None
-        assert found.predicted is None
+        assert record.ranks[0].ledger is None
+        assert record.predicted is None
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more"),
+    ("strategy", "fields"),
     [
         *(("ddp-bf16", BF16), ("exact", {"policy": {"compute": "bf16", "max_padding": 1.0}})),
         *long(("fsdp2-kept-prefetch", BF16)),
@@ -80,20 +82,20 @@ def test_all_train_like_a_single_process(
     ],
 )
 def test_in_16_bits_all_train_nearly_like_a_single_process(
-    text: str, strategy: str, more: dict[str, Any]
+    text: str, strategy: str, fields: dict[str, Any]
 ) -> None:
     """Each has the fp32 losses within bf16's 2^-8 of them over 20 steps, and not the same ones."""
     setting = (0.5, 2, False)
-    found, expected = trained(text, strategy, setting, **more), reference(text, "single", setting)
-    assert losses(found) == pytest.approx(losses(expected), rel=2**-8)
-    assert losses(found) != pytest.approx(losses(expected), rel=1e-6)
+    record, expected = trained(text, strategy, setting, **fields), reference(text, "single", setting)
+    assert losses(record) == pytest.approx(losses(expected), rel=2**-8)
+    assert losses(record) != pytest.approx(losses(expected), rel=1e-6)
 
 
 def test_every_contender_has_the_same_allocator(tmp_path: Path) -> None:
     """Ranks run with the allocator's settings, and the sweep's own environment is left alone."""
     before = dict(os.environ)
-    (there,) = run_ranks(targets.environment, None, local(Topology(1, 1), tmp_path / "log"))
-    assert ALLOCATOR.items() <= there.items()
+    (environment,) = run_ranks(targets.environment, None, local(Topology(1, 1), tmp_path / "log"))
+    assert ALLOCATOR.items() <= environment.items()
     assert dict(os.environ) == before
     assert torch.get_num_threads() >= 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
