@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -14,7 +15,11 @@ from numpy.typing import NDArray
 from harness.cluster.link import opened
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
+from harness.errors import Refusal
 from impl.plan.topology import Topology
+
+if TYPE_CHECKING:
+    import torch
 
 
 def counters(interface: str) -> NDArray[np.int64]:
@@ -81,12 +86,24 @@ class Rank:
         dist.barrier()  # and none sends more before the link is held to its rate
 
 
-def measure_link(rank: Rank, message: tuple[int, int, str]) -> list[float]:
-    """Rates (:func:`exchange`) by a message's bytes, its repetitions and the transport."""
+def take_gpu(rank: Rank, launcher: str, transport: str) -> torch.device:
+    """Make a rank's GPU torch's current device: one for each rank, shared if ``staged``; or a Refusal."""
     import torch
 
-    nbytes, repetitions, transport = message
-    device = f"cuda:{torch.cuda.current_device()}" if transport == "nccl" else "cpu"
+    count = torch.cuda.device_count()
+    index = rank.rank if launcher == "local" else rank.local
+    if count and transport == "staged":  # ranks share GPUs
+        index %= count
+    if index >= count:
+        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
+    """Rates (:func:`exchange`) by a message's bytes, its repetitions, the ranks' transport and launcher."""
+    nbytes, repetitions, transport, launcher = message
+    device = str(take_gpu(rank, launcher, transport)) if transport == "nccl" else "cpu"
     grouped = transport not in ("shm", "gloo", "staged")  # messages that wait for each other are one call
     return exchange(rank, nbytes, repetitions, device, grouped=grouped)
 

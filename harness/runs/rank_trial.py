@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from harness.cluster.link import PROBES
-from harness.cluster.rank import Progress, Rank, counters, measure_link
-from harness.errors import Refusal
+from harness.cluster.rank import Progress, Rank, counters, measure_link, take_gpu
 from harness.measure import compute_alone, gpu_use
 from harness.measure.cpu_usage import ProcessorMeter, ThreadClock
 from harness.measure.peak_memory import forget_peak, peak_device, peak_rss
@@ -189,7 +188,8 @@ class TrialRun:
         probed = list[float]()
         if (nbytes := self.assignment.probe_bytes) is not None:
             self.rank.report(Progress("probe"))
-            probed = measure_link(self.rank, (nbytes, PROBES, trial.cluster.transport))
+            cluster = trial.cluster
+            probed = measure_link(self.rank, (nbytes, PROBES, cluster.transport, cluster.launcher))
         with self.rank.open_link():
             self.comparison.after_steps(self.strategy)
         ran = self._ran()
@@ -394,17 +394,10 @@ class TrialRun:
 
 
 def device_of(trial: Trial, rank: Rank) -> torch.device:
-    """The device of a rank's tensors; makes a GPU torch's current device, and refuses where there is none."""
+    """The device of a rank's tensors; a GPU becomes torch's current device. A Refusal if there is none."""
     if trial.cluster.device == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    index = rank.rank if trial.cluster.launcher == "local" else rank.local
-    if count and trial.cluster.transport == "staged":  # ranks share GPUs
-        index %= count
-    if index >= count:
-        raise Refusal(f"rank {rank.rank} needs GPU {index}, this machine has {count}")
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return take_gpu(rank, trial.cluster.launcher, trial.cluster.transport)
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:

@@ -150,7 +150,7 @@ class TrialRunner:
             threads=1,
             timeout_seconds=_CALIBRATION_SECONDS,
         )
-        message = link.message_bytes, REPETITIONS, link.cluster.transport
+        message = link.message_bytes, REPETITIONS, link.cluster.transport, link.cluster.launcher
         link.calibrated_mbit = slowest(self._start(trial)(measure_link, message, launch, lambda _: None))
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped

@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from harness.cluster import rank
 from harness.cluster.port import Port
-from harness.cluster.rank import Progress
+from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.plan.topology import Topology
 from tests.harness.cluster import targets
@@ -70,6 +72,22 @@ def test_what_several_ranks_say_is_in_the_log_once(tmp_path: Path) -> None:
     log = (tmp_path / "log").read_text()
     assert log.startswith("== rank 0, 1, 2 ==\nTraceback")
     assert log.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(("launcher", "gpus"), [("local", [0, 1, 2]), ("torchrun", [0, 0, 0])])
+def test_a_calibration_takes_a_gpu_for_each_node(
+    launcher: str, gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes on which nothing chose a GPU before: NCCL refuses two ranks on one."""
+    current, devices = list[int](), list[str]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(rank, "exchange", lambda *args, **_: devices.append(args[3]))
+    for node in range(3):
+        node_rank = Rank(node, Topology(3, 1), Port(None, ""), None, lambda _: None, 1)
+        rank.measure_link(node_rank, (8, 1, "nccl", launcher))
+    assert current == gpus
+    assert devices == [f"cuda:{gpu}" for gpu in gpus]
 
 
 def until(true: object, seconds: float = 240) -> None:
