@@ -27,7 +27,7 @@ from harness.errors import Refusal
 from harness.measure import machine as host
 from harness.records.record import Record, path_of, read, slowest_seconds
 from harness.runs.further_repeats import Batch
-from harness.runs.predict import step_asked, units_of
+from harness.runs.predict import step_of_trial, units_of
 from harness.runs.sweep import run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
@@ -127,7 +127,7 @@ class Measured:
     @classmethod
     def of(cls, trial: Trial, record: Record) -> Measured:
         """From a trial's record."""
-        step = step_asked(trial, units_of(trial, record), record.parameters)
+        step = step_of_trial(trial, units_of(trial, record), record.parameters)
         assert step is not None and record.link is not None  # noqa: S101, PT018  # of ours, and on two nodes
         alone = [one for rank in record.ranks for one in rank.alone]
         timed = [one.cpu_seconds or 0.0 for rank in record.ranks for one in rank.steps if not one.warmup]

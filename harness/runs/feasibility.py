@@ -25,7 +25,7 @@ from harness.runs.predict import (
     copied_bytes,
     peer_memory,
     per_node_bytes,
-    step_asked,
+    step_of_trial,
 )
 from harness.strategies import deepspeed
 from harness.suites.labels import at, counted, varying_paths
@@ -179,7 +179,7 @@ def _plan(found: Forecast, policy: Policy, model: nn.Module, state: int) -> dict
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
         found.copied = copied_bytes(policy, topology, own, trial)
         found.secondary = held.secondary_either_way(policy, topology, [*own, *judges])
-        found.step = step_asked(trial, own, found.parameters or 0)
+        found.step = step_of_trial(trial, own, found.parameters or 0)
         if trial.strategy == RECIPE:
             found.findings = laid_out(replace(trial.recipe(), policy=policy), own).findings
     inter, intra = per_node_bytes(policy, topology, units, trial)

@@ -146,7 +146,7 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     }
 
 
-def step_asked(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
+def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
     """What a trial's step asks of a machine; None for what is no step of this engine's training."""
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or trial.workload != "train":
