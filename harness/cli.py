@@ -117,7 +117,7 @@ def plan(file: SuiteFile, *, machine: MachineFile = None, as_json: Json = False,
     """
     made = None if machine is None else machine_file.read(machine)
     suite = load(file)
-    here = launchers.for_slurm(suite.trials) is None  # else on nodes that are not known yet
+    here = launchers.slurm_cluster(suite.trials) is None  # else on nodes that are not known yet
     found = forecast(suite.trials, this_host() if here else feasibility.any_host())
     impossible = sum(bool(one.problems) for one in found)
     table = plan_rows.rows(found, made)
@@ -185,7 +185,7 @@ def run(
         raise Refusal(f"--sweeps {sweeps}: {told}")
     if only is not None:
         asked = [suite.beginning(only, sweeps)]
-    if (waiting := launchers.for_slurm(suite.trials)) is not None:
+    if (waiting := launchers.slurm_cluster(suite.trials)) is not None:
         check_feasible(file, forecast(asked, feasibility.any_host()))
         more = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
         more += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
@@ -214,7 +214,7 @@ def run(
         what = f"{counted(others, 'record')} that this suite does not ask for"
         say(f"This folder also holds {what}; the report draws them too.")
     rest = batches(suite, sweeps, seconds_in(folder))
-    with launchers.gathered(place, suite.trials) as nodes:
+    with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, rest if only is None else [Batch(0, tuple(asked))], folder, progress,
             nodes=nodes, retry_failed=retry_failed, total=len(asked), on=made,
@@ -320,11 +320,11 @@ def doctor(
             terminal.findings(facts, terminal_table.console())
         return
     suite = load(file)
-    if launchers.for_slurm(suite.trials) is not None:
+    if launchers.slurm_cluster(suite.trials) is not None:
         raise Refusal(f"{file}: start it in a job step: srun --ntasks-per-node=1 zeropp doctor {file}")
     if (place := _place(suite)) is None:
         raise Refusal(f"{file}: all its nodes are on this machine; zeropp doctor by itself looks at it")
-    with launchers.gathered(place, suite.trials, same_code=False) as nodes:
+    with launchers.lead_nodes(place, suite.trials, same_code=False) as nodes:
         assert nodes is not None  # noqa: S101  # there is a place
         table = compare(nodes.nodes)
         if not _print_rows(table, as_json=as_json, as_csv=as_csv):

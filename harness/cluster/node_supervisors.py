@@ -155,7 +155,7 @@ def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
 
 
 @contextlib.contextmanager
-def leading(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
+def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
     """Lead the supervisors of all nodes in the body, after which they end with its ``status``; a Refusal if
     they do not come together.  Those of ``hosts`` are started here, if no launcher did.
     """

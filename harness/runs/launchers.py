@@ -1,4 +1,4 @@
-"""Launchers: which of a launcher's processes this is, and the nodes that it leads."""
+"""Launchers: this process's place among those that a launcher started, and the nodes that it leads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 
 from harness.cluster import remote
 from harness.cluster.control_channel import Place
-from harness.cluster.node_supervisors import Nodes, leading
+from harness.cluster.node_supervisors import Nodes, lead
 from harness.cluster.port import address_towards
 from harness.errors import Refusal
 from harness.measure import run_environment
@@ -22,61 +22,59 @@ _SLURM_PORTS: Final = range(20_000, 32_000)  # below those that kernels give to 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
     """The distinct clusters of a launcher's trials, most nodes first; a Refusal of several launchers."""
-    found = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
-    several = sorted(found.values(), key=lambda one: -one.nodes)
+    distinct = {t.cluster.model_dump_json(): t.cluster for t in trials if t.cluster.launcher != "local"}
     for name in ("launcher", "hosts", "slurm"):
-        named = {str(getattr(one, name)) for one in several}
-        if len(named) > 1:
-            raise Refusal(f"one run has one cluster.{name}; this suite has {', '.join(sorted(named))}")
-    return several
+        values = {str(getattr(cluster, name)) for cluster in distinct.values()}
+        if len(values) > 1:
+            raise Refusal(f"one run has one cluster.{name}; this suite has {', '.join(sorted(values))}")
+    return sorted(distinct.values(), key=lambda cluster: -cluster.nodes)
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
     """This process's place among those of the trials' launcher, None without one; or a Refusal."""
-    asked = clusters(trials)
-    if not asked:
+    if not (requested := clusters(trials)):
         return None
-    most = asked[0]
-    found: Place | None
-    if most.launcher == "hosts":
-        found = place_under_torchrun() or remote.place_of(most.hosts)
-    elif most.launcher == "slurm":
-        if (found := place_in_slurm()) is None:
+    largest = requested[0]
+    started: Place | None
+    if largest.launcher == "hosts":
+        started = place_under_torchrun() or remote.place_of(largest.hosts)
+    elif largest.launcher == "slurm":
+        if (started := place_in_slurm()) is None:
             raise Refusal("cluster.launcher = 'slurm': this process is in no job step; start it by srun")
-    elif (found := place_under_torchrun()) is None:
+    elif (started := place_under_torchrun()) is None:
         raise Refusal(
             "cluster.launcher = 'torchrun': this process was not started by it; start on every host "
-            f"torchrun --nnodes={most.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
+            f"torchrun --nnodes={largest.nodes} --nproc-per-node=1 --node-rank=... --master-addr=... "
             "--no-python zeropp run ..."
         )
-    if found.nodes < most.nodes:
-        raise Refusal(f"cluster.nodes is {most.nodes}, the launcher started {found.nodes} nodes")
-    return found
+    if started.nodes < largest.nodes:
+        raise Refusal(f"cluster.nodes is {largest.nodes}, the launcher started {started.nodes} nodes")
+    return started
 
 
-def for_slurm(trials: Sequence[Trial]) -> Cluster | None:
-    """The cluster that Slurm has yet to give nodes to, or to start steps on; None if there is none."""
-    asked = clusters(trials)
+def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
+    """The largest cluster of trials that Slurm launches, outside of its job steps; else None."""
+    largest = next(iter(clusters(trials)), None)
     outside = "SLURM_STEP_NODELIST" not in os.environ
-    return asked[0] if asked and asked[0].launcher == "slurm" and outside else None
+    return largest if largest is not None and largest.launcher == "slurm" and outside else None
 
 
 @contextlib.contextmanager
-def gathered(
-    here: Place | None, trials: Sequence[Trial], *, same_code: bool = True
+def lead_nodes(
+    leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
     """Lead a launcher's nodes in the body, None without one; with ``same_code`` a Refusal of other code."""
-    if here is None:
+    if leader is None:
         yield None
         return
-    with leading(here, run_environment.identity(), clusters(trials)[0].hosts) as nodes:
+    with lead(leader, run_environment.identity(), clusters(trials)[0].hosts) as nodes:
         if same_code:
             nodes.check_code()
         yield nodes
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place by torchrun's variables, of which a Refusal names a missing one; None outside."""
+    """This process's place by torchrun's variables, None outside; a Refusal names a missing one."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     node, local = _number(environment, "GROUP_RANK"), _number(environment, "LOCAL_RANK")
@@ -99,9 +97,9 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")
     local = _number(environment, "SLURM_LOCALID")
     job, step = _number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID")
-    listed = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()
+    names = _scontrol("hostnames", environment["SLURM_STEP_NODELIST"]).split()
     serves = node == local == 0
-    host = address_towards(_slurm_address(listed[1])) if serves and nodes > 1 else _slurm_address(listed[0])
+    host = address_towards(_slurm_address(names[1])) if serves and nodes > 1 else _slurm_address(names[0])
     return Place(
         node=node,
         nodes=nodes,
@@ -113,17 +111,18 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
     )
 
 
-def _scontrol(*what: str) -> str:
+def _scontrol(kind: str, name: str) -> str:
+    command = ["scontrol", "show", kind, name]
     try:
-        return subprocess.run(["scontrol", "show", *what], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(f"scontrol show {' '.join(what)}: {error}") from error
+        raise Refusal(f"{' '.join(command)}: {error}") from error
 
 
-def _slurm_address(name: str) -> str:
-    """How Slurm reaches a node."""
-    found = re.search(r"NodeAddr=(\S+)", _scontrol("node", name))
-    return found[1] if found else name
+def _slurm_address(node: str) -> str:
+    """The address at which Slurm reaches a node."""
+    address = re.search(r"NodeAddr=(\S+)", _scontrol("node", node))
+    return address[1] if address else node
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
