@@ -1,8 +1,8 @@
-"""A process that holds something of the kernel's until its standard input closes (the keeper).
+"""A process that holds a resource of the kernel until its standard input closes (the keeper).
 
-``python -m MODULE REQUEST`` answers with one JSON line, ``{"error": ...}`` where it refuses, and takes away
-what it holds when it ends: so also after ``kill -9`` of whoever started it.  No torch: a fresh interpreter
-starts in a tenth of a second.
+``python -m MODULE REQUEST`` answers with one JSON line, ``{"error": ...}`` where it refuses, and releases the
+resource when it ends, so also after ``kill -9`` of its parent.  No torch: a fresh interpreter starts in a
+tenth of a second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ROOT: Final = Path(__file__).resolve().parents[2]  # where harness is importabl
 
 
 class Keeper:
-    """A keeper as its parent has it."""
+    """A keeper, as its parent sees it."""
 
     def __init__(self, module: str, request: str) -> None:
-        """Start one and read its ``answer``; what it refuses is a LinkError."""
+        """Start one and read its ``answer``; a LinkError if it refuses the request."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, request],
             stdin=subprocess.PIPE,
@@ -55,26 +55,26 @@ class Keeper:
         return answer
 
     def end(self, seconds: float = 2.0) -> str:
-        """Close its standard input, and kill it if it has not ended after a while; returns its last line."""
+        """Close its standard input, and kill it if it then does not end; returns its last line of errors."""
         try:
-            words = self.process.communicate(timeout=seconds)[1]
+            errors = self.process.communicate(timeout=seconds)[1]
         except subprocess.TimeoutExpired:
             self.process.kill()
-            words = self.process.communicate()[1]
-        return "".join(words.strip().splitlines()[-1:])
+            errors = self.process.communicate()[1]
+        return "".join(errors.strip().splitlines()[-1:])
 
 
-def answer(found: dict[str, Any]) -> None:
-    """Tell the parent what is held."""
-    print(json.dumps(found), flush=True)
+def send_answer(answer: dict[str, Any]) -> None:
+    """In the keeper: send the parent a description of what it holds."""
+    print(json.dumps(answer), flush=True)
 
 
 @contextlib.contextmanager
-def keeping() -> Iterator[None]:
-    """In the keeper: report what fails in the body to the parent, who also decides when a Ctrl-C ends it."""
+def report_errors() -> Iterator[None]:
+    """In the keeper: report an error in the body to the parent, which alone reacts to a Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
-    except Exception as error:  # whatever netlink raised
-        answer({"error": str(error)})
+    except Exception as error:  # netlink raises many
+        send_answer({"error": str(error)})
         raise

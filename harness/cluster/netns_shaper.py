@@ -2,11 +2,11 @@
 
 Every node is an anonymous network namespace, held by a small child of this process; nothing is made in the
 namespace of the host.  Two nodes are joined by one veth pair, more by a bridge in the keeper's own namespace.
-When the keeper goes, its children go (``PR_SET_PDEATHSIG``), and with the last process inside, the kernel
-removes namespaces and interfaces.  Without root it makes them inside a user namespace of its own.
+The kernel ends the keeper's children with it (``PR_SET_PDEATHSIG``), and removes namespaces and interfaces
+with the last process inside.  Without root the keeper makes them inside a user namespace of its own.
 
-While a process is connected to its Unix-domain socket, the link is held to no rate: messages that are not
-timed need not wait for it.  When that process closes its side, or dies, the link is shaped again.
+While a process is connected to its Unix-domain socket, the link is held to no rate, so that messages that are
+not timed need not wait.  When that process closes its side, or dies, the link is shaped again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from harness.cluster.keeper import answer, keeping
+from harness.cluster.keeper import report_errors, send_answer
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
 
@@ -41,7 +41,7 @@ _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
 # which every kernel has.  Set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
 QUEUE_SECONDS: Final = 0.4  # shorter queues drop packets when several ranks send at once
-_DELAYED_PACKETS: Final = 100_000  # that netem holds at once; its own default drops above 1000
+_DELAYED_PACKETS: Final = 100_000  # that netem holds at once; by default it drops those above 1000
 _TBF: Final = "10:"  # handle of the queue that holds an interface to its rate
 _OPEN_RATE: Final = 4_000_000_000  # bytes per second: near the most that tbf can say, more than any CPU sends
 _OPEN_BURST: Final = 4_000_000  # bytes
@@ -75,10 +75,10 @@ def shape(rate_mbit: float) -> Shape:
 class _Queue(NamedTuple):
     """A queue of what leaves an interface of the link."""
 
-    process: int  # in whose network namespace the interface is
+    process: int  # inside the interface's network namespace
     interface: str
     shape: Shape | None  # None for no rate
-    latency_ms: float = 0.0  # that packets leave later
+    latency_ms: float = 0.0  # by which packets leave later
 
 
 def _address(node: int) -> str:
@@ -97,11 +97,11 @@ def _setns(file: IO[bytes], kind: int) -> None:
 
 def enter(process: int) -> None:
     """Move this process, which must be single-threaded, into namespaces of ``process``; or a LinkError."""
-    there, same = Path(f"/proc/{process}/ns"), Path("/proc/self/ns/user")
+    namespaces = Path(f"/proc/{process}/ns")
     try:
-        # Both are opened before the first move: afterwards /proc is seen with other rights.
-        with (there / "user").open("rb") as user, (there / "net").open("rb") as net:
-            if not (there / "user").samefile(same):
+        # Both are opened before the first move, which changes this process's rights in /proc.
+        with (namespaces / "user").open("rb") as user, (namespaces / "net").open("rb") as net:
+            if not (namespaces / "user").samefile("/proc/self/ns/user"):
                 _setns(user, CLONE_NEWUSER)
             _setns(net, CLONE_NEWNET)
     except OSError as error:
@@ -111,7 +111,7 @@ def enter(process: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; call *after* entering namespaces."""
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
@@ -134,22 +134,22 @@ def _enter_own_namespace() -> str:
 
 @contextlib.contextmanager
 def _netlink(process: int) -> Iterator[Any]:
-    """A netlink socket in the network namespace of ``process``: it belongs to that in which it was opened."""
+    """A netlink socket in the network namespace of ``process``: it stays in the one where it was opened."""
     from pyroute2 import IPRoute
 
-    with Path("/proc/self/ns/net").open("rb") as own, Path(f"/proc/{process}/ns/net").open("rb") as there:
-        _setns(there, CLONE_NEWNET)
+    with Path("/proc/self/ns/net").open("rb") as before, Path(f"/proc/{process}/ns/net").open("rb") as inside:
+        _setns(inside, CLONE_NEWNET)
         try:
             with IPRoute() as route:
                 yield route
         finally:
-            _setns(own, CLONE_NEWNET)
+            _setns(before, CLONE_NEWNET)
 
 
 def _set(queue: _Queue, state: bytes | None = None) -> None:
-    """Hold what leaves an interface to its rate, from now on, again (``SHAPED``), or to none (``OPEN``).
+    """Hold what leaves an interface to its rate, the first time or again (``SHAPED``), or to none (``OPEN``).
 
-    Packets keep their size, which a connection has from when it was made.
+    The largest size of packets stays as it is: a connection keeps the size that it began with.
     """
     with _netlink(queue.process) as route:
         index, shape = route.link_lookup(ifname=queue.interface)[0], queue.shape
@@ -173,9 +173,9 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
 
 
 def _hold() -> int:
-    """Fork a child that stands in a new network namespace and keeps it; returns its process."""
+    """Fork a child that keeps a new network namespace; returns its process."""
     keeper = os.getpid()
-    with Path("/proc/self/ns/net").open("rb") as own:
+    with Path("/proc/self/ns/net").open("rb") as before:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
         if not (holder := os.fork()):
             try:
@@ -184,13 +184,13 @@ def _hold() -> int:
                 signal.pause()
             finally:
                 os._exit(1)
-        _setns(own, CLONE_NEWNET)
+        _setns(before, CLONE_NEWNET)
     return holder
 
 
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
-    """Make the nodes' interfaces: one veth pair for two nodes, else a bridge; returns the names of its ports,
-    one towards each node.
+    """Make the nodes' interfaces: one veth pair for two nodes, else a bridge, with a port towards each node;
+    returns the names of the bridge's ports.
     """
     with _netlink(os.getpid()) as route:
         if len(holders) == 2:
@@ -210,11 +210,11 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 
 
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
-    """Give a node its addresses and its way to the others; ``inner``: its ranks are held to a rate."""
+    """Give a node its addresses and its route to the others; ``inner``: its ranks are held to a rate."""
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
-        loopback, index = (route.link_lookup(ifname=one)[0] for one in (LOOPBACK, name))
-        if inner:  # packets as between nodes, which its queue does not cut
+        loopback, index = (route.link_lookup(ifname=interface)[0] for interface in (LOOPBACK, name))
+        if inner:  # packets of the size between nodes, which the queue does not cut
             route.link("set", index=loopback, mtu=MTU)
         route.link("set", index=loopback, state="up")
         route.addr("add", index=index, address=_address(node), prefixlen=int(prefix))
@@ -230,34 +230,34 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
         )
 
 
-def _ended_or(ready: socket.socket) -> bool:
-    """Wait for a socket, or for the end of standard input; returns whether that has come."""
+def _stdin_ends_before(ready: socket.socket) -> bool:
+    """Wait for a socket, or for the end of standard input; returns whether standard input has ended."""
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Open the link for one process after the other that connects; an error in shaping it again ends all."""
-    while not _ended_or(listening):
+    """Lift the rate for one process after the other that connects; an error in shaping it again ends all."""
+    while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:
             for state in (OPEN, SHAPED):
                 for queue in queues:
                     _set(queue, state)
-                with contextlib.suppress(OSError):  # a client that died is one that has finished
+                with contextlib.suppress(OSError):  # a client that died has finished
                     client.sendall(state)
-                if state == OPEN and _ended_or(client):
+                if state == OPEN and _stdin_ends_before(client):
                     return
 
 
 def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_mbit: float | None) -> None:
     """Make a namespace for each of the rates and the link between them; answer, and keep them until standard
-    input closes.  Packets leave a node later by the latency; its own ranks may be held to a rate, too.
+    input closes.  Packets leave a node later by the latency; ``inner_mbit`` holds its ranks to a rate, too.
     """
     mode, nodes = _enter_own_namespace(), range(len(rates))
     names, holders = [f"{prefix}n{node}" for node in nodes], [_hold() for _ in nodes]
     ports = _join(prefix, names, holders)
     shapes = [None if rate is None else shape(rate) for rate in rates]
     queues = [_Queue(holders[node], names[node], shapes[node], latency_ms) for node in nodes]
-    queues += [_Queue(os.getpid(), port, towards) for port, towards in zip(ports, shapes, strict=False)]
+    queues += [_Queue(os.getpid(), port, queue) for port, queue in zip(ports, shapes, strict=False)]
     if inner_mbit is not None:
         queues += [_Queue(holder, LOOPBACK, shape(inner_mbit)) for holder in holders]
     for node in nodes:
@@ -270,11 +270,11 @@ def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_m
     ):
         listening.bind(control := str(Path(folder, "link")))
         listening.listen()
-        made = list(zip(names, map(_address, nodes), holders, strict=True))
-        answer({"mode": mode, "ports": made, "control": control if any(shapes) else ""})
+        node_ports = list(zip(names, map(_address, nodes), holders, strict=True))
+        send_answer({"mode": mode, "ports": node_ports, "control": control if any(shapes) else ""})
         _serve(queues, listening)
 
 
 if __name__ == "__main__":
-    with keeping():
+    with report_errors():
         _keep(*json.loads(sys.argv[1]))

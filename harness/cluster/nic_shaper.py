@@ -1,8 +1,8 @@
 """Keeper (:mod:`harness.cluster.keeper`) of the queue that holds an interface of this host to a rate.
 
-It puts a ``tbf`` queue where the kernel's default one is, and removes it when the supervisor lets go, ends or
-is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the keeper itself is killed by ``kill -9``, as with
-all of its job, the queue stays, and the next run says what removes it.  It needs root, or CAP_NET_ADMIN.
+It puts a ``tbf`` queue where the kernel's default one is, and removes it when the supervisor closes it, ends
+or is killed by ``kill -9``; and at SIGTERM or SIGHUP.  Where the keeper itself is killed by ``kill -9``, the
+queue stays, and the next run names the command that removes it.  It needs root, or CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from harness.cluster.keeper import Keeper, answer, keeping
+from harness.cluster.keeper import Keeper, report_errors, send_answer
 from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
 
 _HANDLE: Final = 0x5A50  # of our queue, by which the next run knows it
 _ROOT: Final = 0xFFFFFFFF  # parent of the queue that takes all that leaves
-_INGRESS: Final = 0xFFFF  # handle of hooks on what arrives, which hold nothing back
+_INGRESS: Final = 0xFFFF  # handle of hooks on arriving packets, which hold nothing back
 _LOOPBACK: Final = 0x8  # IFF_LOOPBACK
 _ENDED_BY: Final = (signal.SIGTERM, signal.SIGHUP)
 _REMOVAL_SECONDS: Final = 30.0
-_USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver takes as much
+_USUAL_SEGMENT: Final = 65536  # bytes of a packet, where the driver allows it
 _LARGEST: Final = 2**32  # bytes per second that tbf's netlink message can say
 
 
 def removal(interface: str, segment: int) -> str:
-    """How to remove what a killed keeper has left; ``segment``: bytes of a packet that the interface had."""
+    """How to remove a killed keeper's queue; ``segment``: the largest packet before it, in bytes."""
     return (
         f"remove it by: tc qdisc del dev {interface} root; ip link set dev {interface} gso_max_size {segment}"
     )
@@ -41,9 +41,9 @@ def removal(interface: str, segment: int) -> str:
 
 @contextlib.contextmanager
 def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dict[str, Any]]:
-    """Hold what leaves an interface, which leads to the addresses ``others``, to a rate in the body; yields
-    its ``interface``, ``mtu``, largest ``segment``, queue ``before``, and the host's ``congestion`` control.
-    A LinkError says why it may not be, or what removes a queue that is left.
+    """Hold an interface's packets to the addresses ``others`` to a rate in the body; yields ``interface``,
+    ``mtu``, largest ``segment``, the queue ``before``, and the host's ``congestion`` control.  A LinkError
+    says why it may not be shaped, or what removes a queue that is left.
     """
     try:
         keeper = Keeper("harness.cluster.nic_shaper", json.dumps([interface, rate_mbit, others]))
@@ -52,10 +52,10 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
     try:
         yield keeper.answer
     finally:
-        words = keeper.end(_REMOVAL_SECONDS)
+        reason = keeper.end(_REMOVAL_SECONDS) or "its keeper was killed"
         if keeper.process.returncode:
-            left = removal(interface, keeper.answer["segment"])
-            raise LinkError(f"{interface} may still be shaped ({words or 'its keeper was killed'}); {left}")
+            advice = removal(interface, keeper.answer["segment"])
+            raise LinkError(f"{interface} may still be shaped ({reason}); {advice}")
 
 
 @contextlib.contextmanager
@@ -68,31 +68,32 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             raise OSError(f"there is no interface {interface!r}")
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
-        form = shape(rate_mbit)
+        shaped = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
             raise OSError(f"{interface} is the loopback: no network joins these nodes")
-        if form.rate >= _LARGEST:
+        if shaped.rate >= _LARGEST:
             raise OSError(f"{rate_mbit:g} Mbit/s are more than a tbf queue's {8e-6 * _LARGEST:.0f}")
-        if mtu > form.segment:
+        if mtu > shaped.segment:
             raise OSError(
                 f"{interface} has packets of {mtu} bytes, which at {rate_mbit:g} Mbit/s have "
-                f"at most {form.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
+                f"at most {shaped.segment}; ask for {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
-            _check_way(route, index, interface, other)
+            _check_route(route, index, interface, other)
         usual = min(_USUAL_SEGMENT, link.get_attr("IFLA_TSO_MAX_SIZE") or _USUAL_SEGMENT)
         before = _queue_before(route, index, interface, usual)
-        # A signal between a change and the note of it would leave the change behind.
+        # A signal between a change and its undo callback would leave the change behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         with contextlib.ExitStack() as undo:
             try:
-                route.link("set", index=index, gso_max_size=min(segment, form.segment))
+                route.link("set", index=index, gso_max_size=min(segment, shaped.segment))
             except NetlinkError as error:
                 why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
                 raise OSError(f"{interface} cannot be shaped: {why}") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
-            route.tc("add", "tbf", index, handle=handle, rate=form.rate, burst=form.burst, limit=form.limit)
+            sizes = {"rate": shaped.rate, "burst": shaped.burst, "limit": shaped.limit}
+            route.tc("add", "tbf", index, handle=handle, **sizes)
             undo.callback(route.tc, "del", index=index, handle=handle, parent=_ROOT)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDED_BY)
             yield {
@@ -104,20 +105,20 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             }
 
 
-def _check_way(route: Any, index: int, interface: str, other: str) -> None:
-    """Refuse an address that messages reach past the interface, where no queue of ours would hold them."""
+def _check_route(route: Any, index: int, interface: str, other: str) -> None:
+    """Refuse an address that messages reach through another interface, which has no queue of ours."""
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     try:
-        leaves = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
+        leaving = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
     except Exception as error:
         raise OSError(f"there is no way to {other}: {error}") from error
-    if leaves != index:
-        by = route.get_links(leaves)[0].get_attr("IFLA_IFNAME")
-        raise OSError(f"messages to {other} leave by {by}, which is not shaped, and not by {interface}")
+    if leaving != index:
+        name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
+        raise OSError(f"messages to {other} leave by {name}, which is not shaped, and not by {interface}")
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Name of the kernel's own queue, whose handle is 0; any that somebody has set up is refused."""
+    """Name of the kernel's own queue, which has handle 0; a queue that somebody has set up is refused."""
     default = ""
     for queue in route.get_qdiscs(index):
         kind, major = queue.get_attr("TCA_KIND"), queue["handle"] >> 16
@@ -136,7 +137,7 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
 
 def _leave(*_: object) -> None:
     for number in _ENDED_BY:
-        signal.signal(number, signal.SIG_IGN)  # what ends the keeper is not disturbed
+        signal.signal(number, signal.SIG_IGN)  # a second signal does not disturb the end
     sys.exit(0)
 
 
@@ -144,8 +145,8 @@ def main() -> None:
     """Answer the request, and hold the interface until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
-    with keeping(), _shaped(*json.loads(sys.argv[1])) as found:
-        answer(found)
+    with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:
+        send_answer(interface)
         os.read(0, 1)
         _leave()
 
