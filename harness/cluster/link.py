@@ -44,19 +44,19 @@ _ADVICE: Final = (
 def message_bytes(cluster: Cluster) -> int:
     """Size of a calibration message: 0.2 s at the rate, at least 20 bursts, 50 latencies; 0 for one node.
 
-    On a shaped link 0.5 s of up to 64 MiB: what comes last of 0.2 s is late by up to 0.6 % now and then.
-    Unshaped 64 MiB; 8 MiB where nothing joins the nodes but this machine's memory.
+    On a shaped link it is 0.5 s, at most 64 MiB: the end of 0.2 s is late by up to 0.6 % now and then.
+    Without a rate it is 64 MiB; 8 MiB where only this machine's memory joins the nodes.
     """
     if cluster.nodes == 1:
         return 0
     if cluster.rate is None:
         return (8 if cluster.link == "none" else 64) * 2**20
-    form = shape(cluster.rate)
-    longer = min(form.rate // 2, 64 * 2**20) if cluster.link == "shaped" else 0
-    return max(longer, form.rate // 5, 20 * form.burst, round(form.rate * 0.05 * (cluster.latency or 0.0)))
+    queue = shape(cluster.rate)
+    longer = min(queue.rate // 2, 64 * 2**20) if cluster.link == "shaped" else 0
+    return max(longer, queue.rate // 5, 20 * queue.burst, round(queue.rate * 0.05 * (cluster.latency or 0.0)))
 
 
-def slowest(by_rank: Iterable[Sequence[float]]) -> list[float]:
+def slowest_rates(by_rank: Iterable[Sequence[float]]) -> list[float]:
     """Rate of the slowest node in each repetition, Mbit/s; ranks that only waited have none."""
     return [min(rates) for rates in zip(*filter(None, by_rank), strict=True)]
 
@@ -65,30 +65,30 @@ def slowest(by_rank: Iterable[Sequence[float]]) -> list[float]:
 class Link:
     """An open link between nodes; a context manager that closes it."""
 
-    cluster: Cluster  # that asked for it
-    kind: str  # what was opened, for the reason ``why``: namespaces, paced, none, real or shaped
-    why: str
+    cluster: Cluster  # whose nodes it joins
+    kind: str  # namespaces, paced, none, real or shaped
+    why: str  # it is of that kind
     ports: tuple[Port, ...]  # one per node
     details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for the record
     close: Callable[[], object] = lambda: None
     calibrated_mbit: list[float] = field(default_factory=list)  # per repetition, filled in by the sweep
 
     paced_mbit: float | None = field(init=False)  # rate at which our wire paces itself, if it is ``paced``
-    message_bytes: int = field(init=False)  # of a calibration; 0 of one node
+    message_bytes: int = field(init=False)  # of a calibration; 0 for one node
 
     def __post_init__(self) -> None:
         self.paced_mbit = self.cluster.rate if self.kind == "paced" else None
         self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
-        """What a trial's record says of it; the rate that was asked for is the slowest node's."""
+        """The link in a trial's record; the requested rate is the slowest node's."""
         from harness.records.record import LinkRecord
 
-        one, rate = self.cluster.nodes == 1, self.cluster.rate
+        rate = None if self.cluster.nodes == 1 else self.cluster.rate
         return LinkRecord(
             kind=self.kind,
             why=self.why,
-            requested_mbit=None if one or rate is None else rate * self.cluster.slow,
+            requested_mbit=None if rate is None else rate * self.cluster.slow,
             calibrated_mbit=self.calibrated_mbit,
             probed_mbit=probed_mbit,
             message_bytes=self.message_bytes,
@@ -102,34 +102,34 @@ class Link:
         self.close()
 
     def check(self) -> None:
-        """Refuse a shaped link whose calibration is not of its rate."""
-        asked = self.cluster.rate
-        if self.kind != "shaped" or asked is None or not self.calibrated_mbit:
+        """Refuse a shaped link that does not achieve its rate in the calibration, or exceeds it."""
+        rate = self.cluster.rate
+        if self.kind != "shaped" or rate is None or not self.calibrated_mbit:
             return
-        middle = statistics.median(self.calibrated_mbit)
-        if not REACHED[0] * asked <= middle <= REACHED[1] * asked:
+        median = statistics.median(self.calibrated_mbit)
+        if not REACHED[0] * rate <= median <= REACHED[1] * rate:
             why = "the network, or the hosts' congestion control (bbr does), carries no more"
-            why = "messages go past the queue" if middle > asked else why
-            raise LinkError(f"link 'shaped' was asked for {asked:g} Mbit/s and carries {middle:.4g}: {why}")
+            why = "messages go past the queue" if median > rate else why
+            raise LinkError(f"link 'shaped' was asked for {rate:g} Mbit/s and carries {median:.4g}: {why}")
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:
-    """Open the link of a cluster, whose interfaces have ``run_id`` (at most 6 characters) in their names; a
-    LinkError if it is not possible on this machine, or contradicts itself.
+    """Open the link of a cluster; a LinkError if this machine cannot, or the cluster contradicts itself.
 
-    The hosts of a ``real`` or ``shaped`` one know its ports, and their supervisors shape it.
+    Names of interfaces contain ``run_id``, at most 6 characters.  The caller fills in the ports of a ``real``
+    or ``shaped`` link, and the hosts' supervisors shape it.
     """
     kind, rate, latency, why = cluster.link, cluster.rate, cluster.latency, "asked for"
     loopback = (Port("lo", "127.0.0.1"),) * cluster.nodes
     if cluster.nodes == 1:
         return Link(cluster, "none", "one node has no link", loopback)
     if kind == "shaped" and rate is not None:
-        # The hosts' keepers are not asked during a trial.
+        # The hosts' keepers do not lift the rate during a trial.
         return Link(cluster, kind, why, (), tbf_details(rate) | {"untimed": "shaped"})
     if kind in ("real", "none"):
         if rate is not None or latency:
-            asked = f"{rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
-            raise LinkError(f"link {kind!r} cannot have {asked}; use 'auto', 'namespaces' or 'paced'")
+            limit = f"{rate:g} Mbit/s" if rate is not None else f"a latency of {latency:g} ms"
+            raise LinkError(f"link {kind!r} cannot have {limit}; use 'auto', 'namespaces' or 'paced'")
         return Link(cluster, kind, why, (Port(None, ""),) * cluster.nodes if kind == "real" else loopback)
     if kind in ("auto", "namespaces"):
         try:
@@ -138,14 +138,14 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
             if kind == "namespaces":
                 raise
             why = f"auto: no namespaces ({error})"
-    held = {
+    limits = {
         f"a node with {cluster.slow:g} of the rate needs": cluster.slow < 1,
         f"{cluster.inner_rate or 0:g} Mbit/s inside nodes need": cluster.inner_rate is not None,
         f"a latency of {latency or 0:g} ms without a rate needs": rate is None and latency,
     }
-    for what, asked_for in held.items():
-        if asked_for:
-            raise LinkError(f"{what} network namespaces ({why})")
+    for limit, requested in limits.items():
+        if requested:
+            raise LinkError(f"{limit} network namespaces ({why})")
     if rate is None:
         return Link(cluster, "none", why, loopback)
     details = {"header_bytes": 0, "latency_ms": latency or 0.0, "untimed": "open"}
@@ -161,7 +161,7 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
     except LinkError as error:
         raise LinkError(f"no network namespaces here: {error}; {_ADVICE}") from None
     control = keeper.answer["control"]
-    ports = tuple(Port(name, at, holder, control=control) for name, at, holder in keeper.answer["ports"])
+    ports = tuple(Port(name, ip, holder, control=control) for name, ip, holder in keeper.answer["ports"])
     details = {
         "mode": keeper.answer["mode"],
         "joint": "veth" if nodes == 2 else "bridge",
@@ -180,23 +180,23 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
 
 def tbf_details(rate_mbit: float) -> dict[str, Any]:
     """The queue for a rate, for the record."""
-    form = shape(rate_mbit)
-    return {"queue": "tbf", "burst": form.burst, "limit": form.limit, "segment": form.segment}
+    queue = shape(rate_mbit)
+    return {"queue": "tbf", "burst": queue.burst, "limit": queue.limit, "segment": queue.segment}
 
 
 @contextlib.contextmanager
-def opened(control: str) -> Iterator[None]:
-    """Hold a link to no rate in the body, by its keeper, which shapes it again also if this process dies."""
+def lift_rate(control: str) -> Iterator[None]:
+    """Have a link's keeper hold it to no rate in the body; it is shaped again also if this process dies."""
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
-        _ask(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
+        _request(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
         yield
-        _ask(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)
+        _request(keeper, lambda: keeper.shutdown(socket.SHUT_WR), netns_shaper.SHAPED)
 
 
-def _ask(keeper: socket.socket, question: Callable[[], None], expected: bytes) -> None:
+def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
     try:
-        question()
+        send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)
     except OSError as error:
         raise LinkError(f"the keeper of the link does not answer: {error}") from error

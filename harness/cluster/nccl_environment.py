@@ -1,4 +1,4 @@
-"""What NCCL is told by variables: through which interface or InfiniBand adapters it sends.  No torch."""
+"""NCCL's environment variables: through which interface or InfiniBand adapters it sends.  No torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from harness.errors import LinkError
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
-    """What NCCL is told, so that it sends through a node's network namespace, shaped interface or adapters.
+    """Variables that make NCCL send through a node's network namespace, shaped interface or adapters.
 
-    Between namespaces of one machine it would else use peer access and shared memory, which no queue shapes:
+    Between namespaces of one machine it would use peer access and shared memory, which no queue shapes, since
     it tells hosts apart by their names (NCCL user guide, Environment Variables).  Between hosts it could use
     InfiniBand, a plugin's network or NVLink instead, and where named adapters do not work, sockets; with
     ``NCCL_NET`` it fails there.
@@ -28,17 +28,18 @@ def nccl_variables(port: Port) -> dict[str, str]:
 
 
 def nccl_in_words(ports: Sequence[Port]) -> str:
-    """What NCCL is told on every node, for the record; once where nodes do not differ."""
-    told = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]
-    if len(set(told)) == 1:
-        return told[0]
-    return "; ".join(f"node {node}: {words}" for node, words in enumerate(told))
+    """NCCL's variables on every node, for the record; once if all nodes have the same."""
+    texts = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]
+    if len(set(texts)) == 1:
+        return texts[0]
+    return "; ".join(f"node {node}: {text}" for node, text in enumerate(texts))
 
 
-def choose_hcas(asked: int | tuple[str, ...], there: Sequence[str], node: int) -> str:
-    """The adapters that a node's NCCL may use: the first of those ``there``, or those named."""
-    chosen, said = (there[:asked], asked) if isinstance(asked, int) else (asked, ", ".join(asked))
-    if not set(chosen) <= set(there) or (isinstance(asked, int) and len(chosen) < asked):
-        has = f"{len(there)} InfiniBand adapters with an active port ({', '.join(there) or 'none'})"
-        raise LinkError(f"cluster.hcas = {said}: node {node} has {has}")
+def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: int) -> str:
+    """The adapters that a node's NCCL may use: the ``requested`` number of those present, or those named."""
+    chosen = present[:requested] if isinstance(requested, int) else requested
+    if not set(chosen) <= set(present) or (isinstance(requested, int) and len(chosen) < requested):
+        text = requested if isinstance(requested, int) else ", ".join(requested)
+        adapters = f"{len(present)} InfiniBand adapters with an active port ({', '.join(present) or 'none'})"
+        raise LinkError(f"cluster.hcas = {text}: node {node} has {adapters}")
     return ",".join(chosen)

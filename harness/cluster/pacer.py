@@ -1,4 +1,4 @@
-"""Holds ranks to a rate without the kernel: each waits as long as its bytes would take."""
+"""Holds ranks to a rate without the kernel: each rank waits as long as its bytes would take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 class Pacer:
     """Rate limiter of a node's ranks: a small shared file holds, per node, the time at which it is next free,
-    as fp64.  Ranks book one after the other under a lock on it, which the kernel releases when a rank dies.
+    as fp64.  Ranks book in turn under a lock on that file, which the kernel releases when a rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -30,7 +30,7 @@ class Pacer:
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` when the last byte arrives."""
+        """Book ``nbytes`` to other nodes; returns the ``time.monotonic()`` at which the last byte arrives."""
         if self.open:
             return time.monotonic() + self._latency
         fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)

@@ -14,14 +14,14 @@ from harness.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link: network interface, its IPv4 address, and namespace of its ranks."""
+    """A node's end of the link: network interface, its address, and namespace of its ranks."""
 
     interface: str | None  # name for gloo and for the byte counters; None leaves the choice to gloo
     address: str
     holder: int | None = None  # a process inside the node's network namespace; None is the host's own
-    shaped_mbit: float | None = None  # to which its host holds the interface, through which NCCL has to send
+    shaped_mbit: float | None = None  # rate to which its host holds the interface that NCCL has to use
     hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; empty leaves it the choice
-    control: str = ""  # the keeper's Unix-domain socket (`opened`), where it can hold the link to no rate
+    control: str = ""  # the keeper's Unix-domain socket (`lift_rate`), where it can lift the link's rate
 
 
 def address_towards(host: str) -> str:
@@ -37,22 +37,21 @@ def address_towards(host: str) -> str:
 
 def port_towards(host: str) -> Port:
     """The interface of this host that leads to ``host``, with its address; a Refusal if there is none."""
-    own, named = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
-    if named is not None:
-        if not (found := own.get(named)):
-            raise Refusal(f"GLOO_SOCKET_IFNAME = {named!r}: there is no such interface here")
-        return Port(
-            named, next((one.address for one in found if one.family == socket.AF_INET), found[0].address)
-        )
+    interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen is not None:
+        if not (entries := interfaces.get(chosen)):
+            raise Refusal(f"GLOO_SOCKET_IFNAME = {chosen!r}: there is no such interface here")
+        entry = next((entry for entry in entries if entry.family == socket.AF_INET), entries[0])
+        return Port(chosen, entry.address)
     address = address_towards(host)
-    for name, addresses in own.items():
-        if any(one.address.partition("%")[0] == address for one in addresses):
+    for name, entries in interfaces.items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
             return Port(name, address)
     raise Refusal(f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME")
 
 
 def host_identity() -> str:
-    """What two supervisors share only if they stand on one host, in one network namespace."""
+    """A text that two supervisors share only if they run on one host, in one network namespace."""
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text(encoding='ascii').strip()} {space.readlink()}"

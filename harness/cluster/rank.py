@@ -1,4 +1,4 @@
-"""Context of one rank process, and what ranks measure of their link.  No torch at import."""
+"""Context of one rank process, and the measurement of a link's rate.  No torch at import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster.link import opened
+from harness.cluster.link import lift_rate
 from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.errors import Refusal
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def counters(interface: str) -> NDArray[np.int64]:
     """Bytes and packets that an interface of this process's network namespace has sent."""
-    found = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
-    return np.array([found.bytes_sent, found.packets_sent])
+    count = psutil.net_io_counters(pernic=True, nowrap=False)[interface]
+    return np.array([count.bytes_sent, count.packets_sent])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +63,28 @@ class Rank:
         return self.rank % self.topology.ranks_per_node
 
     @property
-    def speaks(self) -> bool:
-        """Whether it is the first rank of its node, which reports for it."""
+    def first_of_node(self) -> bool:
+        """Whether it is the first rank of its node, which measures for all of them."""
         return self.local == 0
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Hold messages between nodes to no rate in the body, but by hosts' interfaces; all ranks call it."""
+        """Lift the rate between nodes in the body, but for hosts' interfaces; all ranks must call it."""
         if self.pacer is None and not self.port.control:
             yield
             return
         import torch.distributed as dist
 
-        with opened(self.port.control) if self.port.control and self.rank == 0 else contextlib.nullcontext():
+        control = self.port.control if self.rank == 0 else ""
+        with lift_rate(control) if control else contextlib.nullcontext():
             dist.barrier()
             if self.pacer is not None:
                 self.pacer.open = True
             yield
             if self.pacer is not None:
                 self.pacer.open = False
-            dist.barrier()  # all have received what was sent
-        dist.barrier()  # and none sends more before the link is held to its rate
+            dist.barrier()  # all messages have arrived
+        dist.barrier()  # and no rank sends more before the link is held to its rate
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> torch.device:
@@ -114,8 +115,8 @@ def exchange(
     """Measure the link's rate by messages around the ring of nodes, between their first ranks: Mbit/s into
     this rank, one value per repetition; none for ranks that only wait.
 
-    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL: a
-    receive of its own, waited for by all before any of them sends, never ends there. All ranks then call a
+    Every rank of the default group must call it. ``grouped`` sends and receives in one call, for NCCL, where
+    a receive by itself, awaited by all ranks before any of them sends, never ends. All ranks then call a
     collective first, which makes the communicator; the barrier is gloo's.
     """
     import torch
@@ -123,19 +124,19 @@ def exchange(
 
     per_node, world = rank.topology.ranks_per_node, rank.topology.world
     before, after = (rank.rank - per_node) % world, (rank.rank + per_node) % world
-    if rank.speaks:
+    if rank.first_of_node:
         outgoing = torch.ones(message_bytes, dtype=torch.uint8, device=device)
         incoming = torch.zeros_like(outgoing)  # written: a first touch would be timed as link
     if grouped:
         dist.all_reduce(torch.zeros(1, device=device))
     achieved = []
     for repetition in range(-1, repetitions):  # the first, untimed, opens the connection
-        if rank.speaks and not grouped:
-            # Before the barrier and the data: gloo tells the sender that it may send over the same
-            # connection, and behind data of our own that takes as long as the data: half the rate.
+        if rank.first_of_node and not grouped:
+            # Before the barrier and the data: gloo tells the sender over the same connection that it may
+            # send. Behind this rank's own data that message would wait, which halves the rate.
             receiving = dist.irecv(incoming, before)
         dist.barrier()
-        if rank.speaks:
+        if rank.first_of_node:
             start = time.monotonic()
             if grouped:
                 both = [dist.P2POp(dist.irecv, incoming, before), dist.P2POp(dist.isend, outgoing, after)]

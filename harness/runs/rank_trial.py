@@ -210,7 +210,7 @@ class TrialRun:
             ),
             validations=self.validations,
             predicted=predicted,
-            sent=sent if self.counts and self.rank.speaks else None,
+            sent=sent if self.counts and self.rank.first_of_node else None,
             probed=probed,
             compared=self.comparison.compared,
             checked=self.checked,
@@ -229,7 +229,7 @@ class TrialRun:
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
         """GPU readings of this node, by its first rank."""
         uuids = []
-        if self.rank.speaks and self.device.type == "cuda":
+        if self.rank.first_of_node and self.device.type == "cuda":
             first, count = self.device.index, torch.cuda.device_count()
             ranks = 1 if self.trial.strategy == "single" else self.rank.topology.ranks_per_node
             used = dict.fromkeys((first + i) % count for i in range(ranks))  # once each, if ranks share some
@@ -343,7 +343,7 @@ class TrialRun:
         found = np.zeros(2, np.int64)
         if self.counts:
             dist.barrier()
-            found = counters(str(self.rank.port.interface)) if self.rank.speaks else found
+            found = counters(str(self.rank.port.interface)) if self.rank.first_of_node else found
             dist.barrier()  # else the node's other ranks could already send what comes next
         return found
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Self
 
-from harness.cluster.link import REPETITIONS, Link, open_link, slowest
+from harness.cluster.link import REPETITIONS, Link, open_link, slowest_rates
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words
 from harness.cluster.node_supervisors import Nodes, Work
 from harness.cluster.rank import Progress, Report, measure_link
@@ -81,7 +81,7 @@ class TrialRunner:
             blank = blank.model_copy(update={"link": link.record([])})
             assignment = Assignment(trial, link.message_bytes or None, self._folder)
             outcomes = self._start(trial)(run, assignment, self.launch(trial, link, trial.id), on_progress)
-            probed = slowest(map(attrgetter("probed"), outcomes))
+            probed = slowest_rates(map(attrgetter("probed"), outcomes))
             blank = blank.model_copy(update={"link": link.record(probed)})
             return assemble(outcomes, blank)
         except KeyboardInterrupt:
@@ -151,7 +151,9 @@ class TrialRunner:
             timeout_seconds=_CALIBRATION_SECONDS,
         )
         message = link.message_bytes, REPETITIONS, link.cluster.transport, link.cluster.launcher
-        link.calibrated_mbit = slowest(self._start(trial)(measure_link, message, launch, lambda _: None))
+        link.calibrated_mbit = slowest_rates(
+            self._start(trial)(measure_link, message, launch, lambda _: None)
+        )
         if link.kind == "shaped" and self.nodes is not None:
             link.details["nodes"] = self.nodes.shaped
         link.check()

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cluster import keeper, link, netns_shaper
-from harness.cluster.link import Link, message_bytes, open_link, opened
+from harness.cluster import keeper, netns_shaper
+from harness.cluster.link import Link, lift_rate, message_bytes, open_link
 from harness.cluster.nccl_environment import choose_hcas, nccl_in_words, nccl_variables
 from harness.cluster.netns_shaper import shape
 from harness.cluster.pacer import Pacer
@@ -253,7 +253,7 @@ def test_a_slow_node_sends_and_receives_at_its_share_of_the_rate(tmp_path: Path)
     """Around a ring of three what reaches or leaves the last node is slow, also after the link was open."""
     cluster = asked("namespaces", 3, 50.0, slow=0.5)
     with open_link(cluster, "abc123") as joined:
-        with opened(joined.ports[0].control):
+        with lift_rate(joined.ports[0].control):
             pass
         found = exchanged(joined, tmp_path, message_bytes(cluster), 2, 1)
     from_the_node_before = [statistics.median(rates) for rates, _, _ in found]
@@ -266,7 +266,7 @@ def test_ranks_of_a_node_share_its_inner_rate(tmp_path: Path) -> None:
     cluster = asked("namespaces", 2, 100.0, inner_rate=40.0)
     with open_link(cluster, "abc123") as joined:
         assert joined.details["inner_mbit"] == 40
-        with opened(joined.ports[0].control):
+        with lift_rate(joined.ports[0].control):
             pass
         inside = run_ranks(targets.exchanged_inside, 2_000_000, launch_of(joined, tmp_path, 2))
         between = exchanged(joined, tmp_path, message_bytes(cluster), 2, 2)
@@ -309,7 +309,7 @@ def test_a_failure_leaves_no_link_open(tmp_path: Path, how: str) -> None:
 
 def test_a_keeper_that_is_gone_opens_nothing(tmp_path: Path) -> None:
     """What asks it raises a LinkError with the kernel's reason."""
-    with pytest.raises(LinkError, match=r"does not answer: .*No such file"), link.opened(f"{tmp_path}/none"):
+    with pytest.raises(LinkError, match=r"does not answer: .*No such file"), lift_rate(f"{tmp_path}/none"):
         pass
 
 
