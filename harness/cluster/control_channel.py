@@ -1,9 +1,9 @@
 """Control channel between the supervisors of a run's nodes: small JSON messages through one key-value store.
 
 Every host runs one supervisor, which starts and watches that node's ranks and outlives them.  The first
-node's leads: it says what is run.  Under torchrun the store is the job's own; else the first node serves it.
-What others send is parsed as JSON and nothing else.  Each supervisor's heart counts up there once a second,
-over a connection of its own; one whose count stands is lost.
+node's supervisor leads.  Under torchrun the store is the job's own; else the first node serves it.  Messages
+are JSON and nothing else.  Each supervisor counts up in the store once a second, over a connection of its
+own; a supervisor whose count stands still is lost.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ANSWER: Final = timedelta(seconds=60)  # of the store, for one operation
 
 
 class ChannelError(Exception):
-    """The store does not answer any more: whoever served it has ended."""
+    """The store does not answer any more: the process that served it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which node of a run this supervisor is, and where the store of all is served."""
+    """The node of a run that this supervisor is, and where the store of all nodes is served."""
 
     node: int
     nodes: int
@@ -44,15 +44,15 @@ class Place:
     port: int  # of the store; 0 lets the process that serves it choose one
     serves: bool  # whether this process serves the store
     job: str = ""  # differs between runs that share a store
-    waits: bool = False  # whether it is no supervisor, but another process that was started on its node
+    waits: bool = False  # whether it is no supervisor, but a further process that was started on its node
 
     @property
     def follows(self) -> bool:
         """Whether this is not the process that says what is run."""
         return self.waits or self.node != 0
 
-    def ranks_of(self, work: int) -> Place:
-        """Where the ranks of all hosts meet for a piece of work, by its number."""
+    def for_ranks(self, work: int) -> Place:
+        """Where the ranks of all hosts meet for the piece of work of this number."""
         return replace(self, job=f"{self.job}/ranks/{work}")
 
 
@@ -83,20 +83,20 @@ class Channel:
             raise ChannelError(_line(error)) from error
 
     def read(self, key: str) -> Any:
-        """What was posted under ``key``; None if nothing was yet. A ChannelError if the store is gone."""
+        """The value posted under ``key``, None if there is none yet; a ChannelError if the store is gone."""
         try:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
         except (RuntimeError, ValueError) as error:
             raise ChannelError(_line(error)) from error
 
-    def wait(self, key: str, *, of: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
-        """Wait for what node ``of`` posts, calling ``meanwhile``; a ChannelError if that node is lost."""
-        while (found := self.read(key)) is None:
-            if self.lost(of):
-                raise ChannelError(f"node {of} of {self.place.nodes} does not answer any more")
+    def wait(self, key: str, *, node: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
+        """Wait for what ``node`` posts, calling ``meanwhile``; a ChannelError if that node is lost."""
+        while (value := self.read(key)) is None:
+            if self.lost(node):
+                raise ChannelError(f"node {node} of {self.place.nodes} does not answer any more")
             meanwhile()
             time.sleep(POLL_SECONDS)
-        return found
+        return value
 
     def lost(self, node: int) -> bool:
         """Whether a node's heart has not beaten for a while."""
@@ -107,7 +107,7 @@ class Channel:
         return node != self.place.node and now - self._seen[node][1] > patience
 
     def _beat(self) -> None:
-        with contextlib.suppress(RuntimeError, Refusal):  # whoever waits for the store notices
+        with contextlib.suppress(RuntimeError, Refusal):  # the main thread notices that the store is gone
             store = self._connect(serve=False)
             while not self._ended.wait(_BEAT_SECONDS):
                 store.add(f"beat/{self.place.node}", 1)
@@ -125,9 +125,9 @@ class Channel:
                 options["master_listen_fd"] = listening.detach()
             store = dist.TCPStore(place.host, place.port, is_master=serve, **options)  # type: ignore[attr-defined]
         except (OSError, RuntimeError) as error:
-            done = "serve" if serve else "reach"
+            verb = "serve" if serve else "reach"
             raise Refusal(
-                f"node {place.node} of {place.nodes} cannot {done} {place.host}:{place.port}, where the "
+                f"node {place.node} of {place.nodes} cannot {verb} {place.host}:{place.port}, where the "
                 f"nodes meet: {_line(error)}"
             ) from error
         store.set_timeout(_ANSWER)

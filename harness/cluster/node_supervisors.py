@@ -98,7 +98,7 @@ class Nodes:
 
         launch.log.unlink(missing_ok=True)  # an earlier attempt's
         try:
-            ours = replace(launch, node=0, meeting=self.channel.place.ranks_of(number))
+            ours = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
             own, seconds = _done(work, argument, ours, on_progress, trouble), launch.timeout_seconds
             if "kind" in own:
                 seconds = _CAUSE_SECONDS if own.get("effect") or own["kind"] == "timeout" else 0.0
@@ -165,7 +165,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
         nodes = Nodes(channel, [])
         try:
             for node in range(1, place.nodes):
-                told = channel.wait(f"node/{node}", of=node, meanwhile=check)
+                told = channel.wait(f"node/{node}", node=node, meanwhile=check)
                 nodes.nodes.append(_NODE.validate_python(told))
             others = [node.port.address for node in nodes.nodes]
             nodes.nodes.insert(0, _me(others[0] if others else "127.0.0.1", facts))
@@ -209,7 +209,7 @@ def _followed(channel: Channel, work: Work, number: int, command: dict[str, Any]
 
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
         log, told = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
-        launch = replace(told, log=log, node=place.node, meeting=place.ranks_of(number))
+        launch = replace(told, log=log, node=place.node, meeting=place.for_ranks(number))
         argument = argument_type.validate_python(command["argument"], context=CANONICAL)
         answer = _done(work, argument, launch, lambda _: None, stopped)
         if "results" in answer:

@@ -1,4 +1,4 @@
-"""Runs this process's command line on other hosts through ssh, as their supervisors, told as by torchrun."""
+"""Starts this process's command line on other hosts through ssh, as their supervisors, as torchrun would."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def place_of(hosts: Sequence[str]) -> Place:
 
 @contextlib.contextmanager
 def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], None]]:
-    """Start those of all hosts but the first, in this folder with this Python; what it yields raises a
-    Refusal once one has ended.
+    """Start the supervisors of all hosts but the first, in this folder with this Python; yields a check that
+    raises a Refusal once a supervisor has ended.
     """
-    told = {
+    common = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
         "GROUP_WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port),
     }  # fmt: skip
     started = []
     with contextlib.ExitStack() as stack:
         for node, host in enumerate(hosts[1:], 1):
-            variables = [f"{name}={value}" for name, value in (told | {"GROUP_RANK": str(node)}).items()]
+            variables = [f"{name}={value}" for name, value in (common | {"GROUP_RANK": str(node)}).items()]
             remote = ["env", *variables, sys.executable, "-m", "harness.cli", *sys.argv[1:]]
-            # What ssh is given goes through a shell on the other host: quoted, word for word.
+            # Quoted, since a shell on the other host reads it.
             line = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(remote)}"
             output = stack.enter_context(tempfile.TemporaryFile())
             process = subprocess.Popen(
@@ -56,10 +56,10 @@ def supervisors(hosts: Sequence[str], place: Place) -> Iterator[Callable[[], Non
             for host, process, output in started:
                 if process.poll() is not None:
                     output.seek(0)
-                    said = output.read().decode(errors="replace").strip().splitlines()
+                    lines = output.read().decode(errors="replace").strip().splitlines()
                     raise Refusal(
                         f"host {host}: its supervisor ended with status {process.returncode}: "
-                        f"{said[-1] if said else 'it said nothing'}"
+                        f"{lines[-1] if lines else 'it said nothing'}"
                     )
 
         yield check
@@ -73,7 +73,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """What ssh's configuration makes of a name."""
-    done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
-    named = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-    return named[0] if named else host.rpartition("@")[2]
+    """The name or address by which ssh's configuration reaches a host."""
+    lines = subprocess.run(
+        ["ssh", "-G", host], capture_output=True, text=True, check=False
+    ).stdout.splitlines()
+    names = [line.split(maxsplit=1)[1] for line in lines if line.startswith("hostname ")]
+    return names[0] if names else host.rpartition("@")[2]
