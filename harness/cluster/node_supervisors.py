@@ -1,8 +1,8 @@
-"""Supervisors of a run's nodes: the first says what is run, every one starts and watches its node's ranks.
+"""Supervisors of a run's nodes: the first one leads, and each starts and watches its node's ranks.
 
-A supervisor outlives its ranks: whichever of them fails, on whichever host, the others are ended, and the
-next piece of work begins with fresh ones.  Work is a function that all know by its name, and its argument and
-results travel as JSON: the first posts commands, numbered, and each node that is concerned an answer.
+A supervisor outlives its ranks: when a rank fails on any host, the others are ended, and the next piece of
+work begins with fresh ones.  Work is a function that all know by its name, and its argument and results
+travel as JSON: the first supervisor posts numbered commands, and each node of the work posts an answer.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from harness.cluster.control_channel import POLL_SECONDS, Channel, ChannelError,
 from harness.cluster.nic_shaper import shaped_interface
 from harness.cluster.port import Port, host_identity, port_towards
 from harness.cluster.rank import Rank, Report
-from harness.cluster.rank_processes import Launch, LaunchError, Stopped, run_ranks
+from harness.cluster.rank_processes import Launch, LaunchError, StopReason, run_ranks
 from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
-_CAUSE_SECONDS: Final = 12.0  # for the node to speak whose loss another one reports
+_CAUSE_SECONDS: Final = 12.0  # for the answer of a node whose loss another one reports
 _CLEAR_SECONDS: Final = 30.0  # for other nodes to end their ranks
 _BYE_SECONDS: Final = 5.0  # for other nodes to read that it is over
 _LOG_LETTERS: Final = 200_000  # of a node's log that travel
-# What came of work: "results", and what a "shaped" interface was; or a failure's "kind" and "message".
+# A node's outcome of work: "results" and the "shaped" interface; or a failure's "kind" and "message".
 Answer = dict[str, Any]
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # module-level function of a rank and its argument
@@ -56,12 +56,14 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    shaped: list[dict[str, Any]] = field(default_factory=list)  # what interfaces were before they were shaped
+    shaped: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # the nodes' interfaces, before they were shaped
     status: int = 1  # with which the other supervisors end
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Two of the first ``count`` nodes that stand on one host; None if they are distinct."""
+        """Two of the first ``count`` nodes that share a host; None if their hosts are distinct."""
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -83,43 +85,44 @@ class Nodes:
         """Run work on the first nodes, as many as ``launch`` has; returns its results by rank.  A LaunchError
         or Ctrl-C is raised after the ranks of all nodes have ended.
         """
-        count, (argument_type, result_type) = launch.topology.nodes, _types(work)
-        others = range(1, count)
-        number = self._tell(
+        others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
+        number = self._command(
             work=work.__name__,
-            nodes=count,
+            nodes=launch.topology.nodes,
             argument=argument_type.dump_python(argument, mode="json"),
             launch=_LAUNCH.dump_python(launch, mode="json"),
         )
 
-        def trouble() -> str | None:
+        def failure() -> str | None:
             answers = self._answers(number, others, 0).items()
-            return next((f"node {node}: {one['message']}" for node, one in answers if "kind" in one), None)
+            messages = [f"node {node}: {other['message']}" for node, other in answers if "kind" in other]
+            return messages[0] if messages else None
 
         launch.log.unlink(missing_ok=True)  # an earlier attempt's
         try:
-            ours = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
-            own, seconds = _done(work, argument, ours, on_progress, trouble), launch.timeout_seconds
-            if "kind" in own:
-                seconds = _CAUSE_SECONDS if own.get("effect") or own["kind"] == "timeout" else 0.0
-            answers = {0: own} | self._answers(number, others, seconds, cause=bool(own.get("effect")))
+            local = replace(launch, node=0, meeting=self.channel.place.for_ranks(number))
+            answer, seconds = _run_here(work, argument, local, on_progress, failure), launch.timeout_seconds
+            effect = bool(answer.get("effect"))
+            if "kind" in answer:
+                seconds = _CAUSE_SECONDS if effect or answer["kind"] == "timeout" else 0.0
+            answers = {0: answer} | self._answers(number, others, seconds, cause=effect)
         except BaseException:
             self._stop(number, others)
             raise
-        if all("results" in answers.get(node, {}) for node in range(count)):
-            self.shaped = [answers[node]["shaped"] for node in range(count)]
-            results = itertools.chain(*(answers[node]["results"] for node in range(count)))
+        if all("results" in answers.get(node, {}) for node in (0, *others)):
+            self.shaped = [answers[node]["shaped"] for node in (0, *others)]
+            results = itertools.chain(*(answers[node]["results"] for node in (0, *others)))
             return [*map(result_type.validate_python, results)]
-        raise _cause({0: own} | self._stop(number, others), launch.log)
+        raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
         """Let the other supervisors end, and wait until they know."""
         with contextlib.suppress(ChannelError):
-            number = self._tell(status=self.status)
+            number = self._command(status=self.status)
             self.channel.post("over", self.status)
             self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
 
-    def _tell(self, **command: Any) -> int:
+    def _command(self, **command: Any) -> int:
         """Post a command to the other nodes; returns its number."""
         self._commands += 1
         self.channel.post(f"command/{self._commands}", command)
@@ -128,28 +131,28 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """What nodes answer, or that they are lost, within ``seconds``, or once one is the ``cause``."""
-        deadline, found = time.monotonic() + seconds, dict[int, Answer]()
+        """Answers of nodes, or their loss, within ``seconds``; with ``cause`` until one failed by itself."""
+        deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
-            for node in set(nodes) - found.keys():
+            for node in set(nodes) - answers.keys():
                 if (answer := self.channel.read(f"answer/{number}/{node}")) is not None:
-                    found[node] = answer
+                    answers[node] = answer
                 elif self.channel.lost(node):
                     message = f"node {node} is lost: its supervisor does not answer"
-                    found[node] = {"kind": "lost", "message": message}
-            seen = cause and any("kind" in one and not one.get("effect") for one in found.values())
-            if seen or len(found) == len(nodes) or time.monotonic() >= deadline:
-                return found
+                    answers[node] = {"kind": "lost", "message": message}
+            seen = cause and any("kind" in answer and not answer.get("effect") for answer in answers.values())
+            if seen or len(answers) == len(nodes) or time.monotonic() >= deadline:
+                return answers
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """End the work on the other nodes; returns what they answer once their ranks have ended."""
+        """End the work on the other nodes; returns their answers, posted once their ranks have ended."""
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
 
 def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Those of its argument and of its result."""
+    """The types of its argument and of its result."""
     _, argument, result = get_type_hints(work).values()
     return TypeAdapter(argument), TypeAdapter(result)
 
@@ -157,7 +160,7 @@ def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
 @contextlib.contextmanager
 def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
     """Lead the supervisors of all nodes in the body, after which they end with its ``status``; a Refusal if
-    they do not come together.  Those of ``hosts`` are started here, if no launcher did.
+    they do not come together.  Starts the supervisors of ``hosts``, where no launcher has.
     """
     with contextlib.ExitStack() as stack:
         channel = stack.enter_context(Channel(place))
@@ -165,10 +168,10 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
         nodes = Nodes(channel, [])
         try:
             for node in range(1, place.nodes):
-                told = channel.wait(f"node/{node}", node=node, meanwhile=check)
-                nodes.nodes.append(_NODE.validate_python(told))
-            others = [node.port.address for node in nodes.nodes]
-            nodes.nodes.insert(0, _me(others[0] if others else "127.0.0.1", facts))
+                description = channel.wait(f"node/{node}", node=node, meanwhile=check)
+                nodes.nodes.append(_NODE.validate_python(description))
+            towards = nodes.nodes[0].port.address if nodes.nodes else "127.0.0.1"
+            nodes.nodes.insert(0, _local_node(towards, facts))
             yield nodes
         except ChannelError as error:
             raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
@@ -177,17 +180,17 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> int:
-    """Be the supervisor of another node until the leading one ends; returns the status that it says."""
+    """Be the supervisor of another node until the leading one ends; returns the status that it posts."""
     try:
         with Channel(place) as channel:
             if place.waits:
                 return int(channel.wait("over"))  # a process of the launcher that is no supervisor
-            me = _me(place.host, facts)
-            channel.post(f"node/{place.node}", _NODE.dump_python(me, mode="json"))
+            node = _local_node(place.host, facts)
+            channel.post(f"node/{place.node}", _NODE.dump_python(node, mode="json"))
             number = 1
             while "status" not in (command := channel.wait(f"command/{number}")):
                 if place.node < command["nodes"]:
-                    answer = _followed(channel, works[command["work"]], number, command)
+                    answer = _obey(channel, works[command["work"]], number, command)
                     channel.post(f"answer/{number}/{place.node}", answer)
                 number += 1
             channel.post(f"answer/{number}/{place.node}", {})
@@ -198,38 +201,39 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any]) -> in
         ) from error
 
 
-def _followed(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
-    """Do what the first node says on another one; returns the answer, with the log of a failure."""
+def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any]) -> Answer:
+    """Run a command's work on this node; returns the answer, with the log of a failure."""
     place, (argument_type, result_type) = channel.place, _types(work)
 
-    def stopped() -> str | None:
+    def stop_reason() -> str | None:
         if channel.read(f"stop/{number}") is not None:
             return "stopped, because another node's ranks failed"
         return "node 0 is lost" if channel.lost(0) else None
 
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as scratch:
-        log, told = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
-        launch = replace(told, log=log, node=place.node, meeting=place.for_ranks(number))
+        log, launch = Path(scratch, "log"), _LAUNCH.validate_python(command["launch"])
+        launch = replace(launch, log=log, node=place.node, meeting=place.for_ranks(number))
         argument = argument_type.validate_python(command["argument"], context=CANONICAL)
-        answer = _done(work, argument, launch, lambda _: None, stopped)
+        answer = _run_here(work, argument, launch, lambda _: None, stop_reason)
         if "results" in answer:
-            return answer | {
-                "results": [result_type.dump_python(one, mode="json") for one in answer["results"]]
-            }
-        said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        return answer | {"log": said[-_LOG_LETTERS:]}
+            results = [result_type.dump_python(result, mode="json") for result in answer["results"]]
+            return answer | {"results": results}
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        return answer | {"log": text[-_LOG_LETTERS:]}
 
 
-def _done(work: Work, argument: Any, launch: Launch, on_progress: Report, stopped: Stopped) -> Answer:
-    """What comes of work on this node, whose interface is held to its rate meanwhile, if it has one."""
-    own = launch.ports[launch.node or 0]
-    others = [port.address for port in launch.ports if port is not own]
+def _run_here(
+    work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason
+) -> Answer:
+    """Run work on this node, and hold its interface to its rate meanwhile, if it has one."""
+    port = launch.ports[launch.node or 0]
+    others = [other.address for other in launch.ports if other is not port]
     shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
-    if own.shaped_mbit is not None:
-        shaped = shaped_interface(str(own.interface), own.shaped_mbit, others)
+    if port.shaped_mbit is not None:
+        shaped = shaped_interface(str(port.interface), port.shaped_mbit, others)
     try:
         with shaped as before:
-            return {"results": run_ranks(work, argument, launch, on_progress, stopped), "shaped": before}
+            return {"results": run_ranks(work, argument, launch, on_progress, stop_reason), "shaped": before}
     except LinkError as error:
         return {"kind": "link", "message": str(error)}
     except LaunchError as error:
@@ -237,21 +241,21 @@ def _done(work: Work, argument: Any, launch: Launch, on_progress: Report, stoppe
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """The most likely cause of a failure; the logs of other nodes are put behind this one's."""
-    failed = {node: one for node, one in answers.items() if "kind" in one}
+    """The most likely cause of a failure; appends the logs of other nodes to this one's."""
+    failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as whole:
-            whole.writelines(
-                f"== node {node} ==\n{one.get('log', '')}" for node, one in failed.items() if node
+        with log.open("a", encoding="utf-8") as file:
+            file.writelines(
+                f"== node {node} ==\n{failure.get('log', '')}" for node, failure in failures.items() if node
             )
-    first = min(failed.values(), key=lambda one: bool(one.get("effect")), default=_SILENT)
+    cause = min(failures.values(), key=lambda failure: bool(failure.get("effect")), default=_SILENT)
     if answers[0].get("kind") == "timeout":
-        late = (one["message"] for one in failed.values() if one["kind"] == "timeout")
-        first = answers[0] | {"message": "; ".join(late)}
-    there = log if log.exists() else None
-    return LaunchError(first["kind"], first["message"], there, effect=bool(first.get("effect")))
+        late = (failure["message"] for failure in failures.values() if failure["kind"] == "timeout")
+        cause = answers[0] | {"message": "; ".join(late)}
+    kept = log if log.exists() else None
+    return LaunchError(cause["kind"], cause["message"], kept, effect=bool(cause.get("effect")))
 
 
-def _me(towards: str, facts: dict[str, Any]) -> Node:
+def _local_node(towards: str, facts: dict[str, Any]) -> Node:
     return Node(port_towards(towards), host_identity(), facts)

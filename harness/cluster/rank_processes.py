@@ -2,8 +2,8 @@
 
 A fork server that has imported torch once forks four ranks in a tenth of a second.  Every rank enters its
 node's namespaces while it is single-threaded, writes its output to a log, which is kept after a failure, and
-dies with the fork server, which dies with the sweep.  The first rank that fails ends the others; on a timeout
-every rank dumps the stacks of all its threads and is killed.
+dies with the fork server, which dies with the sweep.  If a rank fails, the others are killed; on a timeout
+every rank writes the stacks of all its threads first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Kind = Literal[
 ]
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
-Stopped = Callable[[], str | None]  # whether ranks elsewhere have failed, in words
+StopReason = Callable[[], str | None]  # why the ranks of this host have to end; None while they need not
 
 # Hooks of an engine need torch._dynamo: 1.6 s a rank; the main module of a run imports harness.cli: 0.2 s.
 PRELOAD: Final = (
@@ -62,23 +62,23 @@ ALLOCATOR: Final = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-# torch's name of what carries messages between ranks, by that of suites; control messages are CPU tensors.
+# torch's backends by the suites' transports; control messages are CPU tensors.
 BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
-_ASKED_SECONDS: Final = 0.2  # between two questions whether ranks elsewhere have failed
-_LATER_SECONDS: Final = 30.0  # ends what a rank waits for, had its parent not ended the rank before
-_GRACE_SECONDS: Final = 0.5  # in which the other ranks may say what they saw
-_CAUSE_SECONDS: Final = 10.0  # for the rank to end whose loss the others report
+_POLL_SECONDS: Final = 0.2  # between two looks whether ranks elsewhere have failed
+_LATER_SECONDS: Final = 30.0  # after which a rank's own waiting ends, if its parent has not ended the rank
+_GRACE_SECONDS: Final = 0.5  # in which the other ranks may report their errors
+_CAUSE_SECONDS: Final = 10.0  # for the end of the rank whose loss the others report
 _STACKS_SECONDS: Final = 0.2  # for one rank to write the stacks of its threads
-# What a rank does not do to itself; Slurm announces the end of a job by SIGUSR2, if asked by submitit.
+# Signals that a rank does not send itself; Slurm announces the end of a job by SIGUSR2, if submitit asks it.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 _LOG_BYTES: Final = 1_000_000  # kept of each rank's log
-# What a rank says when it lost a peer: an effect, not a cause.
+# Parts of errors by which a rank reports that it lost a peer: an effect, not a cause.
 _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Socket Timeout")
 
 
 class LaunchError(Exception):
-    """A rank failed, or all timed out, maybe by ``effect`` of a rank elsewhere; ``log`` has their output."""
+    """A rank failed, or all timed out, maybe as an ``effect`` of another failure; ``log``: their output."""
 
     def __init__(self, kind: Kind, message: str, log: Path | None = None, *, effect: bool = False) -> None:
         super().__init__(message)
@@ -98,12 +98,12 @@ class Launch:
     log: Path  # where the log goes if something fails
     backend: str = "gloo"
     paced_latency_ms: float = 0.0  # of the pacer, one way
-    node: int | None = None  # whose ranks are started here; None for those of all nodes
-    meeting: Place | None = None  # where they meet the ranks of other hosts; None if all are started here
+    node: int | None = None  # whose ranks this process starts; None for the ranks of all nodes
+    meeting: Place | None = None  # where they meet the ranks of other hosts; None if this one starts all
 
     @property
     def ranks(self) -> range:
-        """Numbers of the ranks that are started here."""
+        """Numbers of the ranks that this process starts."""
         if self.node is None:
             return range(self.topology.world)
         first = self.node * self.topology.ranks_per_node
@@ -112,13 +112,13 @@ class Launch:
 
 @dataclass(slots=True)
 class _Watched:
-    """A rank process as its parent tracks it, which ends with a message, (kind of failure or None, what)."""
+    """A rank process, whose last message to its parent is (kind of failure or None, result or error)."""
 
     rank: int
     process: Any
     pipe: Connection
     ended: bool = False
-    said: bool = False  # whether it ended with a message
+    reported: bool = False  # whether it ended with a message
     result: Any = None
     error: LaunchError | None = None
 
@@ -126,24 +126,24 @@ class _Watched:
         """Of its pipe, for :func:`multiprocessing.connection.wait`."""
         return self.pipe.fileno()
 
-    def hear(self, on_progress: Report) -> None:
-        """Receive one message, or that there is none any more."""
+    def receive(self, on_progress: Report) -> None:
+        """Receive one message, or the end of the process."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
             self.process.join(timeout=_GRACE_SECONDS)  # for its exit status
             code = self.process.exitcode
-            words = f"ended with status {code} and without a result"
+            end = f"ended with status {code} and without a result"
             if code is not None and code < 0:
-                words = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                end = f"was killed by signal {-code} ({signal.Signals(-code).name})"
             from_outside = code is not None and -code in _FROM_OUTSIDE
-            self.error = LaunchError("killed" if from_outside else "crashed", f"rank {self.rank} {words}")
+            self.error = LaunchError("killed" if from_outside else "crashed", f"rank {self.rank} {end}")
             return
         if isinstance(message, Progress):
             on_progress(message)
             return
-        self.ended = self.said = True
+        self.ended = self.reported = True
         kind, self.result = message
         if kind is not None:
             effect = any(text in self.result for text in _LOST_PEER)
@@ -155,13 +155,13 @@ def run_ranks(
     argument: Argument,
     launch: Launch,
     on_progress: Report = lambda _: None,
-    stopped: Stopped | None = None,
+    stop_reason: StopReason | None = None,
 ) -> list[Result]:
-    """Run ``target(rank, argument)`` in one fresh process per rank; returns what each returned, by rank.
+    """Run ``target(rank, argument)`` in one fresh process per rank; returns their results, by rank.
 
     ``target`` is a module-level function; the default process group is initialised when it is called.
-    ``on_progress`` is called in this process with the progress of rank 0. ``stopped`` is asked now and then;
-    once it says something, the ranks here end. The first failure is a LaunchError, raised after all ranks
+    ``on_progress`` is called in this process with the progress of rank 0, and ``stop_reason`` now and then:
+    once it returns a reason, the ranks end. The first failure is a LaunchError, raised after all ranks
     have ended, as Ctrl-C is; the log is kept.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
@@ -172,7 +172,7 @@ def run_ranks(
         ranks: list[_Watched] = []
         try:
             _start(ranks, target, argument, launch, scratch)
-            failure = _watch(ranks, launch.timeout_seconds, on_progress, stopped)
+            failure = _watch(ranks, launch.timeout_seconds, on_progress, stop_reason)
         finally:
             for watched in ranks:
                 watched.process.kill()
@@ -193,7 +193,7 @@ def run_in_place(
     launch: Launch,
     on_progress: Report,
 ) -> None:
-    """Be one rank of as many as ``launch`` has, which ``torchrun`` started, each with its own argument."""
+    """Be one of the ranks of ``launch``, which ``torchrun`` started, each with its own argument."""
     import torch
     import torch.distributed as dist
 
@@ -208,8 +208,8 @@ def run_in_place(
 
 
 def end_if_in_group(status: int) -> None:
-    """End this process here, if a failure left it in its process group: the interpreter's own end would wait
-    for ranks that may never answer, or abort.
+    """End this process at once, if a failure left it in its process group: the interpreter's normal end would
+    wait for ranks that may never answer, or abort.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -219,7 +219,7 @@ def end_if_in_group(status: int) -> None:
 
 
 def start_server() -> None:
-    """Start the fork server ahead of the first trial; does nothing if it runs."""
+    """Start the fork server ahead of the first trial; does nothing if it runs already."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # A Ctrl-C is for the sweep: the server would answer with a traceback while it imports torch.
     resource_tracker.ensure_running()  # which unblocks it again
@@ -232,7 +232,7 @@ def start_server() -> None:
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
-    """Start the ranks of this node, and add each to ``ranks`` as soon as it is there."""
+    """Start the ranks of this node, and add each to ``ranks`` as soon as it runs."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     for rank in launch.ranks:
@@ -255,14 +255,14 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
 
 
 def _watch(
-    ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stopped: Stopped | None
+    ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stop_reason: StopReason | None
 ) -> LaunchError | None:
-    """Read from all ranks until all are done (returns None) or one failed (returns why)."""
+    """Receive from all ranks until all have ended, and return None, or until one failed, and return why."""
     deadline = time.monotonic() + timeout_seconds
-    while all(one.error is None for one in ranks):
-        if not (running := [one for one in ranks if not one.ended]):
+    while all(watched.error is None for watched in ranks):
+        if not (running := [watched for watched in ranks if not watched.ended]):
             return None
-        if stopped is not None and (why := stopped()) is not None:
+        if stop_reason is not None and (why := stop_reason()) is not None:
             return LaunchError("crashed", why, effect=True)
         if (left := deadline - time.monotonic()) <= 0:
             for watched in ranks:
@@ -270,27 +270,27 @@ def _watch(
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(watched.process.pid, signal.SIGUSR1)
             time.sleep(_STACKS_SECONDS)
-            waiting = ", ".join(str(watched.rank) for watched in running)
-            words = f"no result from rank {waiting} after {timeout_seconds:g} s; stacks are in the log"
-            return LaunchError("timeout", words)
-        seconds = left if stopped is None else min(left, _ASKED_SECONDS)
+            late = ", ".join(str(watched.rank) for watched in running)
+            message = f"no result from rank {late} after {timeout_seconds:g} s; stacks are in the log"
+            return LaunchError("timeout", message)
+        seconds = left if stop_reason is None else min(left, _POLL_SECONDS)
         for ready in connection.wait(running, timeout=seconds):  # type: ignore[arg-type]  # by its fileno
-            ready.hear(on_progress)  # type: ignore[union-attr]
+            ready.receive(on_progress)  # type: ignore[union-attr]
     begun = time.monotonic()
     while True:
         # The most likely first failure: ranks that only lost a connection come last.
-        errors = [(one.error, one.said) for one in ranks if one.error is not None]
-        cause, _ = min(errors, key=lambda one: (one[0].effect, one[1] and one[0].kind == "crashed"))
+        errors = [(watched.error, watched.reported) for watched in ranks if watched.error is not None]
+        cause, _ = min(errors, key=lambda pair: (pair[0].effect, pair[1] and pair[0].kind == "crashed"))
         left = begun + (_CAUSE_SECONDS if cause.effect else _GRACE_SECONDS) - time.monotonic()
-        running = [one for one in ranks if not one.ended]
+        running = [watched for watched in ranks if not watched.ended]
         if not running or left <= 0:
             return cause
         for ready in connection.wait(running, timeout=left):  # type: ignore[arg-type]
-            ready.hear(on_progress)  # type: ignore[union-attr]
+            ready.receive(on_progress)  # type: ignore[union-attr]
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the tails of all ranks' logs to one file, equal ones once; None if it cannot be written."""
+    """Write the tails of all ranks' logs to one file, equal tails once; None if it cannot be written."""
     try:
         tails: dict[bytes, list[str]] = {}
         for rank in launch.ranks:
@@ -298,30 +298,30 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
             tail = log.read_bytes()[-_LOG_BYTES:] if log.exists() else b""
             tails.setdefault(tail, []).append(str(rank))
         launch.log.parent.mkdir(parents=True, exist_ok=True)
-        with launch.log.open("wb") as whole:
+        with launch.log.open("wb") as file:
             for tail, ranks in tails.items():
-                whole.write(f"== rank {', '.join(ranks)} ==\n".encode() + tail)
+                file.write(f"== rank {', '.join(ranks)} ==\n".encode() + tail)
     except OSError:
         return None
     return launch.log
 
 
 def _out_of_memory_kills() -> int:
-    """Number of OOM kills so far, on the machine or in our control group."""
+    """Number of out-of-memory kills so far, on the machine or in this control group."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
-            found = re.findall(r"^oom_kill (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE)
-            count += sum(map(int, found))
+            counts = re.findall(r"^oom_kill (\d+)$", path.read_text(encoding="ascii"), re.MULTILINE)
+            count += sum(map(int, counts))
     return count
 
 
-def _rank_main(  # noqa: PLR0917  # what a new process is told
+def _rank_main(  # noqa: PLR0917  # all that a new process needs
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
     """Main function of a rank process."""
-    gc.freeze()  # the first collection would copy the pages of all imports: 0.25 s in whatever is timed then
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends us
+    gc.freeze()  # the first collection would copy the pages of all imports, which takes 0.25 s
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -333,18 +333,18 @@ def _rank_main(  # noqa: PLR0917  # what a new process is told
         pipe.send((None, target(_join(number, launch, scratch, pipe), argument)))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # what the kernel frees at once takes four ranks on two cores 0.5 s to take apart
-    except BaseException as error:  # the process boundary: whatever it was goes on the record
+        os._exit(0)  # the interpreter's own end takes four ranks on two cores 0.5 s
+    except BaseException as error:  # the process boundary: any error goes on the record
         with contextlib.suppress(OSError):  # a full disk is on the record nevertheless
             traceback.print_exc()
             sys.stderr.flush()
-        named = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
-        pipe.send((kind_of(error), named))
+        message = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
+        pipe.send((kind_of(error), message))
         os._exit(1)  # without waiting for peers that no longer answer
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
-    """Be a rank on its node: in its namespaces, and in the process group of all."""
+    """Enter the namespaces of a rank's node, and the process group of all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -352,13 +352,13 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     port = launch.ports[node]
     if port.holder is not None:
         netns_shaper.enter(port.holder)
-    # It ends with the fork server, which lives as long as any rank does, and with the sweep.
+    # The rank ends with the fork server, which outlives all ranks otherwise, and with the sweep.
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
         threading.Thread(target=lambda: (connection.wait([ends]), os._exit(1)), daemon=True).start()
     if port.interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo asks the environment, and nothing else
+        os.environ["GLOO_SOCKET_IFNAME"] = port.interface  # gloo takes it from nowhere else
     os.environ.update(nccl_variables(port))
     torch.set_num_threads(launch.threads)
     pacer = None
@@ -368,15 +368,15 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
     if launch.meeting is None:  # a file needs no port, crosses namespaces, and sends nothing over the link
         store = dist.FileStore(str(scratch / "store"), launch.topology.world)  # type: ignore[attr-defined]
     else:
-        at, seconds = launch.meeting, timedelta(seconds=launch.timeout_seconds)
-        whole = dist.TCPStore(at.host, at.port, is_master=False, timeout=seconds)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"zeropp/{at.job}", whole)  # type: ignore[attr-defined]
+        place, seconds = launch.meeting, timedelta(seconds=launch.timeout_seconds)
+        store = dist.TCPStore(place.host, place.port, is_master=False, timeout=seconds)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]
     dist.init_process_group(
         _registered(launch.backend),
         store=store,
         rank=number,
         world_size=launch.topology.world,
-        # Later than the launch's own end, which says where every rank stood.
+        # Later than the launch's own timeout, which reports where every rank stood.
         timeout=timedelta(seconds=launch.timeout_seconds + _LATER_SECONDS),
     )
     report = pipe.send if number == 0 else lambda _: None
@@ -384,7 +384,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Torch's name of a backend, made known first where it is a module's (``transport`` of suites)."""
+    """Torch's name of a backend; that of a module (``transport`` of suites) is registered first."""
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)
