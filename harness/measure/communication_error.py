@@ -25,7 +25,7 @@ from impl.unit.unit import Unit
 from impl.zero import Zero
 
 GROWTH: Final = 8.0  # of an error from the first measured step on; without a fault at most 4.4 so far
-OF_BF16: Final = 2.0e-5  # vNMSE of a cast to bf16, at most, 2^-16, and a little
+BF16_VNMSE: Final = 2.0e-5  # of a cast to bf16, at most: 2^-16, and a little
 REPEATED: Final = 8  # reductions of the same gradients, where each may come out otherwise
 
 
@@ -43,11 +43,11 @@ class Place(NamedTuple):
 
 Sums = NDArray[np.float64]
 """A rank's sums of squared errors and of squared values, then of products of ranks' gradients, if any."""
-Found = dict[Place, Sums]
+SumsByPlace = dict[Place, Sums]
 
 
-class Observed(Observer):
-    """What one rank is told of reductions: an :class:`impl.comm.wire.Observer`."""
+class ReductionObserver(Observer):
+    """Adds up the errors of one rank's hops, and its gradients and means."""
 
     def __init__(self) -> None:
         self.hops: dict[tuple[str, Hop], Any] = defaultdict(float)  # sums by unit and hop
@@ -56,8 +56,8 @@ class Observed(Observer):
 
     def local(self, unit: str, gradient: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
-        found = gradient.detach().to(torch.float32, copy=True)
-        self.gradients[unit] = found.add_(self.gradients[unit]) if unit in self.gradients else found
+        total = gradient.detach().to(torch.float32, copy=True)
+        self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: Hop, values: Tensor, frames: Tensor | None) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
@@ -66,35 +66,35 @@ class Observed(Observer):
         if frames is not None:
             decoded = torch.empty(exact.shape, device=exact.device)
             ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
-        self.hops[unit, hop] += compared(decoded, exact)
+        self.hops[unit, hop] += squared_sums(decoded, exact)
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
         """See :class:`~impl.comm.wire.Observer`."""
-        found = mean.detach().clone()
-        self.means[unit] = (start, found.add_(self.means[unit][1]) if unit in self.means else found)
+        total = mean.detach().clone()
+        self.means[unit] = (start, total.add_(self.means[unit][1]) if unit in self.means else total)
 
 
-def compared(found: Tensor, exact: Tensor) -> Sums:
-    """Sums over the elements of two tensors of equal shape, in fp64."""
+def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
+    """Sums of squared errors and of squared exact values of two tensors of equal shape, in fp64."""
     exact = exact.double()
-    return np.array([float((found.double() - exact).square().sum()), float(exact.square().sum())])
+    return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
 
 
-def of_gradients(step: int, observed: Observed, *, repeated: int = 1) -> Found:
+def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1) -> SumsByPlace:
     """Errors of each hop, and end to end, of ``repeated`` reductions; all ranks must call it."""
-    found: Found = {}
+    errors: SumsByPlace = {}
     if repeated == 1:
-        for (unit, hop), sums in observed.hops.items():
-            found[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
-    for unit, (start, mean) in observed.means.items():
-        rows = of_all_ranks(observed.gradients[unit], start, mean.numel()).double()  # (world, n)
+        for (unit, hop), sums in observer.hops.items():
+            errors[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
+    for unit, (start, mean) in observer.means.items():
+        rows = exchange_gradients(observer.gradients[unit], start, mean.numel()).double()  # (world, n)
         products = (rows @ rows.T).flatten().cpu().numpy()
         place = Place(step, "gradients", unit, repeated=repeated)
-        found[place] = np.concatenate([compared(mean, rows.mean(0)), products])
-    return found
+        errors[place] = np.concatenate([squared_sums(mean, rows.mean(0)), products])
+    return errors
 
 
-def of_all_ranks(gradient: Tensor, start: int, numel: int) -> Tensor:
+def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
     """(world, n) fp32 elements of all ranks' gradients (P,) from ``start`` on; all ranks must call it."""
     starts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(starts, start)
@@ -104,51 +104,51 @@ def of_all_ranks(gradient: Tensor, start: int, numel: int) -> Tensor:
     return rows
 
 
-def of_weights(step: int, zero: Zero) -> Found:
-    """Errors of what is gathered of each unit, and again of hpZ's secondary; all ranks must call it."""
-    found: Found = {}
+def weight_errors(step: int, zero: Zero) -> SumsByPlace:
+    """Errors of each unit's gathered weights, and again of hpZ's secondary; all ranks must call it."""
+    errors: SumsByPlace = {}
     for unit in zero.units:
-        mine = unit.master_shard.master.detach().contiguous()
-        masters = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(masters, mine)
+        master = unit.master_shard.master.detach().contiguous()
+        masters = [torch.empty_like(master) for _ in range(dist.get_world_size())]
+        dist.all_gather(masters, master)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
             unit.all_gather("forward" if purpose == "weights" else "backward")
             place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
-            found[place] = compared(*_of_next_rank(unit, masters))
+            errors[place] = squared_sums(*_next_rank_weights(unit, masters))
             unit.reshard()
-    return found
+    return errors
 
 
-def _of_next_rank(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """What this rank gathered of the next rank's shard, and of its master (S,) the same: padding left out."""
+def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The next rank's shard as this rank gathered it, and in its master (S,), both without padding."""
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
     gathered, exact = [], []
     for member, slot in zip(unit.members, geometry.slots, strict=True):
-        first, end = geometry.overlap(slot, rank)
+        begin, end = geometry.overlap(slot, rank)
         flat = member.parameter.detach().reshape(-1)
-        gathered.append(flat[first - slot.offset : end - slot.offset].float())
+        gathered.append(flat[begin - slot.offset : end - slot.offset].float())
         exact.append(masters[rank][slice(*geometry.part(slot, rank))])
     return torch.cat(gathered), torch.cat(exact)
 
 
-def errors_of(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
-    """Combine the sums of all ranks, by unit and of all units; where all values are 0 is no error."""
-    whole: dict[Place, Any] = defaultdict(float)
+def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
+    """Add up the sums of all ranks, by unit and over all units; leave out places where all values are 0."""
+    totals: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
         for place, sums in rank.items():
-            whole[place] += np.asarray(sums)
-            whole[place._replace(unit="")] += np.asarray(sums)
-    return [_error(place, sums) for place, sums in sorted(whole.items(), key=_order) if sums[1] != 0]
+            totals[place] += np.asarray(sums)
+            totals[place._replace(unit="")] += np.asarray(sums)
+    return [_error(place, sums) for place, sums in sorted(totals.items(), key=_order) if sums[1] != 0]
 
 
 def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
-    """Why what was sent in a later step errs as its codec cannot, in words; None if nothing is wrong.
+    """A sentence on the first error that no codec makes by itself; None if there is none.
 
     Errors end to end grow at most by :data:`GROWTH` from the first measured step on, and hpZ's copy errs as
-    what it copies, but for its own rounding.  Not judged are carried errors, budgets, and first differences.
+    what it copies, plus its own rounding.  Carried errors, budgets and first differences are not judged.
     """
-    rounding = OF_BF16 if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
+    rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
         (error, error.squared_error / error.squared_value)
         for error in errors
@@ -159,25 +159,25 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     ]
     weights = {(e.step, e.unit, e.codec): vnmse for e, vnmse in ends if e.purpose == "weights"}
     first: dict[tuple[str, str, str], float] = {}
-    for error, found in ends:
+    for error, vnmse in ends:
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
-        where = error.unit or "all units"
-        what = f"in step {error.step} {error.purpose} of {where} err by a vNMSE of {found:.3g}"
-        if error.purpose == "secondary" and found > 1.001 * copied + rounding:
-            return f"{what}, and what they are copies of by {copied:.3g}"
-        of_gradients = error.purpose == "gradients"
-        budgeted = ("gradients" if of_gradients else "weights") in policy.candidates
+        units = error.unit or "all units"
+        sentence = f"in step {error.step} {error.purpose} of {units} err by a vNMSE of {vnmse:.3g}"
+        if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
+            return f"{sentence}, and what they are copies of by {copied:.3g}"
+        gradients = error.purpose == "gradients"
+        budgeted = ("gradients" if gradients else "weights") in policy.candidates
         differs = policy.differences is not None and error.step == 0
-        if budgeted or (policy.feedback is not None if of_gradients else differs):
+        if budgeted or (policy.feedback is not None if gradients else differs):
             continue
-        allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), found), OF_BF16)
-        if found > allowed:
-            return f"{what}: more than {allowed:.3g}, as by the first step that was measured"
+        allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
+        if vnmse > allowed:
+            return f"{sentence}: more than {allowed:.3g}, as by the first step that was measured"
     return None
 
 
-def _order(item: tuple[Place, Sums]) -> tuple[object, ...]:
-    place, _ = item
+def _order(entry: tuple[Place, Sums]) -> tuple[object, ...]:
+    place, _ = entry
     end = place.hop is None
     return place.step, place.purpose, place.unit, end, place.hop or 0, place.axis, place.codec, place.repeated
 
@@ -197,7 +197,7 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Whether reductions of the same gradients differ: then the error of their sum is measured too."""
+    """Whether reductions of the same gradients differ; if so, the error of their sum is measured too."""
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     return policy.feedback is not None or any(codec.stochastic for codec in codecs)
 

@@ -44,7 +44,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "first_gradients": _gradient_checks(
                 [error for rank in compared for error in rank.gradient_errors]
             ),
-            "communication_errors": communication_error.errors_of([dict(c.communicated) for c in compared]),
+            "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
         }
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from harness.cluster.rank import Progress, Rank
 from harness.measure import communication_error, quantisation_error
-from harness.measure.communication_error import Found, Place
+from harness.measure.communication_error import Place, SumsByPlace
 from harness.measure.gradient_bounds import (
     ROUNDING,
     FirstGradient,
@@ -113,15 +113,15 @@ class Comparison:
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Compare what step ``index`` is about to send with exact values; no other trace is left of it."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
-        policy, found = self.trial.resolved_policy(), Found()
+        policy, found = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy)
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
-                    found |= communication_error.of_weights(index, strategy.zero)
+                    found |= communication_error.weight_errors(index, strategy.zero)
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
-            found |= communication_error.of_gradients(index, observed, repeated=repeated)
+            found |= communication_error.gradient_errors(index, observed, repeated=repeated)
         self.compared.communicated += [(place, sums.tolist()) for place, sums in found.items()]
         if index and strategy.zero is not None:
             self._beside_one_process(index, strategy, strategy.zero, checks)
@@ -224,10 +224,10 @@ class Comparison:
 
 
 @contextlib.contextmanager
-def _rehearsal(strategy: Strategy) -> Iterator[communication_error.Observed]:
+def _rehearsal(strategy: Strategy) -> Iterator[communication_error.ReductionObserver]:
     """Passes inside send what a step would, and leave no trace; yields what the wire is seen to do."""
     assert strategy.wire is not None  # noqa: S101  # nothing is due without
-    observed, device = communication_error.Observed(), next(strategy.model.parameters()).device
+    observed, device = communication_error.ReductionObserver(), next(strategy.model.parameters()).device
     random = torch.random.fork_rng([device] if device.type == "cuda" else [])
     with strategy.wire.observed(observed), strategy.rehearsing(), random:
         yield observed

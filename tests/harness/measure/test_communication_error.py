@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
-from harness.measure.communication_error import Place, errors_of, mean_cosine, measured_steps
+from harness.measure.communication_error import Place, combine, mean_cosine, measured_steps
 from harness.records.record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
@@ -96,13 +96,13 @@ def capturing(rank: Rank, trials: list[Trial]) -> list[Captured]:
 
 
 def _captured(rank: Rank, one: Trial) -> Captured:
-    measure, gradients = communication_error.of_gradients, dict[tuple[int, str], Array]()
+    measure, gradients = communication_error.gradient_errors, dict[tuple[int, str], Array]()
 
-    def kept(step: int, observed: communication_error.Observed, *, repeated: int = 1) -> Any:
+    def kept(step: int, observed: communication_error.ReductionObserver, *, repeated: int = 1) -> Any:
         gradients.update({(step, unit): found.numpy().copy() for unit, found in observed.gradients.items()})
         return measure(step, observed, repeated=repeated)
 
-    with mock.patch.object(communication_error, "of_gradients", kept):
+    with mock.patch.object(communication_error, "gradient_errors", kept):
         return run(rank, Assignment(one, None)), gradients
 
 
@@ -291,7 +291,7 @@ def test_sums_of_ranks_make_one_error() -> None:
     empty, lost = place._replace(unit="b"), place._replace(unit="c", step=4)
     zeros = np.zeros(6)
     ranks = [{place: one, empty: zeros}, {place: other, empty: zeros, lost: np.array([np.nan, np.inf])}]
-    found = {(e.step, e.unit): e for e in errors_of(ranks)}
+    found = {(e.step, e.unit): e for e in combine(ranks)}
     assert set(found) == {(3, "a"), (3, ""), (4, "c"), (4, "")}
     assert (found[3, "a"].squared_error, found[3, "a"].squared_value) == (4.0, 20.0)
     assert found[3, "a"].cosine == pytest.approx(0.5)

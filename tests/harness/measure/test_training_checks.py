@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
-from harness.measure.communication_error import GROWTH, OF_BF16, refusal
+from harness.measure.communication_error import BF16_VNMSE, GROWTH, refusal
 from harness.measure.step_clock import StepClock
 from harness.measure.training_checks import wrong_kernel
 from harness.records.record import CommunicationError
@@ -288,7 +288,7 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
     later = first * factor
     policy = Policy(feedback=Feedback() if carried else None)
     wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy)
-    assert (wrong is None) == (carried or later <= GROWTH * max(first, OF_BF16))
+    assert (wrong is None) == (carried or later <= GROWTH * max(first, BF16_VNMSE))
 
 
 @given(st.floats(1e-6, 1), st.floats(0, 2))
@@ -296,7 +296,7 @@ def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bo
 def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -> None:
     """A copy in 16 bits errs as the weights and a cast, copied frames exactly as the weights."""
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
-    for kept, more in (("frames", 0.0), ("bf16", OF_BF16)):
+    for kept, more in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
         assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + more)
 
