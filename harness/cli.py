@@ -177,7 +177,7 @@ def run(
     """
     made = None if machine is None else machine_file.read(machine)
     if made is not None and machine is not None:
-        machine_file.check_here(machine, made, machine_facts.identity())
+        machine_file.check_host(machine, made, machine_facts.identity())
     suite = load(file)
     asked = [trial for number in range(sweeps) for trial in suite.sweep(number)]
     if len(asked) > MOST_TRIALS:

@@ -23,36 +23,37 @@ class ProcessorMeter:
     """Measures CPU usage from its construction on."""
 
     def __init__(self) -> None:
-        self._busy, self._ran, self._begun = busy(), time.process_time(), time.perf_counter()
+        self._busy, self._ran, self._begun = busy_seconds(), time.process_time(), time.perf_counter()
 
     def use(self) -> ProcessorUse | None:
         """The machine's so far, ``ranks`` of this process alone; None where the kernel does not count it."""
-        seconds, ran, after = time.perf_counter() - self._begun, time.process_time() - self._ran, busy()
-        if self._busy is None or after is None:
+        now, ran, busy = time.perf_counter(), time.process_time(), busy_seconds()
+        if self._busy is None or busy is None:
             return None
         # The kernel may correct a count downwards.
-        spent = {name: max(after[name] - before, 0.0) for name, before in self._busy.items()}
-        return ProcessorUse(seconds=seconds, processors=cores(), ranks=ran, **spent)
+        spent = {name: max(busy[name] - before, 0.0) for name, before in self._busy.items()}
+        seconds = now - self._begun
+        return ProcessorUse(seconds=seconds, processors=cores(), ranks=ran - self._ran, **spent)
 
 
-def busy() -> dict[str, float] | None:
+def busy_seconds() -> dict[str, float] | None:
     """CPU seconds since boot of all CPUs that this process may use; None where they are not counted."""
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, ValueError):
         return None
-    ours = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
-    found = [times[number] for number in ours if number < len(times)]
-    if not any(map(any, found)) or not hasattr(found[0], "steal"):  # some sandboxes tell of zeros
+    numbers = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
+    cpus = [times[number] for number in numbers if number < len(times)]
+    if not any(map(any, cpus)) or not hasattr(cpus[0], "steal"):  # some sandboxes report zeros
         return None
     return {
-        name: math.fsum(getattr(one, column) for one in found for column in columns)
+        name: math.fsum(getattr(cpu, column) for cpu in cpus for column in columns)
         for name, columns in _COLUMNS.items()
     }
 
 
 class ThreadClock:
-    """Measures from its construction on how long this thread took, and for how much of it it slept."""
+    """Measures from its construction on how long this thread took, and how long of that it slept."""
 
     def __init__(self) -> None:
         self._begun, self._ran, self._waited = time.perf_counter(), time.thread_time(), _waited()
@@ -66,7 +67,7 @@ class ThreadClock:
 
 
 def _waited() -> float | None:
-    """Seconds that this thread was ready so far and waited for a CPU; None where they are not counted."""
+    """Seconds so far that this thread was ready and waited for a CPU; None where they are not counted."""
     try:
         return int(SCHEDULED.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

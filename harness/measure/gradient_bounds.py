@@ -1,7 +1,7 @@
 """Checks reduced gradients against those of a single process, as ``docs/reference/metrics.md`` says.
 
-The mean over ranks, by an fp32 all-reduce past the wire, of gradients on the unsharded model is a single
-process's.  What was reduced must be that within what its codecs promise together (:func:`relative_bound`) of
+A single process's gradient is the mean over ranks, by an fp32 all-reduce past the wire, of gradients on the
+unsharded model.  A reduced one may differ from it by what its codecs promise (:func:`relative_bound`) times
 ``m``, the mean of the largest magnitudes in an element's window, which holds whole blocks of all codecs.
 """
 
@@ -34,14 +34,14 @@ _TINY: Final = 1e-30  # absolute: far below any gradient that matters, above all
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """A rank's reduced gradient of a unit before a step, beside a single process's, where ``share``, that is
-    ``|found - expected| / allowed``, is largest of ``elements``.
+    """A rank's reduced gradient of a unit before a step, beside a single process's: the one of ``elements``
+    whose ``share`` is largest, which is ``|reduced - expected| / allowed``.
     """
 
     unit: str
     elements: int
     share: float
-    found: float
+    reduced: float
     expected: float
     allowed: float
     step: int = 0
@@ -51,7 +51,7 @@ class GradientError:
 class Layout:
     """The elements that are reduced together, in rows: after a reduction a rank has means of whole rows."""
 
-    geometry: UnitGeometry | GroupGeometry  # of the unit, or of FSDP2's parameter group, that it is
+    geometry: UnitGeometry | GroupGeometry  # of a unit, or of FSDP2's parameter group
     factor: float  # bound of the codecs together, of ``m`` (see the module)
     window: int  # elements of a row that hold whole blocks of all codecs
     floor: float = 0.0  # absolute error of sums in fp16, whose smallest step is 2^-24
@@ -62,7 +62,7 @@ class Layout:
         return self.geometry.piece
 
     def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """(rows, row) fp32 of whole gradients by name; what has none is zero."""
+        """(rows, row) fp32 of whole gradients by name; zeros where a parameter has none."""
         return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
@@ -73,9 +73,9 @@ class Layout:
 
 
 def relative_bound(codec: Codec) -> float:
-    """Largest error of an element over the largest magnitude of its block, whatever that is.
+    """Largest error of an element over the largest magnitude of its block, for any such magnitude.
 
-    Scales grow in steps, at most eight an octave: the ratio is largest just above one of them.
+    Scales grow in steps, at most eight an octave, and the ratio is largest just above a step.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -84,19 +84,19 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Layouts of what is trained, without a policy in fp32; none where a codec has no bound."""
-    found = []
+    """Layouts of what is trained, in fp32 without a policy; without those whose codec has no bound."""
+    layouts = []
     for unit in units:
         if isinstance(unit, GroupGeometry):
             specs = tuple(itertools.compress(unit.parameters, unit.trained))
             trained = replace(unit, parameters=specs, trained=(True,) * len(specs))
-            found += [_layout(trained, policy, topology)] * bool(specs)
+            layouts += [_layout(trained, policy, topology)] * bool(specs)
         elif unit.trainable:
-            found.append(_layout(unit, policy and policy.for_unit(unit), topology))
-    return [layout for layout in found if layout.factor < math.inf]
+            layouts.append(_layout(unit, policy and policy.for_unit(unit), topology))
+    return [layout for layout in layouts if layout.factor < math.inf]
 
 
-def of_model(model: nn.Module) -> list[Layout]:
+def model_layouts(model: nn.Module) -> list[Layout]:
     """The layout of all trained parameters of a model that every rank has whole, reduced in fp32."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [ParameterSpec(name, tuple(parameter.shape)) for name, parameter in trained]
@@ -122,7 +122,7 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Bound of a mean that goes through codecs one after the other, of ``m``."""
+    """Error bound, relative to ``m``, of a mean that goes through codecs one after the other."""
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
 
@@ -134,7 +134,7 @@ class FirstGradient:
     seed: int  # of the windows that are drawn
     micro_batches: int  # of a step
     rounding: float  # what two computations differ by, of the window's largest magnitude
-    step: int = 0  # whose batches they are
+    step: int = 0  # of the batches
     # by layout: (windows,) numbers, and (windows, window + 1) fp32 means, last of largest magnitudes
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _finite: bool = True
@@ -164,20 +164,21 @@ class FirstGradient:
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare rows (n, row) that are reduced, from number ``first`` on; None if none is drawn."""
+        """Compare reduced rows (n, row), from number ``first`` on; None if no window of theirs is drawn."""
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
-        here = (numbers >= first * per_row) & (numbers < (first + len(rows)) * per_row)
-        if not (self._finite and bool(here.any())):
+        inside = (numbers >= first * per_row) & (numbers < (first + len(rows)) * per_row)
+        if not (self._finite and bool(inside.any())):
             return None
-        found = _windows(layout, rows)[numbers[here] - first * per_row] / scale
-        expected, largest = means[here, :-1], means[here, -1:]
+        reduced = _windows(layout, rows)[numbers[inside] - first * per_row] / scale
+        expected, largest = means[inside, :-1], means[inside, -1:]
         least = _TINY + layout.floor / scale
-        allowed = ((layout.factor + self.rounding) * largest + least).expand_as(found)
-        share = (found - expected).abs() / allowed
+        allowed = ((layout.factor + self.rounding) * largest + least).expand_as(reduced)
+        share = (reduced - expected).abs() / allowed
         worst = int(share.nan_to_num(nan=math.inf).argmax())
-        most, ours, theirs, may = (float(of.reshape(-1)[worst]) for of in (share, found, expected, allowed))
-        return GradientError(layout.geometry.name, found.numel(), most, ours, theirs, may, self.step)
+        tensors = {"share": share, "reduced": reduced, "expected": expected, "allowed": allowed}
+        at_worst = {name: float(values.reshape(-1)[worst]) for name, values in tensors.items()}
+        return GradientError(layout.geometry.name, reduced.numel(), **at_worst, step=self.step)
 
 
 def _windows(layout: Layout, rows: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def write(path: Path, machine: Machine) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def check_here(path: Path, machine: Machine, host: str) -> None:
+def check_host(path: Path, machine: Machine, host: str) -> None:
     """Refuse a machine that was not calibrated on this host lately."""
     if not machine.host:
         raise Refusal(f"{path}: a machine as published, not calibrated: nothing is run by it")

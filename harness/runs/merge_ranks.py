@@ -154,7 +154,7 @@ def _unlike_one_process(rank: int, outcome: Outcome, *, later: bool, gradients: 
         if bool(error.step) == later and not error.share <= 1:
             yield (
                 f"{_when(error.step)} rank {rank}'s reduced gradient of unit {error.unit!r} has an "
-                f"element {error.found:.6g}, a single process's {error.expected:.6g}: they differ by "
+                f"element {error.reduced:.6g}, a single process's {error.expected:.6g}: they differ by "
                 f"more than the codecs allow, {error.allowed:.3g}"
             )
 

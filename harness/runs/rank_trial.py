@@ -132,7 +132,7 @@ class TrialRun:
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judged: list[Event] = []  # passes of the judges, as ``impl.plan.traffic`` has them
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer)
-        self.checks, self.checked = checks, checks.found  # of training, step by step
+        self.checks, self.checked = checks, checks.checked  # of training, step by step
         if policy is not None:
             self.checked.kernel = wrong_kernel(policy.codecs, self.device)
         self.events = self.loop.events

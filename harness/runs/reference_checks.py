@@ -28,7 +28,7 @@ from harness.measure.gradient_bounds import (
     GradientError,
     Layout,
     layouts_of,
-    of_model,
+    model_layouts,
 )
 from harness.measure.training_checks import TrainingChecks
 from harness.measure.unsharded_loss import (
@@ -143,7 +143,7 @@ class Comparison:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, index)
             if expected.trained is not None and zero.policy.feedback is None:
-                checks.rehearsed(index)
+                checks.note_rehearsal(index)
             if gradient is not None and zero.policy.feedback is None:
                 self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, found=passes.mean))
@@ -175,7 +175,7 @@ class Comparison:
             elif policy is not None:
                 units = plan_units(model, topology, policy)
             elif family == "ddp":
-                layouts = of_model(model)
+                layouts = model_layouts(model)
             if units:
                 layouts = layouts_of(units, policy, topology)
             if policy is not None and family != "ddp":  # which has whole weights on every rank

@@ -81,7 +81,7 @@ class TrainingLoop:
             stepped = strategy.step(self.optimizer, self.trial.clip)
         if self.checks is not None:
             with clock.paused():
-                self.checks.stepped(index, done=stepped.done)
+                self.checks.replay(index, done=stepped.done)
         with clock.part("optimizer"):
             self.optimizer.zero_grad()
         self.events += passes.events
@@ -89,7 +89,7 @@ class TrainingLoop:
         self.events += ["step"] if stepped.done else []
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
-            self.checks.read(index, passes.batches if experience is None else experience.drawn)
+            self.checks.note_batches(index, passes.batches if experience is None else experience.drawn)
         return stepped
 
     @property

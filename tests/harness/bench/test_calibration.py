@@ -99,4 +99,4 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], words: str) -> None:
     """Nothing is run by a machine that is not this one, or was long ago."""
     with pytest.raises(Refusal, match=words):
-        machine_file.check_here(Path("m.toml"), replace(TRUTH, **changes), "here")  # type: ignore[arg-type]
+        machine_file.check_host(Path("m.toml"), replace(TRUTH, **changes), "here")  # type: ignore[arg-type]

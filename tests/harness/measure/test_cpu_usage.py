@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from harness.measure import cpu_usage
-from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy
+from harness.measure.cpu_usage import SCHEDULED, ProcessorMeter, ThreadClock, busy_seconds
 from tests.harness.measure.test_step_clock import compute
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal guest guest_nice")  # noqa: PYI024
@@ -22,7 +22,7 @@ def read(monkeypatch: pytest.MonkeyPatch, *times: tuple[float, ...]) -> dict[str
     """What is found where the system counts this of processors, from the first on."""
     monkeypatch.setattr(psutil, "cpu_times", lambda **_: times)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
-    return busy()
+    return busy_seconds()
 
 
 def test_counts_of_our_processors_are_told_by_who_had_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_what_this_process_computes_is_in_what_the_machine_did() -> None:
     meter = ProcessorMeter()
     compute(0.5)
     found = meter.use()
-    assert (found is None) == (busy() is None)
+    assert (found is None) == (busy_seconds() is None)
     if found is not None:
         assert 0.5 <= found.ranks <= found.seconds * found.processors
         assert found.user + found.system >= 0.8 * found.ranks  # ticks are samples

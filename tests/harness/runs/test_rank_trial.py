@@ -18,7 +18,7 @@ from torch import nn
 from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import LaunchError, run_ranks
-from harness.measure.cpu_usage import busy
+from harness.measure.cpu_usage import busy_seconds
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
@@ -192,7 +192,7 @@ def test_a_result_holds_what_the_machine_did_meanwhile(text: str, tmp_path: Path
     than what the machine's programs had or the processors could give; without /proc/stat nothing is told.
     """
     found = result(trial(text, "zero3", steps=30), tmp_path / "log")
-    if busy() is None:
+    if busy_seconds() is None:
         assert found.processor_use is None
         return
     use = found.processor_use
