@@ -241,12 +241,12 @@ def trace(
     trial = suite.beginning(identity)
     check_feasible(file, forecast([trial], this_host()))
 
-    from harness.bench.trace import told, write_trace
+    from harness.bench.trace import summary, write_trace
     from report.figures import trace_picture
 
     interrupts.take_over()
     path, ranks = write_trace(trial, results / suite.name)
-    print(f"{trial.strategy}, {trial.topology()}: {told(ranks)}")
+    print(f"{trial.strategy}, {trial.topology()}: {summary(ranks)}")
     print(path)
     print(trace_picture.write(path))
 

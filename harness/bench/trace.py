@@ -6,17 +6,16 @@ a clock; ``chrome://tracing`` and ui.perfetto.dev open the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 import torch.distributed as dist
 
@@ -38,30 +37,33 @@ _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _PART: Final = "part of the step"  # computing, with what happens in it
 
 
-class Traced(NamedTuple):
-    """One rank's step, and its seconds; ``before`` are those of the one before, which nothing noted."""
+class RankTrace(NamedTuple):
+    """One rank's step, and its seconds; ``before`` are those of the step before, which was not noted."""
 
     spans: list[Span]
     seconds: float
     before: float
 
 
-def refused(trial: Trial) -> str | None:
+def refusal(trial: Trial) -> str | None:
     """Why a trial has no trace; None if it has one."""
-    ours = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
-    if ours and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
+    cluster = trial.cluster
+    by_engine = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
+    if by_engine and cluster.device == "cpu" and cluster.launcher == "local":
         return None
-    where = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}"
-    asked = f"strategy {trial.strategy!r}, workload {trial.workload!r}, {where}"
-    return f"{asked}: a trace is of training by our engine on processors of one machine; see torch.profiler"
+    return (
+        f"strategy {trial.strategy!r}, workload {trial.workload!r}, device {cluster.device!r}, launcher "
+        f"{cluster.launcher!r}: a trace is of training by our engine on processors of one machine; see "
+        "torch.profiler"
+    )
 
 
-def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
+def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
     """Run the trial's ranks for a step; write ``traces/trace-<id>.json`` in the suite's folder of results.
 
     Raises a Refusal, LinkError or LaunchError if it has no trace, or the link or a rank fails.
     """
-    if (why := refused(trial)) is not None:
+    if (why := refusal(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
     start_server()
     path = path_of(folder, trial.id)
@@ -69,87 +71,88 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[Traced]]:
     with open_link(cluster_of(trial), secrets.token_hex(3)) as link:
         launch = replace(TrialRunner(folder, None).launch(trial, link, ""), log=path.with_suffix(".log"))
         plain = trial.model_copy(update={"measure_quantisation": False, "validate_every": None})
-        found = run_ranks(traced_step, Assignment(plain, None), launch)
+        ranks = run_ranks(trace_step, Assignment(plain, None), launch)
     pool = machine.pool_key(machine.facts(), machine.code())
-    write_whole(path, json.dumps(chrome(trial, found, pool)))
-    return path, found
+    write_whole(path, json.dumps(chrome(trial, ranks, pool)))
+    return path, ranks
 
 
-def traced_step(rank: Rank, assignment: Assignment) -> Traced:
+def trace_step(rank: Rank, assignment: Assignment) -> RankTrace:
     """Target of every rank: the untimed steps, at least one, one more, and then the one that is noted."""
     run, timeline, warmup = TrialRun(rank, assignment), Timeline(), max(1, assignment.trial.warmup)
-    assert run.strategy.wire is not None  # noqa: S101  # refused() let nothing else come
+    assert run.strategy.wire is not None  # noqa: S101  # by refusal()
     for index in range(warmup):
         run.step(index)
     dist.barrier()
     before = timed(partial(run.step, warmup))()
     dist.barrier()
     run.loop.clock.note = partial(timeline.add, _PART)
-    with run.strategy.wire.traced(timeline), _operations_noted(timeline):
+    with run.strategy.wire.traced(timeline), _noting_operations(timeline):
         seconds = timed(partial(run.step, warmup + 1))()
     dist.barrier()
     run.strategy.close()
     others = [span for span in timeline.spans if span.lane != _PART]
-    return Traced([*computing(timeline.spans), *others], seconds, before)
+    return RankTrace([*computing(timeline.spans), *others], seconds, before)
 
 
-def _operations_noted(timeline: Timeline) -> AbstractContextManager[Any]:
-    """Inside, calls of the codecs' operations are noted; they are called by the names of :mod:`impl.ops`."""
+@contextlib.contextmanager
+def _noting_operations(timeline: Timeline) -> Iterator[None]:
+    """Inside, calls of the codecs' operations are noted: the engine looks them up in :mod:`impl.ops`."""
+    operations = {name: getattr(ops, name) for name in _OPERATIONS}
 
-    def noted(name: str) -> Callable[..., None]:
-        plain = getattr(ops, name)
+    def call(name: str, *arguments: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        operations[name](*arguments, **options)
+        codec = arguments[1] if name == "decode_sum_encode" else arguments[0]
+        timeline.add(CODING, f"{name.replace('_', ', ')} {codec}", begin)
 
-        def call(*arguments: Any, **named: Any) -> None:
-            begin = time.perf_counter()
-            plain(*arguments, **named)
-            codec = arguments[1] if name == "decode_sum_encode" else arguments[0]
-            timeline.add(CODING, f"{name.replace('_', ', ')} {codec}", begin)
-
-        return call
-
-    names: dict[str, Any] = {name: noted(name) for name in _OPERATIONS}
-    patched: AbstractContextManager[Any] = mock.patch.multiple(ops, **names)
-    return patched
+    try:
+        for name in operations:
+            setattr(ops, name, partial(call, name))
+        yield
+    finally:
+        for name, operation in operations.items():
+            setattr(ops, name, operation)
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
-    """What is left of the parts of a step where this rank neither waited, encoded nor decoded."""
+    """The parts of a step, without the times in which this rank waited, encoded or decoded."""
     busy = sorted((span.begin, span.end) for span in spans if span.lane in (WAITING, CODING))
-    found = []
+    computed = []
     for part in (span for span in spans if span.lane == _PART):
         at = part.begin
         for begin, end in [*busy, (part.end, part.end)]:
             if at < (until := min(begin, part.end)):
-                found.append(Span(COMPUTE, part.name, at, until))
+                computed.append(Span(COMPUTE, part.name, at, until))
             at = max(at, end)
-    return found
+    return computed
 
 
-def told(ranks: Sequence[Traced]) -> str:
+def summary(ranks: Sequence[RankTrace]) -> str:
     """What a trace shows, in a line."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
-    more = f"{seconds / before - 1:+.0%}"
-    said = f"a step of {seconds:.3f} s ({more} against the one before, which nothing noted)"
+    overhead = f"{seconds / before - 1:+.0%}"
+    step = f"a step of {seconds:.3f} s ({overhead} against the one before, which nothing noted)"
     total, behind = map(statistics.fmean, zip(*(hidden(rank.spans) for rank in ranks), strict=True))
     if not total:
-        return f"{said}; nothing was sent between nodes"
+        return f"{step}; nothing was sent between nodes"
     return (
-        f"{said}; messages between nodes were under way for {total:.3f} s, {behind / total:.0%} of it behind "
+        f"{step}; messages between nodes were under way for {total:.3f} s, {behind / total:.0%} of it behind "
         "other work"
     )
 
 
-def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
-    """The trace event format's JSON object: a process a rank, threads for each lane, whose events overlap."""
+def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
+    """The JSON object of the trace event format: a process for each rank, threads for each lane."""
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []
     for number, rank in enumerate(ranks):
         name = f"rank {number}, node {topology.node_of(number)}"
-        events.append(_named("process", number, 0, name))
+        events.append(_name_event("process", number, 0, name))
         rows = [(lane, row) for lane in LANES for row in _rows([s for s in rank.spans if s.lane == lane])]
         for thread, (lane, row) in enumerate(rows, 1):
-            events.append(_named("thread", number, thread, lane))
+            events.append(_name_event("thread", number, thread, lane))
             events += [
                 {
                     "ph": "X", "name": span.name, "cat": lane, "pid": number, "tid": thread,
@@ -159,18 +162,18 @@ def chrome(trial: Trial, ranks: Sequence[Traced], pool: str) -> dict[str, Any]:
                 for span in row
             ]  # fmt: skip
     about = {
-        "trial": trial.id, "strategy": trial.strategy, "pool": pool, "shows": told(ranks),
+        "trial": trial.id, "strategy": trial.strategy, "pool": pool, "shows": summary(ranks),
         **{name: max(getattr(rank, name) for rank in ranks) for name in ("seconds", "before")},
     }  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": thread, "args": {"name": name}}
+def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
-    """Spans in as few rows as there may be, in each one after the other."""
+    """Spans in as few rows as possible; those of a row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((row for row in rows if row[-1].end <= span.begin), None)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import cli
-from harness.bench.trace import computing, refused
+from harness.bench.trace import computing, refusal
 from harness.records.trace_record import CODING, COMPUTE, LANES, hidden
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Trial
@@ -56,8 +56,7 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert out.endswith(f"/traces/{path.name}\n{picture.relative_to(tmp_path)}\n")
     assert sorted(path.parent.iterdir()) == [path, picture]
     assert "<svg" in picture.read_text()
-    held = json.loads(path.read_text())
-    events = held["traceEvents"]
+    events = json.loads(path.read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
     spans = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in spans} == set(range(4))
@@ -65,11 +64,11 @@ def test_a_step_of_every_rank_is_in_the_file(
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     lane = operator.itemgetter("pid", "tid")
-    for key, mine in itertools.groupby(sorted(spans, key=lambda e: (*lane(e), e["ts"])), key=lane):
-        row = list(mine)
+    for key, group in itertools.groupby(sorted(spans, key=lambda e: (*lane(e), e["ts"])), key=lane):
+        row = list(group)
         assert {event["cat"] for event in row} == {names[key]}
-        for one, other in itertools.pairwise(row):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3
+        for earlier, later in itertools.pairwise(row):
+            assert earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-3
     sent = [event["args"]["bytes"] for event in spans if event["cat"] == BETWEEN]
     assert sent
     assert min(sent) > 0
@@ -79,19 +78,19 @@ def test_a_step_of_every_rank_is_in_the_file(
 
 
 @pytest.mark.parametrize(
-    ("identity", "words"), [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")]
+    ("identity", "message"), [("zz", "no trials begin with 'zz'; it has"), ("", "3 trials begin with ''")]
 )
 def test_an_unknown_trial_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], identity: str, message: str
 ) -> None:
-    """In a line that names those that there are."""
+    """In a line that names the trials of the suite."""
     (tmp_path / "q.toml").write_text(SUITE)
     assert cli.main(["trace", str(tmp_path / "q.toml"), identity]) == cli.REFUSED
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"strategy": "ddp"}, "strategy 'ddp'"),
         ({"strategy": "fsdp2+qgz"}, "strategy 'fsdp2+qgz'"),
@@ -99,10 +98,10 @@ def test_an_unknown_trial_is_refused(
         ({"workload": "generate"}, "workload 'generate'"),
     ],
 )
-def test_what_has_no_trace_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_what_has_no_trace_is_refused(fields: dict[str, Any], message: str) -> None:
     """Peers, GPUs and generations, saying why."""
-    assert words in (refused(Trial(**fields)) or "")
-    assert refused(Trial()) is None
+    assert message in (refusal(Trial(**fields)) or "")
+    assert refusal(Trial()) is None
 
 
 _TIMES = st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -118,10 +117,10 @@ def test_computing_is_what_is_left(
         for lane, times in ((WAITING, waits), (CODING, coding), ("part of the step", parts))
         for begin, end in times
     ]
-    found = [set(range(int(span.begin), int(span.end))) for span in computing(spans)]
+    computed = [set(range(int(span.begin), int(span.end))) for span in computing(spans)]
     busy = {second for begin, end in (*waits, *coding) for second in range(begin, end)}
     wanted = {second for begin, end in parts for second in range(begin, end)} - busy
-    assert set().union(*found) == wanted
+    assert set().union(*computed) == wanted
 
 
 @given(waits=st.lists(_TIMES), messages=st.lists(_TIMES))
@@ -129,11 +128,11 @@ def test_hidden_is_what_was_under_way_without_waiting(
     waits: list[tuple[int, int]], messages: list[tuple[int, int]]
 ) -> None:
     """Second by second; messages inside nodes, and waits for them, count for nothing."""
-    spans = [Span(WAITING, ACROSS, *one) for one in waits] + [Span(BETWEEN, "", *one) for one in messages]
+    spans = [Span(WAITING, ACROSS, *span) for span in waits] + [Span(BETWEEN, "", *span) for span in messages]
     under_way = {second for begin, end in messages for second in range(begin, end)}
     waited = {second for begin, end in waits for second in range(begin, end)}
-    found = hidden([*spans, Span(INSIDE, "", 0, 100), Span(WAITING, WITHIN, 0, 100)])
-    assert found == (len(under_way), len(under_way - waited))
+    spans += [Span(INSIDE, "", 0, 100), Span(WAITING, WITHIN, 0, 100)]
+    assert hidden(spans) == (len(under_way), len(under_way - waited))
 
 
 def _run(mesh: Mesh, name: str) -> Any:
@@ -148,8 +147,8 @@ def test_noting_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     timelines: dict[int, Timeline] = {}
 
     class Noting(Wire):
-        def __init__(self, mesh: Mesh, **named: Any) -> None:
-            super().__init__(mesh, **named)
+        def __init__(self, mesh: Mesh, **options: Any) -> None:
+            super().__init__(mesh, **options)
             timelines[mesh.rank] = Timeline()
             self._noting = self.traced(timelines[mesh.rank])
             self._noting.__enter__()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bench.trace import Traced, chrome
+from harness.bench.trace import RankTrace, chrome
 from harness.records.trace_record import COMPUTE, RecordError, Trace, path_of, read_traces
 from harness.suites.trial import Trial
 from impl.comm.ledger import ACROSS, BETWEEN, WAITING, Span
@@ -28,7 +28,7 @@ def traced(pool: str = POOL, trial: Trial = TRIAL) -> Trace:
         Span(BETWEEN, "w", 11.0, 13.0, 8),
         Span(WAITING, ACROSS, 12.0, 13.0),
     ]
-    ranks = [Traced(spans, 4.0 + rank, 3.0) for rank in range(4)]
+    ranks = [RankTrace(spans, 4.0 + rank, 3.0) for rank in range(4)]
     return Trace.model_validate(chrome(trial, ranks, pool))
 
 
