@@ -63,8 +63,8 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 
 
 def trials() -> list[Trial]:
-    """What is run, in order: the first once more at the end, for has the machine changed meanwhile?"""
-    asked = [
+    """The trials in order; the first runs once more at the end, to see how far the machine drifts."""
+    fields = [
         {
             "sequence": 128, "steps": 16, "warmup": 2, "tokens_per_rank": tokens, "strategy": strategy,
             "model": {"name": model, "arguments": {"layers": layers}},
@@ -72,33 +72,34 @@ def trials() -> list[Trial]:
         }
         for model, layers, tokens, strategy, held in _TRIALS
     ]  # fmt: skip
-    return [Trial.model_validate(one) for one in (*asked, {**asked[0], "repeat": 1})]
+    return [Trial.model_validate(trial) for trial in (*fields, {**fields[0], "repeat": 1})]
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
     """Measure this machine, ``name``; records stay below ``results``.  A failed trial is a Refusal."""
-    asked, folder = trials(), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    batch, folder = Batch(0, tuple(trials())), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(name=SUITE, question="What does this machine achieve?")
-    outcome = run_sweep(suite, [Batch(0, tuple(asked))], folder, console)
+    outcome = run_sweep(suite, [batch], folder, console)
     if outcome.failed or outcome.interrupted:
-        raise Refusal(f"{folder}: {outcome.failed} of {len(asked)} trials failed; `zeropp show` says why")
-    records = [read(path_of(folder, trial.id)) for trial in asked]
-    measured = [Measured.of(trial, record) for trial, record in zip(asked, records, strict=True)]
+        raise Refusal(
+            f"{folder}: {outcome.failed} of {len(batch.trials)} trials failed; `zeropp show` says why"
+        )
+    measured = [Measured.from_record(trial, read(path_of(folder, trial.id))) for trial in batch.trials]
     log = folder / "calibration.log"
     with open_link(Cluster(nodes=2), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
-        latencies, codecs = zip(*run_ranks(_probed, _MESSAGES, launch), strict=True)
+        latencies, codecs = zip(*run_ranks(_probe, _MESSAGES, launch), strict=True)
     return fit(
         Machine(
             name=name,
-            source=f"zeropp calibrate, {len(asked)} trials",
+            source=f"zeropp calibrate, {len(measured)} trials",
             fixed=1.0,
             per_token=0.0,
             efficiency=1.0,
-            fewest=min(trial.tokens_per_rank for trial in asked),
-            most=max(trial.tokens_per_rank for trial in asked),
-            smallest=min(one.step.parameters for one in measured),
-            largest=max(one.step.parameters for one in measured),
+            fewest=min(trial.tokens_per_rank for trial in batch.trials),
+            most=max(trial.tokens_per_rank for trial in batch.trials),
+            smallest=min(trial.step.parameters for trial in measured),
+            largest=max(trial.step.parameters for trial in measured),
             overlap="schedule",
             latency=statistics.median(latencies),
             processors=host.cores(),
@@ -114,89 +115,89 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one trial of the calibration took, in seconds of a rank's processor in a step."""
+    """What one trial of the calibration took, in seconds of a rank's processor for each step."""
 
-    step: Step  # what it asked for
+    step: Step  # as requested
     computing: float  # of its passes by themselves
     stepping: float  # of the optimizer by itself
-    in_steps: float  # of all that it did in a step
-    took: float  # of the clock, its median step
-    # share of the asked rate that the link achieved; None where it was not held to one
-    achieved: float | None
+    in_steps: float  # of the whole step
+    took: float  # median by the clock, not of the processor
+    achieved: float | None  # share of the requested rate that the link reached; None without a rate
 
     @classmethod
-    def of(cls, trial: Trial, record: Record) -> Measured:
-        """From a trial's record."""
+    def from_record(cls, trial: Trial, record: Record) -> Measured:
+        """Medians over the ranks and steps of a trial's record."""
         step = step_of_trial(trial, units_of(trial, record), record.parameters)
-        assert step is not None and record.link is not None  # noqa: S101, PT018  # of ours, and on two nodes
-        alone = [one for rank in record.ranks for one in rank.alone]
-        timed = [one.cpu_seconds or 0.0 for rank in record.ranks for one in rank.steps if not one.warmup]
+        assert step is not None and record.link is not None  # noqa: S101, PT018  # our engine on two nodes
+        alone = [sample for rank in record.ranks for sample in rank.alone]
+        steps = [step for rank in record.ranks for step in rank.steps if not step.warmup]
         rate, probed = trial.cluster.rate, record.link.probed_mbit or record.link.calibrated_mbit
         return cls(
             step=step,
-            computing=statistics.median(one.cpu_seconds for one in alone),
-            stepping=statistics.median(one.optimizer_cpu_seconds for one in alone),
-            in_steps=statistics.median(timed),
+            computing=statistics.median(sample.cpu_seconds for sample in alone),
+            stepping=statistics.median(sample.optimizer_cpu_seconds for sample in alone),
+            in_steps=statistics.median(step.cpu_seconds or 0.0 for step in steps),
             took=statistics.median(slowest_seconds(record)),
             achieved=statistics.median(probed) / rate if rate and probed else None,
         )
 
 
 def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
-    """``machine`` with what the trials say of computing, of the engine and of the link.
+    """``machine`` with computing, the engine and the link as the trials measured them.
 
-    Computing is a sum of ``launch``, ``fixed`` and ``per_token``; what a rank does beside computing, stepping
-    and coding one of ``unit``, ``element``, ``message`` and ``sent``, scaled by how much slower than the
-    first fit its own computing ran.  Threads that wait are woken, so trials over the slow link are left out
-    of the second.  ``spread`` is the larger of the machine's drift and of the steps around their predictions.
+    The first fit is of computing: a sum of ``launch``, ``fixed`` and ``per_token``.  The second is of what a
+    rank does beside computing, stepping and coding: ``unit``, ``element``, ``message`` and ``sent``, scaled
+    by how much slower than the first fit its own computing ran.  It leaves out trials over the slow link,
+    since waiting threads are woken.  ``spread`` is the larger of drift and of errors of predicted steps.
     """
-    achieved = [one.achieved for one in measured if one.achieved is not None]
+    achieved = [trial.achieved for trial in measured if trial.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # not fitted yet
-    computing, steps = [one.computing for one in measured], [one.step for one in measured]
+    computing, steps = [trial.computing for trial in measured], [trial.step for trial in measured]
     passes: dict[str, Sequence[float]] = {
         "launch": [len(step.units) for step in steps],
         "fixed": [step.parameters for step in steps],
         "per_token": [step.parameters * step.tokens for step in steps],
     }
-    machine = replace(machine, **_fitted(passes, computing, computing))
+    machine = replace(machine, **_fit_factors(passes, computing, computing))
 
-    free = [one for one in measured if one.achieved is None]
+    unshaped = [trial for trial in measured if trial.achieved is None]
 
-    def busy(**what: Any) -> list[float]:
-        """Seconds of a rank's processor in each of these steps, of nothing but what is given."""
-        made = replace(blank, **what)
-        return [step_of(made, replace(one.step, parameters=0.0, rate=math.inf)).seconds for one in free]
+    def busy(**costs: Any) -> list[float]:
+        """Seconds of a rank's processor in each unshaped step, of these costs alone."""
+        steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
+        return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
     seconds = []
-    for one, coding in zip(free, busy(codecs=machine.codecs), strict=True):
-        slower = one.computing / machine.compute(one.step.parameters, one.step.tokens, len(one.step.units))
-        seconds.append(max(0.0, (one.in_steps - one.computing - one.stepping) / slower - coding))
+    for trial, coding in zip(unshaped, busy(codecs=machine.codecs), strict=True):
+        step = trial.step
+        slower = trial.computing / machine.compute(step.parameters, step.tokens, len(step.units))
+        seconds.append(max(0.0, (trial.in_steps - trial.computing - trial.stepping) / slower - coding))
     terms = {name: busy(**{name: 1.0}) for name in ("unit", "element", "message", "sent")}
-    engine = _fitted(terms, seconds, [one.in_steps for one in free])
-    stepping = [one.stepping / sum(unit.shard for unit in one.step.units) for one in measured]
-    made = replace(
+    engine = _fit_factors(terms, seconds, [trial.in_steps for trial in unshaped])
+    stepping = [trial.stepping / sum(unit.shard for unit in trial.step.units) for trial in measured]
+    fitted = replace(
         machine,
         **engine,
         optimizer=statistics.median(stepping),
         efficiency=min(1.0, statistics.median(achieved)) if achieved else 1.0,
         latency=max(0.0, machine.latency - engine["message"]),  # a tiny gather is one message of the engine's
     )
-    errors = [math.log(one.took / step_of(made, one.step).seconds) for one in measured]
-    return replace(made, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
+    errors = [math.log(trial.took / step_of(fitted, trial.step).seconds) for trial in measured]
+    return replace(fitted, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
 
 
-def _fitted(
+def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
     """Non-negative factors of the terms whose sums are nearest to ``seconds``, relative to ``over``."""
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]
     scale = matrix.max(axis=0)
-    found, _ = nnls(matrix / scale, np.array(seconds) * weights)
-    return {name: float(value) for name, value in zip(terms, found / scale, strict=True)}
+    factors, _ = nnls(matrix / scale, np.array(seconds) * weights)
+    return dict(zip(terms, (factors / scale).tolist(), strict=True))
 
 
-def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
+def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
     """Median seconds of a tiny all-gather between nodes; on rank 0 seconds of an element by codec."""
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)
@@ -216,7 +217,8 @@ def _probed(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
         seconds=_CODEC_SECONDS,
     )  # fmt: skip
     costs: dict[str, dict[str, float]] = {text: {} for text in CODECS}
-    for one in samples:
-        of_element = statistics.median(one.seconds) / (one.sizes["element_bytes"] / 4)
-        costs[str(one.names["codec"])][str(one.names["operation"])] = of_element
-    return latency, {text: CodecCost(encode=of["encode"], decode=of["decode"]) for text, of in costs.items()}
+    for sample in samples:
+        elements = sample.sizes["element_bytes"] / 4
+        operation = str(sample.names["operation"])
+        costs[str(sample.names["codec"])][operation] = statistics.median(sample.seconds) / elements
+    return latency, {text: CodecCost(encode=by["encode"], decode=by["decode"]) for text, by in costs.items()}

@@ -1,7 +1,7 @@
 """``zeropp bench codecs``: times every operation, codec and backend, each beside a copy of the same elements.
 
 A round is ``calls`` copies, then ``calls`` operations on existing buffers.  The reference backend is timed on
-an eighth of the elements, at least 2 M; a GPU by events, its cache flushed.
+an eighth of the elements, at least 2 M; a GPU by events, with its cache flushed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CODECS: Final = (
 )  # fmt: skip
 OURS: Final = ("cpu", "cuda", "reference")
 BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *kernel_ablation.ABLATED)
-USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # where nothing is asked for
+USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # by default
 SOURCES: Final = 4  # frames that a sum adds
-MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, where nothing is asked for
-REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part of so many,
-REFERENCE_NUMEL: Final = 1 << 21  # of at least so many elements: a core's cache must not hold them
+MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, by default
+REFERENCE_SHARE: Final = 8  # the reference backend is timed on one part in eight,
+REFERENCE_NUMEL: Final = 1 << 21  # but on no fewer elements: a core's cache must not hold them
 GRAIN: Final = 1 << 15  # elements: whole blocks of every usual codec
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
@@ -52,7 +52,7 @@ _QUEUE_CYCLES: Final = 1_000_000  # of a GPU, half a millisecond, in which the h
 class Work(NamedTuple):
     """One operation to time."""
 
-    names: dict[str, str | None]  # operation, codec, backend; what a peer computes in place of our arithmetic
+    names: dict[str, str | None]  # operation, codec, backend; in ``other`` a peer's arithmetic
     x: Tensor  # (S,) the elements, which the reference copies
     moved_bytes: int  # read and written in one call
     run: Callable[[], object]  # one call
@@ -62,18 +62,14 @@ def why_missing(name: str) -> str | None:
     """Why a backend is not available; None if it is."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
-    ours = "cuda" if name in kernel_ablation.ABLATED else name
-    if ours == "cuda" and not torch.cuda.is_available():
+    ablated = name in kernel_ablation.ABLATED
+    if (ablated or name == "cuda") and not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    if name in kernel_ablation.ABLATED and (
-        why := kernel_ablation.why_not(name, torch.cuda.get_device_properties())
-    ):
-        return why
     try:
-        ops.operations_of(ours)
+        ops.operations_of("cuda" if ablated else name)
     except ValueError as problem:
         return str(problem)
-    return None
+    return kernel_ablation.why_not(name, torch.cuda.get_device_properties()) if ablated else None
 
 
 def measure(
@@ -114,7 +110,7 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
     """Mean seconds of ``calls`` calls on a GPU, by CUDA events; reading ``flush`` before each flushes caches.
 
-    The device is kept waiting until the host has queued all of them, so that no launch is in the time.
+    The device waits until the host has queued all calls, so that the time holds no launch.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda._sleep(_QUEUE_CYCLES * calls)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -141,52 +137,52 @@ def _timed(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     calls = int(min(most, max(1, math.ceil(_ROUND_SECONDS / min(copied, once)))))
     rounds = min(MOST_ROUNDS, max(FEWEST_ROUNDS, int(seconds / (calls * (copied + once)))))
     took = [(clock(copy, calls), clock(work.run, calls)) for _ in range(rounds)]
-    ran = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
+    setting = {"device": x.device.type, "type": NAMES[x.dtype], "threads": threads, "numel": x.numel()}
     return Sample(
         kind="codec",
-        names={**work.names, **ran},
+        names={**work.names, **setting},
         sizes={"element_bytes": x.nbytes, "moved_bytes": work.moved_bytes, "calls": calls},
-        seconds=[own for _, own in took],
-        reference_seconds=[of_copy for of_copy, _ in took],
+        seconds=[operation for _, operation in took],
+        reference_seconds=[copied for copied, _ in took],
     )
 
 
 def _works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
     """All operations to time on elements, on their device."""
-    here = [name for name in backends if name in (x.device.type, "reference")]
-    here += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
-    for codec, name in product(map(parse, codecs), here):
-        if not isinstance(codec, Raw) or name == here[0]:  # torch's casts are timed once
+    kernels = [name for name in backends if name in (x.device.type, "reference")]
+    kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
+    for codec, name in product(map(parse, codecs), kernels):
+        if not isinstance(codec, Raw) or name == kernels[0]:  # torch's casts are timed once
             numel = max(x.numel() // REFERENCE_SHARE, REFERENCE_NUMEL) if name == "reference" else x.numel()
-            yield from _of_codec(codec, x[:numel], name)
+            yield from _codec_works(codec, x[:numel], name)
     for name in (name for name in backends if name in other_libraries.QUANTISERS):
-        for own, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
+        for coding, arithmetic, nbytes, encode, decode in other_libraries.codings(name, x):
             for operation, run in (("encode", encode), ("decode", decode)):
-                names = {"operation": operation, "codec": own, "backend": name}
+                names = {"operation": operation, "codec": coding, "backend": name}
                 yield Work({**names, "other": arithmetic}, x, x.nbytes + nbytes, run)
 
 
-def _of_codec(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
+def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """The operations of one codec on one backend, which share its frames."""
     ablated = kernel_ablation.ABLATED.get(backend)
-    ours = ops.operations_of(backend) if ablated is None else ablated(on_device)
+    operations = ops.operations_of(backend) if ablated is None else ablated(on_device)
     numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
-    out, written = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
+    out, frame = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()
-    encode = partial(ours.encode, codec, x, written, noise=noise)
+    encode = partial(operations.encode, codec, x, frame, noise=noise)
     encode()
-    frames = written.repeat(SOURCES, 1)
+    frames = frame.repeat(SOURCES, 1)
 
     def work(operation: str, moved_bytes: int, run: Callable[[], object]) -> Work:
         names = {"operation": operation, "codec": str(codec), "backend": backend, "other": None}
         return Work(names, x, moved_bytes, run)
 
     yield work("encode", x.nbytes + frame_bytes, encode)
-    yield work("decode", x.nbytes + frame_bytes, partial(ours.decode, codec, frames[0], out))
+    yield work("decode", x.nbytes + frame_bytes, partial(operations.decode, codec, frames[0], out))
     if x.dtype == torch.float32:
-        both = partial(ours.decode_sum_encode, codec, codec, frames, written, numel, noise=noise)
-        yield work("decode_sum", frames.nbytes + x.nbytes, partial(ours.decode_sum, codec, frames, out))
-        yield work("decode_sum_encode", frames.nbytes + frame_bytes, both)
+        fused = partial(operations.decode_sum_encode, codec, codec, frames, frame, numel, noise=noise)
+        yield work("decode_sum", frames.nbytes + x.nbytes, partial(operations.decode_sum, codec, frames, out))
+        yield work("decode_sum_encode", frames.nbytes + frame_bytes, fused)
     if not isinstance(codec, Raw | OwnCodec):
         carried = partial(encode, carried=Carried(torch.zeros_like(x, dtype=torch.float32)))
         yield work("encode_carried", x.nbytes + 2 * 4 * numel + frame_bytes, carried)

@@ -1,7 +1,7 @@
 """``zeropp bench collectives``: our collectives' times and bytes beside gloo's, on one fp32 tensor.
 
-All take turns in each round and write into existing tensors, but for the reduced shard, which our reductions
-allocate; an all-gather ends when the whole tensor is decoded.
+All take turns in each round and write into existing tensors, except that our reductions allocate the reduced
+shard; an all-gather ends when the whole tensor is decoded.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     world = mesh.topology.world
     shard = max(GRAIN, (mebibytes << 20) // 4 // world // GRAIN * GRAIN)
     whole = torch.randn(world * shard, generator=torch.Generator().manual_seed(mesh.rank))
-    mine, out, reduced_shard = whole[:shard].clone(), torch.empty_like(whole), torch.empty(shard)
+    part, out, reduced_shard = whole[:shard].clone(), torch.empty_like(whole), torch.empty(shard)
     references: dict[str, Callable[[], object]] = {
-        "all_gather": partial(_all_gather, out, mine),
+        "all_gather": partial(_all_gather, out, part),
         "reduce_scatter": partial(_reduce_scatter, reduced_shard, whole),
     }
-    contenders = list(_contenders(mesh, wires, whole, mine, out))
+    contenders = list(_contenders(mesh, wires, whole, part, out))
     sent = [_sent(wire, run) for _, wire, run in contenders]
     turns = [timed(run) for run in (*references.values(), *(run for *_, run in contenders))]
     took = interleaved(rank, turns, f"{mebibytes} MiB", ROUNDS, seconds=seconds)
-    reference_seconds = dict(zip(references, took, strict=False))  # the first ones are theirs
+    reference_seconds = dict(zip(references, took, strict=False))  # which come first
     # Each rank sends (world - 1) / world of the tensor in a ring, twice in gloo's reduce-scatter, which is
     # an all-reduce.
     gloo_bytes = {"all_gather": (world - 1) * whole.nbytes, "reduce_scatter": 2 * (world - 1) * whole.nbytes}
@@ -65,16 +65,16 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
             kind="collective",
             names=names | {"numel": whole.numel()},
             sizes={"reference_sent": gloo_bytes[names["operation"]]},
-            seconds=ours,
+            seconds=rounds,
             reference_seconds=reference_seconds[names["operation"]],
-            sent=of_links,
+            sent=nbytes,
         )
-        for (names, *_), ours, of_links in zip(contenders, took[len(references) :], sent, strict=True)
+        for (names, *_), rounds, nbytes in zip(contenders, took[len(references) :], sent, strict=True)
     ]
 
 
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
-    """Bytes that this rank sends in one call: that of the second, as the first allocates the arenas."""
+    """Bytes that this rank sends in one call, by link: in the second, since the first allocates arenas."""
     run()
     wire.ledger.booked.clear()
     run()
@@ -82,13 +82,13 @@ def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
 
 
 def _contenders(
-    mesh: Mesh, wires: list[Wire], whole: Tensor, mine: Tensor, out: Tensor
+    mesh: Mesh, wires: list[Wire], whole: Tensor, part: Tensor, out: Tensor
 ) -> Iterator[Contender]:
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for codec, wire in product(CODECS, wires):
         names = {"codec": codec, "transport": wire.transport}
         for gather in (name for name in GATHERS if _carries(wire.transport, name, topology)):
-            run = partial(quantized_all_gather, mine, codec, mesh, gather=gather, wire=wire, out=rows)
+            run = partial(quantized_all_gather, part, codec, mesh, gather=gather, wire=wire, out=rows)
             yield names | {"operation": "all_gather", "algorithm": gather}, wire, run
         for reduce in (name for name in REDUCTIONS if _carries(wire.transport, name, topology)):
             run = partial(quantized_reduce_scatter, whole, codec, mesh, reduce=reduce, wire=wire)
@@ -96,7 +96,7 @@ def _contenders(
 
 
 def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topology) -> bool:
-    """Whether a hop goes by a transport: by shared memory those inside a node, but for a ring's steps."""
+    """Whether a transport carries a hop: shared memory those inside a node, except a ring's."""
     if transport == "backend":
         return True
     inside = algorithm in ("hierarchical", "two_hop") or (topology.nodes == 1 and algorithm != "ring")

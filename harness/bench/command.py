@@ -32,7 +32,7 @@ app = typer.Typer(
 Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
-Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None is unshaped
+Place = tuple[Topology, float | None]  # with the Mbit/s of the link between nodes; None if unshaped
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0
@@ -58,7 +58,7 @@ def codecs(
 ) -> Path:
     """GB/s of every codec and backend, each against a copy in the same round.
 
-    --codec, --backend and --kind may be given several times; by default all backends that are here are timed.
+    --codec, --backend and --kind may be given several times; by default all available backends are timed.
     """
     run = _Run("codecs", results)
 
@@ -68,19 +68,19 @@ def codecs(
 
     texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # peers have no codec of ours
-    asked, kinds = (tuple(dict.fromkeys(given)) for given in (backend or usual, kind or ("fp32",)))
-    known = {"backend": (asked, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
-    for what, (names, there) in known.items():
-        if strange := [name for name in names if name not in there]:
-            raise Refusal(f"unknown {what} {strange[0]!r}: expected one of {', '.join(there)}")
-    looked_for = dict.fromkeys((*asked, *bench_codecs.USUAL))
-    missing = {name: why for name in looked_for if (why := bench_codecs.why_missing(name)) is not None}
-    backends = tuple(name for name in asked if name not in missing)
-    for name in asked if backend else ():
-        if name in missing:
-            raise Refusal(f"backend {name!r} is not here: {missing[name]}")
-    asked_for: dict[str, Any] = {"codecs": texts, "backends": backends, "kinds": kinds}
-    target = partial(bench_codecs.measure, **asked_for, mebibytes=megabytes, seconds=seconds)
+    backends, kinds = list(dict.fromkeys(backend or usual)), list(dict.fromkeys(kind or ("fp32",)))
+    axes = {"backend": (backends, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
+    for axis, (names, known) in axes.items():
+        if unknown := [name for name in names if name not in known]:
+            raise Refusal(f"unknown {axis} {unknown[0]!r}: expected one of {', '.join(known)}")
+    candidates = dict.fromkeys((*backends, *bench_codecs.USUAL))
+    missing = {name: why for name in candidates if (why := bench_codecs.why_missing(name)) is not None}
+    absent = [name for name in backends if name in missing]
+    if backend and absent:
+        raise Refusal(f"backend {absent[0]!r} is not here: {missing[absent[0]]}")
+    backends = [name for name in backends if name not in absent]
+    arguments: dict[str, Any] = {"codecs": texts, "backends": backends, "kinds": kinds}
+    target = partial(bench_codecs.measure, **arguments, mebibytes=megabytes, seconds=seconds)
     (samples,) = run.on_ranks(target, threads=threads)
     setting = {**target.keywords, "threads": threads, "peers": other_libraries.versions(backends)}
     return run.finish(samples, setting, missing)
@@ -143,26 +143,26 @@ def overlap(
 
 
 class _Run:
-    """One run of a command: its folder, and what goes on its record."""
+    """One run of a command: its folder and its record."""
 
     def __init__(self, subject: Subject, results: Path) -> None:
         self._folder = results / f"bench-{subject}"
         facts, code = machine.facts(), machine.code()
         pool = machine.pool_key(facts, code)
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
-        there = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise Refusal(f"--results {results}: {there} is no folder that can be written")
+        existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise Refusal(f"--results {results}: {existing} is no folder that can be written")
         records = bench_record.read_all(self._folder) if any(self._folder.glob("*.json")) else []
-        if strange := [bench.pool for bench in records if bench.pool != pool]:
+        if pools := [bench.pool for bench in records if bench.pool != pool]:
             raise Refusal(
-                f"{self._folder}: holds {counted(len(strange), 'record')} of another machine or code (hash "
-                f"{strange[0]}, here {pool}), which are not put together; move the folder aside or "
+                f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or code (hash "
+                f"{pools[0]}, here {pool}), which are not put together; move the folder aside or "
                 "choose other --results"
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
-        """Samples of all ranks as one, with the place among their names."""
+        """Samples combined over all ranks, with the place among their names."""
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
         samples = merge_ranks(self.on_ranks(target, topology, mbit))
@@ -176,7 +176,7 @@ class _Run:
         *,
         threads: int = 1,
     ) -> list[Result]:
-        """Run ``target`` on fresh processes, and show how far they are; a LaunchError if one fails.
+        """Run ``target`` on fresh processes and show their progress; a LaunchError if one fails.
 
         A link with a rate is of namespaces: peers send past our wire, so a pacer would not hold them.
         """
@@ -187,19 +187,19 @@ class _Run:
 
         interrupts.take_over()
         kind = "none" if mbit is None else "namespaces"
-        wanted = Cluster.model_validate({"link": kind, "nodes": topology[0], "rate": mbit}, context=CANONICAL)
+        fields = {"link": kind, "nodes": topology[0], "rate": mbit}
         status = terminal_table.console(stderr=True).status("set-up")  # on a terminal only
-        with open_link(wanted, "bench") as link, status:
+        with open_link(Cluster.model_validate(fields, context=CANONICAL), "bench") as link, status:
             launch = Launch(
                 plan.Topology(*topology), link.ports, link.paced_mbit, threads, _TIMEOUT_SECONDS,
                 self._folder / "bench.log",
             )  # fmt: skip
-            return run_ranks(_called, target, launch, lambda far: status.update(far.stage))
+            return run_ranks(_call, target, launch, lambda progress: status.update(progress.stage))
 
     def finish(
         self, samples: Sequence[Sample], setting: dict[str, Any], missing: dict[str, str] | None = None
     ) -> Path:
-        """Write the record; returns where."""
+        """Write the record and return its path."""
         import torch
 
         from impl import ops
@@ -207,11 +207,11 @@ class _Run:
         missing = dict(missing or {})
         if (why := ops.warning_of(torch.device("cpu"))) is not None:
             missing["cpu"] = f"{why}; PyTorch's reference did its work"
-        made = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
-        return bench_record.write(self._folder, Bench.model_validate(self._fixed | made))
+        fields = {"finished": _now(), "setting": setting, "missing": missing, "samples": samples}
+        return bench_record.write(self._folder, Bench.model_validate(self._fixed | fields))
 
 
-def _called(rank: Rank, target: Callable[[Rank], Result]) -> Result:
+def _call(rank: Rank, target: Callable[[Rank], Result]) -> Result:
     return target(rank)
 
 

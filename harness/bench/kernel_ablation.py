@@ -15,12 +15,12 @@ import torch
 from impl.cuda.kernels import Kernels, Part
 from impl.cuda.launch import Launch
 
-Runs = Callable[..., None]  # a launch and a device, as on_device
-_STATIC_BYTES: Final = 40 << 10  # that the kernels themselves have at most
-_IDLE_BYTES: Final = 100 << 10  # of shared memory that a thread block asks for and leaves: two fit an H100's
+Runner = Callable[..., None]  # runs a launch on a device, as on_device
+_STATIC_BYTES: Final = 40 << 10  # of the kernels themselves, at most
+_IDLE_BYTES: Final = 100 << 10  # of shared memory that a thread block reserves unused: two fit an H100's
 
 
-def narrowly(run: Runs, launch: Launch, device: torch.device) -> None:
+def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
     """Carry a launch out as if no row began on 16 bytes: each element is loaded and stored by itself."""
     for place in ("values", "frames", "output", "error"):
         launch.arguments[place]["vectors"] = 0
@@ -28,11 +28,11 @@ def narrowly(run: Runs, launch: Launch, device: torch.device) -> None:
     run(launch, device)
 
 
-def _without(*parts: Part) -> Callable[[Runs], Kernels]:
+def _without(*parts: Part) -> Callable[[Runner], Kernels]:
     return lambda run: Kernels(run, without=parts)
 
 
-ABLATED: Final[Mapping[str, Callable[[Runs], Kernels]]] = {
+ABLATED: Final[Mapping[str, Callable[[Runner], Kernels]]] = {
     "cuda-general": _without("plain"),
     "cuda-shared-memory": _without("held"),
     "cuda-two-reads": _without("held", "staged"),
@@ -45,7 +45,7 @@ sums written before they are encoded; accesses of one element; few thread blocks
 
 
 def why_not(name: str, device: Any) -> str | None:
-    """Why a backend of :data:`ABLATED` cannot run on a GPU, whose properties torch gave; None if it can."""
+    """Why a backend of :data:`ABLATED` cannot run on a GPU with properties ``device``; None if it can."""
     most = getattr(device, "shared_memory_per_block_optin", _IDLE_BYTES)
     if name == "cuda-few-warps" and most < _IDLE_BYTES + _STATIC_BYTES:
         needed = (_IDLE_BYTES + _STATIC_BYTES) >> 10

@@ -34,8 +34,8 @@ def why_missing(name: str) -> str | None:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Versions of the peers among ``names``, for the record."""
-    here = (name.partition(".")[0] for name in names if name in QUANTISERS)
-    return {name: importlib.metadata.version(name) for name in here}
+    packages = (name.partition(".")[0] for name in names if name in QUANTISERS)
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
@@ -107,8 +107,8 @@ def _compiled(x: Tensor) -> Iterator[Coding]:
         encode = partial(torch.compile(quantise, dynamic=False), x, block, last)
         codes, scale = encode()
         decode = partial(torch.compile(dequantise, dynamic=False), codes, scale, last)
-        says = f"symmetric integers, scale absmax / {last}; PyTorch operations, compiled"
-        yield codec, says, codes.nbytes + scale.nbytes, encode, decode
+        arithmetic = f"symmetric integers, scale absmax / {last}; PyTorch operations, compiled"
+        yield codec, arithmetic, codes.nbytes + scale.nbytes, encode, decode
 
 
 def _deepspeed(x: Tensor) -> Iterator[Coding]:
@@ -117,9 +117,9 @@ def _deepspeed(x: Tensor) -> Iterator[Coding]:
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
     kernels = builders.QuantizerBuilder().load()
     for bits, group in ((8, 2048), (4, 256)):
-        groups, how = x.numel() // group, kernels.Symmetric
-        encode = partial(kernels.quantize, x, groups, bits, how)
+        arguments = (x.numel() // group, bits, kernels.Symmetric)
+        encode = partial(kernels.quantize, x, *arguments)
         codes, scale = encode()
-        decode = partial(kernels.dequantize, codes, scale, groups, bits, how)
-        says = f"symmetric integers, groups of {group}, the positive extreme clipped"
-        yield f"int{bits}:{group}", says, codes.nbytes + scale.nbytes, encode, decode
+        decode = partial(kernels.dequantize, codes, scale, *arguments)
+        arithmetic = f"symmetric integers, groups of {group}, the positive extreme clipped"
+        yield f"int{bits}:{group}", arithmetic, codes.nbytes + scale.nbytes, encode, decode

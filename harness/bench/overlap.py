@@ -1,8 +1,8 @@
 """``zeropp bench overlap``: how much communication overlaps with computation, and one hop with the other.
 
-A policy's step takes turns with *compute alone*, the same model that sends nothing, on a link whose rate
-follows from the latter's seconds.  A gradient is reduced in one chunk and in several, beside its hops'
-messages by themselves; inside the nodes it travels by gloo, since shared memory has next to no first hop.
+A policy's step takes turns with *compute alone*, the same model that sends nothing, whose seconds set the
+link's rate.  A gradient is reduced in one chunk and in several, beside its hops' messages by themselves;
+inside the nodes it travels by gloo, since by shared memory the first hop takes next to no time.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ POLICIES: Final = ("zero3", "zeropp")
 CODEC: Final = "int4:256"  # of both hops
 CHUNKS: Final = 4
 ROUNDS: Final = (5, 200)
-PROBES: Final = (3, 3)  # from whose median a link's rate follows
-# What sets links' rates: seconds of computation over those of communication, where they are closest, ...
-ROOM: Final = 1.2
-HOPS_APART: Final = 3.0  # ... and of the second hop over those of the first
+PROBES: Final = (3, 3)  # rounds, whose median sets a link's rate
+ROOM: Final = 1.2  # sets a link's rate: seconds of computation over those of communication, where closest
+HOPS_APART: Final = 3.0  # sets it for hops: seconds of the second over those of the first
 _TAG: Final = Tag("backward", "gradients")
 
 Took = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and all of it with the optimizer's."""
 Alone = tuple[list[Took], dict[str, list[int]]]
-"""Compute alone by round; by policy, bytes that this rank sends to other nodes in forward and in backward."""
+"""Compute alone by round; bytes that this rank sends to other nodes in forward and in backward, by policy."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
     """Time the unsharded model without communication; the target of every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
-    (took,) = interleaved(rank, [_trained(rank, sequences, _model(layers))], "compute alone", PROBES)
+    (took,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
     return took, sent
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
-    """Mbit/s of the link by policy, from what :func:`compute_alone` found on all ranks, one a node."""
+    """Mbit/s of the link by policy, from :func:`compute_alone` on all ranks, one a node."""
     rounds = list(zip(*(took for took, _ in ranks), strict=True))
-    computed = [statistics.median(max(took[part] for took in each) for each in rounds) for part in (0, 1)]
+    slowest = [[max(took[part] for took in turn) for turn in rounds] for part in (0, 1)]
+    computed = [*map(statistics.median, slowest)]  # forward, backward
     return {name: max(rate_for_step(sent[name], computed) for _, sent in ranks) for name in POLICIES}
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Mbit/s of :data:`ROOM`, by a node's bytes to others and seconds alone, of forward and of backward."""
+    """Mbit/s that leave :data:`ROOM`, from bytes between nodes and seconds alone of forward and backward."""
     rates = (ROOM * 8e-6 * nbytes / seconds for nbytes, seconds in zip(sent, computed, strict=True))
     return float(f"{max(rates):.3g}")
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
     """Time a policy's step and compute alone in turns for about ``seconds``; the target of every rank."""
-    made = _model(layers)
-    parameters = sum(parameter.numel() for parameter in made.parameters())
-    zero = _sharded(made, policy, Mesh.create(rank.topology))
-    contenders = [_trained(rank, sequences, _model(layers)), _trained(rank, sequences, made, zero)]
+    model = _model(layers)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    zero = _sharded(model, policy, Mesh.create(rank.topology))
+    contenders = [_trainer(rank, sequences, _model(layers)), _trainer(rank, sequences, model, zero)]
     alone, took = interleaved(rank, contenders, policy, ROUNDS, seconds=seconds)
     forward, backward = _sent(zero)
     parts = dict(zip(("forward", "backward", "whole"), map(list, zip(*alone, strict=True)), strict=True))
@@ -101,8 +101,8 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
-    """Mbit/s of :data:`HOPS_APART`, from what :func:`first_hop` found on all ranks."""
-    slowest = statistics.median(max(each) for each in zip(*ranks, strict=True))
+    """Mbit/s that set hops :data:`HOPS_APART`, from :func:`first_hop` on all ranks."""
+    slowest = statistics.median(map(max, zip(*ranks, strict=True)))
     topology = Topology(*TOPOLOGY_OF_HOPS)
     _, second = _rows(topology, mebibytes)
     sent = topology.ranks_per_node * (topology.nodes - 1) * second  # by a node, to others
@@ -143,14 +143,14 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 def _sent(zero: Zero) -> list[int]:
     """Predicted bytes that this rank sends to other nodes in forward and in backward of a step."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
-    sent = dict.fromkeys(("forward", "backward"), 0)
-    for key, of in predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent.items():
-        if key.link == "inter" and key.phase in sent:
-            sent[key.phase] += of.bytes
-    return [*sent.values()]
+    traffic = predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent
+    return [
+        sum(sent.bytes for key, sent in traffic.items() if (key.phase, key.link) == (phase, "inter"))
+        for phase in ("forward", "backward")
+    ]
 
 
-def _trained(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Took]:
+def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Took]:
     """A step of a plain torch training loop on this rank's random bytes, sharded by ``zero`` or alone."""
     generator = torch.Generator().manual_seed(rank.rank)
     text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
@@ -158,7 +158,7 @@ def _trained(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
     parameters: Any = model.parameters() if zero is None else zero.param_groups()
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
-    def one() -> Took:
+    def train() -> Took:
         begin = time.perf_counter()
         loss = model(tokens, targets)
         forward = time.perf_counter()
@@ -170,7 +170,7 @@ def _trained(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
         optimizer.zero_grad()
         return forward - begin, backward - forward, time.perf_counter() - begin
 
-    return one
+    return train
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
 
 
 def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The messages of each hop alone: posted and waited for, without encoding."""
+    """Two calls that post the messages of one hop and wait for them, without encoding."""
     topology = wire.mesh.topology
 
     def hop(axis: Axis, row: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.cluster.rank import Progress, Rank
 
-COLLECTING: Final = "gc.enable()"  # what timeit() calls first: it would switch garbage collection off
+COLLECTING: Final = "gc.enable()"  # timeit()'s set-up, since it switches garbage collection off
 T = TypeVar("T")
 
 
@@ -25,12 +25,12 @@ def interleaved(
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each contender once per round, in rotating order, all ranks from a barrier; returns results by
+    """Run each contender once per round, in rotating order, all ranks from a barrier; return the results by
     contender and round, without those of a warm-up.
 
-    ``rounds`` are the fewest and the most, as fit ``seconds``.
+    ``rounds`` are the fewest and the most; between them as many as fit ``seconds``.
     """
-    found: list[list[T]] = [[] for _ in contenders]
+    results: list[list[T]] = [[] for _ in contenders]
     (fewest, most), begin, index = rounds, 0.0, 0
     while index <= most:
         rank.report(Progress(f"{stage}, round {index} of {most}" if index else "warm-up"))
@@ -39,15 +39,15 @@ def interleaved(
         for place in range(len(contenders)):
             turn = (place + index) % len(contenders)
             dist.barrier()
-            value = contenders[turn]()
+            returned = contenders[turn]()
             if index > 0:
-                found[turn].append(value)
+                results[turn].append(returned)
         if index == 1:
             agreed = torch.tensor(min(most, max(fewest, int(seconds / (time.perf_counter() - begin)))))
             dist.broadcast(agreed, src=0)
             most = int(agreed)
         index += 1
-    return found
+    return results
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:

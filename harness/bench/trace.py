@@ -47,15 +47,12 @@ class RankTrace(NamedTuple):
 
 def refusal(trial: Trial) -> str | None:
     """Why a trial has no trace; None if it has one."""
-    cluster = trial.cluster
     by_engine = trial.resolved_policy() is not None and trial.host is None and trial.workload == "train"
-    if by_engine and cluster.device == "cpu" and cluster.launcher == "local":
+    if by_engine and trial.cluster.device == "cpu" and trial.cluster.launcher == "local":
         return None
-    return (
-        f"strategy {trial.strategy!r}, workload {trial.workload!r}, device {cluster.device!r}, launcher "
-        f"{cluster.launcher!r}: a trace is of training by our engine on processors of one machine; see "
-        "torch.profiler"
-    )
+    place = f"device {trial.cluster.device!r}, launcher {trial.cluster.launcher!r}"
+    kind = f"strategy {trial.strategy!r}, workload {trial.workload!r}, {place}"
+    return f"{kind}: a trace is of training by our engine on processors of one machine; see torch.profiler"
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
@@ -131,8 +128,9 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 def summary(ranks: Sequence[RankTrace]) -> str:
     """What a trace shows, in a line."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
-    overhead = f"{seconds / before - 1:+.0%}"
-    step = f"a step of {seconds:.3f} s ({overhead} against the one before, which nothing noted)"
+    step = (
+        f"a step of {seconds:.3f} s ({seconds / before - 1:+.0%} against the one before, which nothing noted)"
+    )
     total, behind = map(statistics.fmean, zip(*(hidden(rank.spans) for rank in ranks), strict=True))
     if not total:
         return f"{step}; nothing was sent between nodes"

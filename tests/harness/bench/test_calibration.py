@@ -26,36 +26,36 @@ TRUTH = Machine(
 
 def _measured(truth: Machine) -> list[Measured]:
     """What the trials of a calibration would take on ``truth``."""
-    found = []
-    for one in forecast(trials(), any_host()):
-        assert one.step is not None
-        step, held = one.step, one.trial.cluster.rate is not None
+    measured = []
+    for planned in forecast(trials(), any_host()):
+        assert planned.step is not None
+        step, shaped = planned.step, planned.trial.cluster.rate is not None
         alone = replace(truth, processors=0, latency=0.0)
         computing = alone.compute(step.parameters, step.tokens, len(step.units))
         stepping = alone.optimizer * sum(unit.shard for unit in step.units)
-        found.append(Measured(
+        measured.append(Measured(
             step=step, computing=computing, stepping=stepping,
             in_steps=step_of(alone, replace(step, rate=math.inf)).seconds,
-            took=step_of(truth, step).seconds, achieved=truth.efficiency if held else None,
+            took=step_of(truth, step).seconds, achieved=truth.efficiency if shaped else None,
         ))  # fmt: skip
-    return found
+    return measured
 
 
 @given(factor=st.floats(0.2, 5), sent=st.floats(0, 1e-8))
-def test_the_machine_behind_the_trials_is_found(factor: float, sent: float) -> None:
+def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> None:
     """Every trial's step is predicted by what was fitted to processor seconds, whatever they were."""
     truth = replace(TRUTH, per_token=TRUTH.per_token * factor, unit=TRUTH.unit * factor, sent=sent)
     blank = replace(
         truth, fixed=1.0, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0, optimizer=0,
         latency=truth.latency + truth.message,  # as a tiny gather takes
     )  # fmt: skip
-    found = fit(replace(blank, efficiency=1.0), measured := _measured(truth))
-    assert found.spread < 0.01
-    for one in measured:
-        assert step_of(found, one.step).seconds == pytest.approx(one.took, rel=0.02)
-    assert found.efficiency == truth.efficiency
-    assert found.latency == pytest.approx(truth.latency, abs=truth.message / 2)
-    assert found.per_token == pytest.approx(truth.per_token, rel=0.05)
+    fitted = fit(replace(blank, efficiency=1.0), measured := _measured(truth))
+    assert fitted.spread < 0.01
+    for trial in measured:
+        assert step_of(fitted, trial.step).seconds == pytest.approx(trial.took, rel=0.02)
+    assert fitted.efficiency == truth.efficiency
+    assert fitted.latency == pytest.approx(truth.latency, abs=truth.message / 2)
+    assert fitted.per_token == pytest.approx(truth.per_token, rel=0.05)
 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -89,14 +89,14 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"host": ""}, "nothing is run by it"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
     ],
 )
-def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], words: str) -> None:
+def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], message: str) -> None:
     """Nothing is run by a machine that is not this one, or was long ago."""
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(Refusal, match=message):
         machine_file.check_host(Path("m.toml"), replace(TRUTH, **changes), "here")  # type: ignore[arg-type]

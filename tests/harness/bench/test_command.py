@@ -53,12 +53,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
 def test_bad_input(
-    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     """What cannot be measured is one line with status 2, and nothing is touched."""
-    assert words in refused(folder, capsys, "bench", *arguments)
+    assert message in refused(folder, capsys, "bench", *arguments)
 
 
 @pytest.mark.parametrize("below", ["", "there"])
@@ -83,10 +83,10 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "int8:64" in out
     assert out.endswith("results/bench-codecs/report.html\n")
     assert (folder / "results" / "bench-codecs" / "report.html").exists()
-    (found,) = bench_record.read_all(folder / "results" / "bench-codecs")
-    own = {s.names["operation"] for s in found.samples if s.names["codec"] == "int8:64"}
-    assert own == set(OPERATIONS)
-    for sample in found.samples:
+    (record,) = bench_record.read_all(folder / "results" / "bench-codecs")
+    operations = {s.names["operation"] for s in record.samples if s.names["codec"] == "int8:64"}
+    assert operations == set(OPERATIONS)
+    for sample in record.samples:
         assert len(sample.seconds) >= bench_codecs.FEWEST_ROUNDS
     assert cli.main(["show", "bench-codecs"]) == cli.OK
     assert "int8:64" in capsys.readouterr().out
@@ -95,12 +95,11 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_moved_bytes() -> None:
     """Bytes moved are those that each operation must read and write once."""
-    found = bench_codecs.measure(
+    samples = bench_codecs.measure(
         ALONE, codecs=["int4:256"], backends=["reference"], kinds=["fp32"], mebibytes=1, seconds=0.0
     )
-    samples = {sample.names["operation"]: sample for sample in found}
     elements, frame = 4 << 18, parse("int4:256").frame_bytes(1 << 18)
-    assert {name: sample.sizes["moved_bytes"] for name, sample in samples.items()} == {
+    assert {sample.names["operation"]: sample.sizes["moved_bytes"] for sample in samples} == {
         "encode": elements + frame,
         "decode": elements + frame,
         "decode_sum": 4 * frame + elements,
@@ -124,12 +123,12 @@ def test_contenders_take_turns(contenders: int, most: int, seconds: float) -> No
         runs = [partial(contend, number) for number in range(contenders)]
         return interleaved(ALONE, runs, "", (min(2, most), most), seconds=seconds)
 
-    (found,) = on_threads(Topology(1, 1), body)
-    done = len(found[0])
+    (results,) = on_threads(Topology(1, 1), body)
+    done = len(results[0])
     assert min(2, most) <= done <= most
     assert calls == [(i + turn) % contenders for i in range(done + 1) for turn in range(contenders)]
-    for number, mine in enumerate(found):
-        assert mine == [at for at, who in enumerate(calls, 1) if who == number][1:]
+    for number, counts in enumerate(results):
+        assert counts == [count for count, contender in enumerate(calls, 1) if contender == number][1:]
 
 
 @pytest.mark.timeout(120)
@@ -141,31 +140,33 @@ def test_collectives(folder: Path, capsys: pytest.CaptureFixture[str], nodes: in
     arguments = ["--nodes", str(nodes), "--ranks", str(ranks), "--megabytes", "1", "--seconds", "0"]
     assert cli.main(["bench", "collectives", *arguments]) == cli.OK
     assert "times gloo" in capsys.readouterr().out
-    (found,) = bench_record.read_all(folder / "results" / "bench-collectives")
+    (record,) = bench_record.read_all(folder / "results" / "bench-collectives")
     keys = ("operation", "algorithm", "codec", "transport")
-    by = {tuple(str(s.names[key]) for key in keys): s for s in found.samples}
-    shared, alone = ({key[:2] for key in by if key[3] == transport} for transport in ("shm", "backend"))
-    assert shared == (set() if ranks == 1 else alone - {("reduce_scatter", "ring")})
+    samples = {tuple(str(s.names[key]) for key in keys): s for s in record.samples}
+    shared, backend = (
+        {key[:2] for key in samples if key[3] == transport} for transport in ("shm", "backend")
+    )
+    assert shared == (set() if ranks == 1 else backend - {("reduce_scatter", "ring")})
     link, other = ("inter", "intra") if ranks == 1 else ("intra", "inter")
-    flat = by["all_gather", "flat", "fp32", "backend"]
+    flat = samples["all_gather", "flat", "fp32", "backend"]
     assert flat.sent[link] == flat.sizes["reference_sent"] == 1 << 20
-    assert by["reduce_scatter", "two_hop", "fp32", "backend"].sizes["reference_sent"] == 2 << 20
-    assert by["reduce_scatter", "ring", "int8:2048", "backend"].sent[other] == 0
+    assert samples["reduce_scatter", "two_hop", "fp32", "backend"].sizes["reference_sent"] == 2 << 20
+    assert samples["reduce_scatter", "ring", "int8:2048", "backend"].sent[other] == 0
 
 
 def test_together() -> None:
     """A round lasts as long as the slowest rank's; all ranks' bytes add up."""
-    one = collectives().samples[0]
+    sample = collectives().samples[0]
     fast, slow = (
-        one.model_copy(
+        sample.model_copy(
             update={"seconds": took, "reference_seconds": took[::-1], "parts": {"first": took}, "sent": sent}
         )
         for took, sent in (([1.0, 2.0], {"inter": 0, "intra": 5}), ([3.0, 1.0], {"inter": 0, "intra": 6}))
     )
-    (found,) = merge_ranks([[fast], [slow]])
-    assert found.seconds == found.parts["first"] == [3.0, 2.0]
-    assert found.reference_seconds == [2.0, 3.0]
-    assert found.sent == {"inter": 0, "intra": 11}
+    (combined,) = merge_ranks([[fast], [slow]])
+    assert combined.seconds == combined.parts["first"] == [3.0, 2.0]
+    assert combined.reference_seconds == [2.0, 3.0]
+    assert combined.sent == {"inter": 0, "intra": 11}
 
 
 def test_records_refuse(tmp_path: Path) -> None:
@@ -193,17 +194,16 @@ def test_what_fails_is_not_bad_input(
 ) -> None:
     """Ranks that end badly are one line with status 1 and leave no record; what they refuse is bad input."""
     (folder / "results").mkdir(exist_ok=True)
-    words = "rank 1 was killed by signal 9 (SIGKILL)"
-
-    for error, status, said in (
-        (rank_processes.LaunchError("crashed", words, Path("bench.log")), 1, f"{words}; log bench.log"),
+    crash = "rank 1 was killed by signal 9 (SIGKILL)"
+    for error, status, message in (
+        (rank_processes.LaunchError("crashed", crash, Path("bench.log")), 1, f"{crash}; log bench.log"),
         (rank_processes.LaunchError("refused", "no corpus here", None), cli.REFUSED, "no corpus here"),
     ):
         monkeypatch.setattr(rank_processes, "run_ranks", mock.Mock(side_effect=error))
         assert cli.main(["bench", "collectives", "--ranks", "2"]) == status
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        assert said in told
+        stderr = capsys.readouterr().err
+        assert stderr.count("\n") == 1
+        assert message in stderr
     assert not list(folder.glob("results/bench-collectives/*.json"))
 
 
@@ -217,8 +217,8 @@ def test_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run holds the link to the rate that follows from compute alone, and keeps every round's seconds."""
     assert cli.main(["bench", *OVERLAP, "--seconds", "0"]) == cli.OK
     assert "shorter hop hidden" in capsys.readouterr().out
-    (found,) = bench_record.read_all(folder / "results" / "bench-overlap")
-    *steps, hops = found.samples
+    (record,) = bench_record.read_all(folder / "results" / "bench-overlap")
+    *steps, hops = record.samples
     assert [sample.names["policy"] for sample in steps] == list(overlap.POLICIES)
     for step in steps:
         assert len(step.seconds) == overlap.ROUNDS[0]

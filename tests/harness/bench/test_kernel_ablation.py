@@ -33,16 +33,16 @@ def test_each_is_the_reference_by_other_launches(name: str, cuda_libraries: Path
     """Frames, elements, sums and sums encoded again are the reference's bits; the kernels are those named."""
     host, wide, idle = Host(cuda_libraries), [], []
 
-    def run(launch: Launch, device: torch.device, **said: Any) -> None:
+    def run(launch: Launch, device: torch.device, **options: Any) -> None:
         places = ("values", "frames", "output", "error")
         vectors = sum(int(launch.arguments[place]["vectors"][0]) for place in places)
         wide.append(vectors + int(launch.arguments["exact"][0]))
-        idle.append(said.get("idle_bytes", 0))
+        idle.append(options.get("idle_bytes", 0))
         host(launch, device)
 
     codec, numel = parse("int8:256"), 5000
     x = torch.randn(3, numel, generator=torch.Generator().manual_seed(0))
-    found = []
+    outputs = []
     for operations in (reference, ABLATED[name](run)):
         frames = torch.zeros(3, codec.frame_bytes(numel), dtype=torch.uint8)
         operations.encode(codec, x, frames)
@@ -50,8 +50,8 @@ def test_each_is_the_reference_by_other_launches(name: str, cuda_libraries: Path
         operations.decode(codec, frames, out)
         operations.decode_sum(codec, frames, total)
         operations.decode_sum_encode(codec, codec, frames, again, numel)
-        found.append((frames, out, total, again))
-    for wanted, got in zip(*found, strict=True):
+        outputs.append((frames, out, total, again))
+    for wanted, got in zip(*outputs, strict=True):
         assert torch.equal(wanted, got)
     assert host.ran == WANTED[name]
     assert any(wide) is (name != "cuda-narrow")

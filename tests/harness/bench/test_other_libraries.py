@@ -10,22 +10,22 @@ from harness.bench import other_libraries
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
-    """What ``torch.compile`` is timed on errs by at most half a step of a block, and takes the bytes said."""
+    """What ``torch.compile`` is timed on errs by at most half a step of a block, and takes the bytes it states."""
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = {}
+    sizes = {}
     with torch.compiler.set_stance("force_eager"):
-        for name, says, nbytes, encode, decode in other_libraries.codings("torch.compile", x):
+        for name, arithmetic, nbytes, encode, decode in other_libraries.codings("torch.compile", x):
             block = int(name.partition(":")[2])
             codes, scale = encode()  # type: ignore[misc]
-            assert says.endswith("compiled")
+            assert arithmetic.endswith("compiled")
             assert nbytes == codes.nbytes + scale.nbytes
-            back = decode()
-            assert isinstance(back, torch.Tensor)
-            assert back.dtype == dtype
-            off = (back.float() - x.float()).view(-1, block).abs()
+            decoded = decode()
+            assert isinstance(decoded, torch.Tensor)
+            assert decoded.dtype == dtype
+            off = (decoded.float() - x.float()).view(-1, block).abs()
             assert bool((off <= 0.51 * scale + x.float().view(-1, block).abs() * 2.0**-8).all())
-            found[name] = codes.nbytes
-    assert found == {"int8:2048": 1 << 14, "int8:256": 1 << 14, "int4:256": 1 << 13}
+            sizes[name] = codes.nbytes
+    assert sizes == {"int8:2048": 1 << 14, "int8:256": 1 << 14, "int4:256": 1 << 13}
 
 
 @pytest.mark.needs("no CUDA device")
