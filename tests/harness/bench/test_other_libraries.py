@@ -10,7 +10,7 @@ from harness.bench import other_libraries
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lines_of_pytorch_quantise(dtype: torch.dtype) -> None:
-    """What ``torch.compile`` is timed on errs by at most half a step of a block, and takes the bytes it states."""
+    """What ``torch.compile`` is timed on errs by at most half a step of a block; bytes are right."""
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0)).to(dtype)
     sizes = {}
     with torch.compiler.set_stance("force_eager"):
