@@ -13,7 +13,7 @@ from harness.suites.suite_file import load
 from harness.terminal_table import Column
 
 Several = list[str] | None
-_RANKED: Final = (
+_COLUMNS: Final = (
     Column("values", always=True),
     Column("codec", always=True),
     Column("bits", form=".2f"),
@@ -40,8 +40,8 @@ def snapshot(
     if not path.absolute().parent.is_dir():
         raise Refusal(f"{path}: there is no folder {path.absolute().parent}")
     progress = terminal_table.console(stderr=True)
-    kept = sorted({*(steps or (0, 20, 50))})
-    take(trial, kept, path, lambda line: progress.print(line, markup=False))
+    chosen = sorted({*(steps or (0, 20, 50))})
+    take(trial, chosen, path, lambda line: progress.print(line, markup=False))
     print(path)
 
 
@@ -65,23 +65,23 @@ def formats(
 
     texts = list(dict.fromkeys(str(parse(text)) for text in codec or lab.CODECS))
     units, sizes = lab.units_of(file)
-    found = lab.measure(units, sizes, texts)
-    codecs = lab.ranked(found)
-    lines = list(lab.budgets(found, bits)) if bits is not None else []
+    measured = lab.measure(units, sizes, texts)
+    codecs = lab.rank_codecs(measured)
+    lines = list(lab.budget_lines(measured, bits)) if bits is not None else []
     if losses is not None:
-        told = lab.agreement(codecs, losses)
+        ranking = lab.agreement(codecs, losses)
+        interval = f"{ranking.low:.2f} to {ranking.high:.2f}, over {ranking.seeds} seeds"
         lines.append(
-            f"Errors of gradients rank {told.codecs} codecs as the losses of {losses} do with a rank "
-            f"correlation of {told.correlation:.2f} ({told.low:.2f} to {told.high:.2f}, over {told.seeds} "
-            "seeds)."
+            f"Errors of gradients rank {ranking.codecs} codecs as the losses of {losses} do with a rank "
+            f"correlation of {ranking.correlation:.2f} ({interval})."
         )
-    table = codecs.rename(columns={"kind": "values"})[[one.key for one in _RANKED]].round({"bits": 3})
+    table = codecs.rename(columns={"kind": "values"})[[column.key for column in _COLUMNS]].round({"bits": 3})
     if as_csv:
         print(table.to_csv(index=False), end="")
         return
     out = terminal_table.console()
-    rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # whose keys are names
-    terminal_table.show(rows, _RANKED, out, whole="--csv has all")
+    rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]  # keys are names
+    terminal_table.show(rows, _COLUMNS, out, whole="--csv has all")
     lossless = ", ".join(f"{kind} {lab.lossless_bits(units, kind):.2f}" for kind in codecs["kind"].unique())
     for line in [f"Bits in bf16 with exponents coded without loss, at best: {lossless}.", *lines]:
         terminal_table.say(line, out)

@@ -2,8 +2,8 @@
 
 Weights and their changes go through a codec once.  Gradients go the way of a two-hop reduction: each rank's
 is encoded and summed in fp32 inside its node, that sum encoded and summed over nodes, and divided by the
-ranks; the error is of that mean against the exact one.  Of a file that is no snapshot of ours each tensor is
-a unit of weights, one whose name begins with ``gradients/`` has a row for each rank, of one node.
+ranks; the error is of that mean against the exact one.  In a file that is no snapshot of ours each tensor is
+a unit of weights, except ``gradients/NAME``, which has a row for each rank, of one node.
 """
 
 from __future__ import annotations
@@ -50,47 +50,47 @@ class Unit(NamedTuple):
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """What a file holds, and on how many nodes and ranks its gradients were made; a Refusal if nothing."""
+    """A file's units, and the nodes and ranks that made its gradients; a Refusal if it holds none."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            told: Mapping[str, str] = file.metadata() or {}
+            metadata: Mapping[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except (SafetensorError, OSError) as error:
         raise Refusal(f"{path}: no safetensors file that can be read: {error}") from None
-    found = []
-    for name, tensor in sorted(tensors.items()):
-        kind, _, rest = name.partition("/")
-        if kind not in ("weights", "changes", "gradients") or not rest:
-            kind, rest = "weights", name
+    units = []
+    for key, tensor in sorted(tensors.items()):
+        kind, _, name = key.partition("/")
+        if kind not in ("weights", "changes", "gradients") or not name:
+            kind, name = "weights", key
         if tensor.is_floating_point() and tensor.numel():
             rows = kind == "gradients" and tensor.dim() > 1
-            found.append(Unit(kind, rest, tensor.float().flatten(int(rows))))
-    if not found:
+            units.append(Unit(kind, name, tensor.float().flatten(int(rows))))
+    if not units:
         raise Refusal(f"{path}: no tensor of floating-point numbers")
-    ranks = max((len(one.x) for one in found if one.x.dim() > 1), default=1)
-    return found, (int(told.get("nodes", 1)), int(told.get("ranks_per_node", ranks)))
+    ranks = max((len(unit.x) for unit in units if unit.x.dim() > 1), default=1)
+    return units, (int(metadata.get("nodes", 1)), int(metadata.get("ranks_per_node", ranks)))
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:
-    """What each codec does to each unit at each step, a row each: sums of squares, and of the ``product`` of
-    exact and decoded values; ``bytes`` of one rank's frames, and ``seconds`` of encoding and decoding.
+    """A row for each codec, unit and step: sums of squares, and of the ``product`` of exact and decoded
+    values; ``bytes`` of one rank's frames, and ``seconds`` of encoding and decoding.
     """
     torch.set_num_threads(1)  # as ranks have; operations on small rows are slower with more
     return pd.DataFrame(
-        _measured(parse(text), unit, sizes, number)
+        _measure_unit(parse(text), unit, sizes, number)
         for kind in dict.fromkeys(unit.kind for unit in units)
         for text in texts
         for number, unit in enumerate(unit for unit in units if unit.kind == kind)
     )
 
 
-def ranked(found: pd.DataFrame) -> pd.DataFrame:
-    """Each codec on all units of a kind, the least error of a kind first; ``bias`` is how far the projection
-    of decoded values on the exact ones is from 1, ``bits`` what an element takes on the wire.
+def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each codec on all units of a kind, sorted by error; ``bias`` is how far the projection of decoded
+    values on the exact ones is from 1, ``bits`` what an element takes on the wire.
     """
-    sums = found.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
+    sums = rows.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
     sums["bits"] = 8 * sums["bytes"] / sums["elements"]
     sums["vnmse"] = sums["error"] / sums["exact"]
     sums["bias"] = sums["product"] / sums["exact"] - 1
@@ -99,22 +99,22 @@ def ranked(found: pd.DataFrame) -> pd.DataFrame:
     return sums.sort_values(["kind", "vnmse"], kind="stable", ignore_index=True)
 
 
-def _measured(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
+def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
         exact = exact.mean(0)
-        decoded, nbytes, seconds = _reduced(codec, unit.x, sizes, number)
+        padded, nbytes, seconds = _reduce(codec, unit.x, sizes, number)
     else:
-        decoded, nbytes, seconds = _through(codec, _cut(codec, unit.x, 1), number, 0)
-    wide = decoded.flatten()[:elements].double()
+        padded, nbytes, seconds = _send(codec, _cut(codec, unit.x, 1), number, 0)
+    decoded = padded.flatten()[:elements].double()
     return {
         "kind": unit.kind,
         "codec": str(codec),
         "unit": unit.name.partition("@")[0],
         "exact": float(exact.square().sum()),
-        "decoded": float(wide.square().sum()),
-        "product": float((wide * exact).sum()),
-        "error": float((wide - exact).square().sum()),
+        "decoded": float(decoded.square().sum()),
+        "product": float((decoded * exact).sum()),
+        "error": float((decoded - exact).square().sum()),
         "bytes": nbytes,
         "elements": elements,
         "seconds": seconds,
@@ -123,14 +123,12 @@ def _measured(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, 
 
 def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
     """(..., parts, S) of (..., P), padded with zeros."""
-    grain = common_grain(codec) * parts
-    padded = -(-values.shape[-1] // grain) * grain
-    wide = torch.nn.functional.pad(values, (0, padded - values.shape[-1]))
-    return wide.view(*values.shape[:-1], parts, padded // parts)
+    padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % (common_grain(codec) * parts)))
+    return padded.view(*values.shape[:-1], parts, -1)
 
 
-def _through(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
-    """Send ``x`` (..., parts, S)."""
+def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
+    """Encode and decode ``x`` (..., parts, S)."""
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
     if codec.stochastic:
@@ -142,22 +140,21 @@ def _through(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     return out, frames.shape[-1] * x.shape[-2], time.perf_counter() - began
 
 
-def _reduced(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """(P,) the mean of gradients (ranks, P) by two hops; bytes are of a message of the second."""
+def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
+    """(parts, S) the mean of gradients (ranks, P) by two hops; bytes are of a message of the second."""
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
-    first, nbytes, seconds = _through(codec, rows, number, 0)
-    sums = first.sum(1)  # (nodes, parts, S)
+    decoded, nbytes, seconds = _send(codec, rows, number, 0)
+    sums, second_hop = decoded.sum(1), 0.0  # (nodes, parts, S)
     if nodes > 1:
-        sums, nbytes, more = _through(codec, sums, number, 1)
-        seconds += more
-    return sums.sum(0) / len(gradients), nbytes, seconds
+        sums, nbytes, second_hop = _send(codec, sums, number, 1)
+    return sums.sum(0) / len(gradients), nbytes, seconds + second_hop
 
 
 def lossless_bits(units: Sequence[Unit], kind: str) -> float:
-    """Bits of an element in bf16 whose exponents are coded without loss: 8, and the entropy of the exponent.
+    """Bits of a bf16 element with its exponent coded without loss: 8, and the entropy of the exponent.
 
-    What an ideal coder would send (as ZipCCL, 2604.27844); zeros that pad units are left out.
+    An ideal coder sends as many (as ZipCCL, 2604.27844); zeros that pad units are left out.
     """
     values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
     exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
@@ -166,10 +163,10 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
     return 8 - float((share * share.log2()).sum())
 
 
-def budgets(found: pd.DataFrame, bits: float) -> Iterator[str]:
-    """For each kind, in lines, what :func:`within` finds beside the best single codec of so few bits."""
-    for kind, mine in found.groupby("kind"):
-        (chosen, cost), codecs = within(mine, bits), ranked(mine)
+def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
+    """Lines for each kind: :func:`choose_codecs` beside the best single codec within ``bits``."""
+    for kind, group in rows.groupby("kind"):
+        (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
         first, alone = codecs.iloc[0], "no codec alone fits"
         for best in codecs[codecs["bits"] <= bits].head(1).itertuples():
             alone = f"{best.codec} alone {best.vnmse:.3g}"
@@ -178,24 +175,24 @@ def budgets(found: pd.DataFrame, bits: float) -> Iterator[str]:
         yield from (f"  {name}: {codec}" for name, codec in chosen.items())
 
 
-def within(mine: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Of one kind the codecs by unit of least error in sum within ``bits`` an element, and what all of them
-    cost; a Refusal if even the smallest codecs take more.
+def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
+    """The codecs by unit, of one kind, with the least sum of errors within ``bits`` an element, and their
+    total cost; a Refusal if even the smallest codecs take more.
     """
     costs: dict[str, dict[str, Cost]] = {}
-    sums = mine.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
+    sums = rows.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
     for (unit, codec), (nbytes, error) in zip(sums.index, sums.to_numpy().tolist(), strict=True):
         costs.setdefault(unit, {})[codec] = Cost(int(nbytes), error)
-    parts, elements = list(costs.values()), mine["elements"].sum() / mine["codec"].nunique()
+    choices, elements = list(costs.values()), rows["elements"].sum() / rows["codec"].nunique()
     try:
-        chosen = choose(parts, int(bits * elements / 8))
+        chosen = choose(choices, int(bits * elements / 8))
     except ValueError as error:
-        raise Refusal(f"--bits {bits:g}, {mine['kind'].iloc[0]}: {error}") from None
-    return dict(zip(costs, chosen, strict=True)), total(parts, chosen)
+        raise Refusal(f"--bits {bits:g}, {rows['kind'].iloc[0]}: {error}") from None
+    return dict(zip(costs, chosen, strict=True)), total(choices, chosen)
 
 
 class Agreement(NamedTuple):
-    """How well errors rank codecs as losses do: Spearman's correlation, with the ends over seeds."""
+    """How well errors rank codecs as losses do: Spearman's correlation, and its interval over seeds."""
 
     correlation: float
     low: float
@@ -207,34 +204,34 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Compare the errors of gradients with the losses of a suite's records, in a folder or an archive.
 
-    Records count that differ in the codec of gradients alone, one for both hops; of several such sets the
-    largest, which a Refusal demands five codecs of. The interval is of 2000 draws of the seeds.
+    It uses the largest set of records that differ in the codec of gradients alone, one for both hops; a
+    Refusal if it has fewer than five codecs. The interval is of 2000 draws of the seeds.
     """
     from scipy import stats
 
     errors = codecs[codecs["kind"] == "gradients"].set_index("codec")["vnmse"]
     with TemporaryDirectory() as folder:
-        there = unpack(results, Path(folder)) if results.name.endswith(SUFFIX) else results
-        losses = pd.DataFrame(_losses(readable(there)[0]), columns=["set", "codec", "seed", "loss"])
-    known = losses[losses["codec"].isin(errors.index)]
-    table = pd.DataFrame()  # (codecs, seeds)
-    for _, mine in known.groupby("set"):
-        wide = mine.pivot_table("loss", "codec", "seed", "last")
-        table = max(table, wide.dropna(axis=1), key=len)
+        unpacked = unpack(results, Path(folder)) if results.name.endswith(SUFFIX) else results
+        losses = pd.DataFrame(_losses(readable(unpacked)[0]), columns=["set", "codec", "seed", "loss"])
+    tables = [  # (codecs, seeds) each
+        group.pivot_table("loss", "codec", "seed", "last").dropna(axis=1)
+        for _, group in losses[losses["codec"].isin(errors.index)].groupby("set")
+    ]
+    table = max(tables, key=len, default=pd.DataFrame())
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
         raise Refusal(f"{results}: losses of {count} measured codecs; expected {_FEWEST} or more")
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
-    values, order = table.to_numpy(), errors[table.index]
-    whole, *rest = [
-        float(stats.spearmanr(order, values[:, one].mean(1)).statistic) for one in ([*range(seeds)], *drawn)
+    correlation, *resampled = [
+        float(stats.spearmanr(errors[table.index], table.to_numpy()[:, columns].mean(1)).statistic)
+        for columns in ([*range(seeds)], *drawn)
     ]
-    low, high = np.quantile(rest, [0.025, 0.975])
-    return Agreement(whole, float(low), float(high), count, seeds)
+    low, high = np.quantile(resampled, [0.025, 0.975])
+    return Agreement(correlation, float(low), float(high), count, seeds)
 
 
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
-    """Of each validated record: what it has beside its codec of gradients, that, its seed, the last loss."""
+    """Each validated record's settings but the codec of gradients, that codec, its seed, the last loss."""
     for record in records:
         if record.failure is not None or not record.validations:
             continue

@@ -1,8 +1,8 @@
 """``zeropp snapshot``: keeps the weights, the changes of weights and each rank's gradients of chosen steps.
 
 One process trains the trial's model on all ranks' batches, in fp32, as strategy ``single`` does, and sends
-nothing.  What it keeps is what any policy of the trial would have to send.  A snapshot is one safetensors
-file; its tensors are called ``KIND/UNIT@STEP``:
+nothing.  It keeps what any policy of the trial would have to send.  A snapshot is one safetensors file; its
+tensors are called ``KIND/UNIT@STEP``:
 
 - ``weights`` (P,) fp32 before the step, laid out as the engine's unit is;
 - ``changes`` (P,) fp32: the weights after the step less those before it;
@@ -29,9 +29,9 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.zero import plan_units
 
 
-def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], None]) -> None:
-    """Train until the last of ``steps``, and write what was there before each of them; ``told`` is given a
-    line for each.  Of ``trial`` all but its policy is taken; a Refusal says what it lacks.
+def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str], None]) -> None:
+    """Train until the last of ``steps``, and write a snapshot of them to ``path``; ``report`` gets a line for
+    each.  The policy of ``trial`` does not matter; a Refusal if there is no snapshot of it.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:
@@ -51,36 +51,37 @@ def take(trial: Trial, steps: Sequence[int], path: Path, told: Callable[[str], N
     units = plan_units(model, topology, policy)
     single = RankBatches(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
     optimizer, schedule = optimizers.build(trial.optimizer, model.parameters()), trial.schedule()
-    named: dict[str, nn.Parameter] = dict(model.named_parameters())
-    kept: dict[str, Tensor] = {}
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
     for step in range(max(steps) + 1):
         optimizers.set_rates(optimizer, schedule, step)
         gradients = _gradients(model, units, single, step, topology.world)
         for unit in units:
             mean = gradients[unit.name].sum(0) / (topology.world * trial.accumulation)
             for slot in unit.slots:
-                parameter = named[slot.spec.name]
+                parameter = parameters[slot.spec.name]
                 if parameter.requires_grad:
                     parameter.grad = mean[slot.offset : slot.end].view_as(parameter).clone()
         if trial.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), trial.clip)
-        before = _laid_out(units, named)
+        before = _flatten(units, parameters)
         optimizer.step()
         optimizer.zero_grad()
         if step in steps:
-            after = _laid_out(units, named)
-            for name, of_ranks in gradients.items():
-                kept[f"weights/{name}@{step}"] = before[name]
-                kept[f"changes/{name}@{step}"] = after[name] - before[name]
-                kept[f"gradients/{name}@{step}"] = of_ranks
-            told(f"step {step} of {max(steps)} kept")
+            after = _flatten(units, parameters)
+            for name, gradient in gradients.items():
+                tensors[f"weights/{name}@{step}"] = before[name]
+                tensors[f"changes/{name}@{step}"] = after[name] - before[name]
+                tensors[f"gradients/{name}@{step}"] = gradient
+            report(f"step {step} of {max(steps)} kept")
+    metadata = {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)}
     try:
-        save_file(kept, path, {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)})
+        save_file(tensors, path, metadata)
     except SafetensorError as error:
         raise Refusal(f"{path}: {error}") from None
 
 
-def _laid_out(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """(P,) fp32 of each unit, padding included, from values by parameter; zeros for None."""
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
@@ -89,12 +90,12 @@ def _gradients(
     model: nn.Module, units: Sequence[UnitGeometry], data: RankBatches, step: int, world: int
 ) -> dict[str, Tensor]:
     """(ranks, P) of each unit: the sums of each rank's micro-batches."""
-    whole = {unit.name: torch.zeros(world, unit.padded) for unit in units}
+    sums = {unit.name: torch.zeros(world, unit.padded) for unit in units}
     for micro in data.step(step):
         for rank, batch in enumerate(micro):
             model(*batch).backward()
-            mine = _laid_out(units, {name: one.grad for name, one in model.named_parameters()})
-            for name, gradient in mine.items():
-                whole[name][rank] += gradient
+            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+            for name, gradient in _flatten(units, gradients).items():
+                sums[name][rank] += gradient
             model.zero_grad()
-    return whole
+    return sums

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from harness.cli import app
 from harness.errors import Refusal
 from harness.lab import formats
-from harness.lab.formats import Unit, agreement, budgets, measure, ranked, units_of, within
+from harness.lab.formats import Unit, agreement, budget_lines, choose_codecs, measure, rank_codecs, units_of
 from harness.lab.snapshot import take
 from harness.suites.trial import Cluster, Model, Trial
 
@@ -54,42 +54,42 @@ def test_steps_that_a_trial_lacks_are_refused(tmp_path: Path) -> None:
 
 def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
     """More bits err less, for every kind of values; bits are those of frames; unbiased ones have no bias."""
-    found = ranked(measure(*units_of(snapshot), ["int2:128", "int4:128", "int8:128", "fp32"]))
+    codecs = rank_codecs(measure(*units_of(snapshot), ["int2:128", "int4:128", "int8:128", "fp32"]))
     for kind in ("weights", "changes", "gradients"):
-        mine = found[found["kind"] == kind]
-        assert [*mine["codec"]] == ["fp32", "int8:128", "int4:128", "int2:128"]
-        assert mine["vnmse"].iloc[0] < 1e-13
-        assert mine["cosine"].iloc[0] == pytest.approx(1)
-        assert mine["bits"].iloc[1] == pytest.approx(8.25, abs=0.2)
+        rows = codecs[codecs["kind"] == kind]
+        assert [*rows["codec"]] == ["fp32", "int8:128", "int4:128", "int2:128"]
+        assert rows["vnmse"].iloc[0] < 1e-13
+        assert rows["cosine"].iloc[0] == pytest.approx(1)
+        assert rows["bits"].iloc[1] == pytest.approx(8.25, abs=0.2)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
 def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, sizes: tuple[int, int]) -> None:
     """Equal gradients of all ranks: hop by hop each decodes to the same, so int8 errs as its bound says."""
     row = torch.randn(500, generator=torch.Generator().manual_seed(seed))
-    found = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
+    rows = measure([Unit("gradients", "u@0", row.expand(4, -1).contiguous())], sizes, ["int8:shard"])
     hops = 1 if sizes[0] == 1 else 2
     step = float(row.abs().max()) / 127
-    assert found["error"].sum() <= 500 * (hops * 0.51 * step) ** 2
+    assert rows["error"].sum() <= 500 * (hops * 0.51 * step) ** 2
 
 
 def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
-    """On 20 parts of snapshots: within the bits asked for, and no worse than one codec of as many bytes."""
+    """On 20 parts of snapshots: within the budget of bits, and no worse than one codec of as many bytes."""
     texts = ["int2:128", "int3:128", "int4:128", "nf4", "mxfp6e2m3", "int8:128"]
-    found = measure(*units_of(snapshot), texts)
+    measured = measure(*units_of(snapshot), texts)
     tried = 0
     for bits in (2.5, 3.0, 4.0, 4.6, 5.0, 6.0, 7.0):
         for kind in ("weights", "changes", "gradients"):
-            mine = found[found["kind"] == kind]
-            codecs, (_, cost) = ranked(mine), within(mine, bits)
+            rows = measured[measured["kind"] == kind]
+            codecs, (_, cost) = rank_codecs(rows), choose_codecs(rows, bits)
             tried += 1
             assert 8 * cost.bytes <= bits * codecs["elements"].iloc[0]
             uniform = codecs["error"][codecs["bits"] <= bits]
             assert uniform.empty or cost.error <= uniform.min() * (1 + 1e-9)
     assert tried >= 20
-    assert "bits: vNMSE" in next(iter(budgets(found, 4.0)))
+    assert "bits: vNMSE" in next(iter(budget_lines(measured, 4.0)))
     with pytest.raises(Refusal, match="--bits 1"):
-        list(budgets(found, 1.0))
+        list(budget_lines(measured, 1.0))
 
 
 @given(st.integers(-100, 100), st.integers(1, 4))
@@ -119,20 +119,20 @@ def test_any_safetensors_file_is_measured(tmp_path: Path) -> None:
 def test_the_ranking_is_compared_with_committed_losses(snapshot: Path) -> None:
     """Losses of the suite formats and errors of a snapshot rank its codecs alike, or the number says not."""
     texts = ["int8:128", "fp8e4m3:128", "mxfp8", "int4:128", "int4:128:clip", "mxfp4", "int4:128:hadamard32"]
-    found = ranked(measure(*units_of(snapshot), texts))
-    one = agreement(found, Path(__file__).parents[3] / "results" / "reference" / "formats.tar.xz")
-    assert -1 <= one.low <= one.correlation <= one.high <= 1
-    assert (one.codecs, one.seeds) == (7, 6)
+    codecs = rank_codecs(measure(*units_of(snapshot), texts))
+    ranks = agreement(codecs, Path(__file__).parents[3] / "results" / "reference" / "formats.tar.xz")
+    assert -1 <= ranks.low <= ranks.correlation <= ranks.high <= 1
+    assert (ranks.codecs, ranks.seeds) == (7, 6)
     with pytest.raises(Refusal, match="expected 5 or more"):
-        agreement(found[:2], Path(__file__).parent)
+        agreement(codecs[:2], Path(__file__).parent)
 
 
 def test_the_commands_print_a_table(snapshot: Path) -> None:
     """Ranked, as CSV too; a codec that means nothing is refused with status 2."""
-    asked = ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
-    told = CliRunner().invoke(app, asked)
-    assert told.exit_code == 0, told.output
-    head, *rows = told.output.strip().splitlines()
+    arguments = ["bench", "formats", str(snapshot), "--codec", "nvfp4", "--codec", "int8:64", "--csv"]
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0, printed.output
+    head, *rows = printed.output.strip().splitlines()
     assert head.startswith("values,codec,bits,vnmse,bias,cosine")
     assert len(rows) == 6
     assert formats.CODECS[0] == "bf16"
