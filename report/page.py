@@ -90,7 +90,7 @@ def heading(derived: Derived) -> tuple[str, str]:
     if len(names := listed(list(asked.contrast))) <= _LONGEST_NAMES:
         return f"{names} against", asked.baseline
     strategies = {str(name) for name in derived.finished["strategy"]}
-    if len(strategies) == 1 and not asked.asked:
+    if len(strategies) == 1 and not asked.named_in_suite:
         (one,) = strategies
         return f"{len(asked.contrast) + 1} settings of", NAMES.get(one, one)
     return f"{counted(len(asked.contrast), 'contender')} against", asked.baseline

@@ -21,9 +21,9 @@ from report.tables import peers
 
 def step(derived: Derived) -> Found:
     """By the seconds of a step."""
-    lists = [] if derived.compared.asked else effects.variants(derived)
+    lists = [] if derived.compared.named_in_suite else effects.variants(derived)
     peers_named = any(effects.is_named(derived, NAMES[name]) for name in peers.FAMILIES)
-    by_peers = not derived.compared.asked and (peers_named or not lists)
+    by_peers = not derived.compared.named_in_suite and (peers_named or not lists)
     if by_peers and (beside := _beside_peers(derived)):
         return beside
     return _of_variants(derived, lists) if lists else faster(derived, ordered(derived))

@@ -54,13 +54,12 @@ _OF_EXECUTION: Final = {  # left out of names where all policies share them
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a suite's question compares: printed names of the baseline and of what it is compared with."""
+    """What a suite's question compares: printed names of the baseline and of the contenders beside it."""
 
     baseline: str
     contrast: tuple[str, ...]
-    # whether the suite names them; else the baseline is that of :func:`is_baseline`, and all other contenders
-    # are compared with it
-    asked: bool
+    # by role; else :func:`is_baseline` picks the baseline, and the contrast is every other contender
+    named_in_suite: bool
 
 
 FLAT_FACTOR = (

@@ -211,10 +211,11 @@ class Derived:
     @cached_property
     def compared(self) -> Comparison:
         """What the suite's question compares."""
-        ran, asked = self.finished, bool(self.finished["role"].eq("baseline").any())
-        names = [str(name) for name in ran[is_baseline(ran)]["contender"].unique()]
-        against = ran[ran["role"].eq("contrast") if asked else ~ran["contender"].isin(names)]
-        return Comparison(listed(names), tuple(map(str, against["contender"].unique())), asked)
+        trials, named_in_suite = self.finished, bool(self.finished["role"].eq("baseline").any())
+        names = [str(name) for name in trials[is_baseline(trials)]["contender"].unique()]
+        contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["contender"].isin(names)
+        contenders = tuple(map(str, trials[contrast]["contender"].unique()))
+        return Comparison(listed(names), contenders, named_in_suite)
 
     @property
     def finished(self) -> pd.DataFrame:

@@ -26,7 +26,7 @@ _PER_SECOND: Final = ("tokens_per_second", "tflops")  # of the median step: with
 def summary(derived: Derived) -> Table:
     """The summary, one row per cell and contender: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
-    best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.asked else base
+    best = f"the best {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()
     after = f"after {span(steps, 'step')}" if len(steps) else ""
     loss = (
