@@ -25,7 +25,7 @@ from harness.suites.suite_file import differing, flatten
 from harness.suites.trial import Trial
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from report.data.contender import NAMES, label_of, shared_changes
-from report.data.text import called, plain
+from report.data.text import plain, with_arguments
 
 # What may differ between trials of one cell: who ran, and which repetition it was.
 _NOT_OF_A_CELL: Final = (
@@ -178,7 +178,9 @@ def _cells(rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial]) -> d
         for name, trial in trials.items()
     }
     varying = sorted({*differing(list(cells.values()))} - {*_ALWAYS_TOLD})
-    shapes = {(one.model.name, called(one.model.name, one.model.arguments)) for one in trials.values()}
+    shapes = {
+        (one.model.name, with_arguments(one.model.name, one.model.arguments)) for one in trials.values()
+    }
     found = {}
     for identity, trial in trials.items():
         cell = cells[identity]
@@ -195,7 +197,7 @@ def _cells(rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial]) -> d
             "cell": hashlib.sha256(text.encode()).hexdigest()[:12],
             "where": ", ".join(told),
             "elsewhere": ", ".join([told[0], *told[2:]]),
-            "shape": called(model.name, model.arguments) if several else model.name,
+            "shape": with_arguments(model.name, model.arguments) if several else model.name,
         }
     return found
 

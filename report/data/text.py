@@ -25,10 +25,10 @@ def sweeps_in_words(sweeps: Collection[int]) -> str:
     return f"{of}, and so includes how runs differ{few}."
 
 
-def called(name: str, arguments: Mapping[str, object]) -> str:
+def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
     """A model or an optimizer with its arguments: ``gpt-small (layers=3)``."""
-    told = ", ".join(f"{key}={value}" for key, value in arguments.items())
-    return f"{name} ({told})" if told else name
+    pairs = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"{name} ({pairs})" if pairs else name
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:

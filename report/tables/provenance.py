@@ -13,7 +13,7 @@ from harness.suites.repeat_order import CONTENDER as OF_CONTENDER
 from harness.suites.suite_file import flatten
 from report.data.frames import Frames
 from report.data.metrics import Derived
-from report.data.text import called, counted, listed, number
+from report.data.text import counted, listed, number, with_arguments
 from report.quantities import formula
 from report.tables.table import CONTENDER, TRIALS, Column, Table, made, rows_of
 
@@ -146,10 +146,10 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
         return []
     ran = [frames.ran[str(identity)] for identity in table["id"]]
     values = {
-        "model": [called(one.model.name, one.model.arguments) for one in ran],
+        "model": [with_arguments(one.model.name, one.model.arguments) for one in ran],
         "tokens per rank": [f"{one.tokens_per_rank}, in sequences of {one.sequence}" for one in ran],
         "steps": [f"{one.steps} timed, after {counted(one.warmup, 'warm-up')}" for one in ran],
-        "optimizer": [called(one.optimizer.name, one.optimizer.arguments) for one in ran],
+        "optimizer": [with_arguments(one.optimizer.name, one.optimizer.arguments) for one in ran],
         "corpus": [one.corpus for one in ran],
     }
     found = [(name, _some(list(dict.fromkeys(of_trials)))) for name, of_trials in values.items()]
