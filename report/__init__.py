@@ -45,6 +45,6 @@ def _of_folder(path: Path) -> pd.DataFrame:
     found = frames.load(path)
     table, curves = metrics.trials(found), found.validations.set_index("id")
     return table.assign(
-        trial=table["id"].map(lambda one: found.ran[one].canonical()),
+        trial=table["id"].map(lambda one: found.trial_of[one].canonical()),
         losses=table["id"].map(lambda one: curves[curves.index == one].to_dict("records")),
     )

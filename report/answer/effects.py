@@ -112,7 +112,7 @@ def _effects(rows: pd.DataFrame, contenders: Iterable[str]) -> list[Effect]:
 def variants(derived: Derived) -> list[list[str]]:
     """Contenders of one strategy, a list for each that has several; the preset is first."""
     found = derived.trials.drop_duplicates("contender")
-    found = found[~found["id"].isin([one for one, trial in derived.frames.ran.items() if trial.control])]
+    found = found[~found["id"].isin([one for one, trial in derived.frames.trial_of.items() if trial.control])]
     lists = [
         sorted(mine.sort_values("first")["contender"], key=lambda name: name != NAMES.get(strategy))
         for (strategy,), mine in groups(found.sort_values("place", kind="stable"), ["strategy"])
@@ -207,7 +207,7 @@ def apart(derived: Derived, names: Sequence[str]) -> dict[str, str]:
     """
     own = {name: spelled(name) for name in names}
     ran = derived.finished.drop_duplicates("contender").set_index("contender")
-    trials = {name: derived.frames.ran[str(ran.loc[name, "id"])] for name in own}
+    trials = {name: derived.frames.trial_of[str(ran.loc[name, "id"])] for name in own}
     if len(own) < 2 or len({(trial.strategy, trial.control) for trial in trials.values()}) > 1:
         return own
     fields = {name: fields_of(trial.resolved_policy(), trial.topology()) for name, trial in trials.items()}

@@ -52,7 +52,7 @@ def of_folder(results: Path) -> Answer:
 def answer(derived: Derived) -> Answer:
     """The answer by the records of a folder."""
     frames = derived.frames
-    asked = quantity([frames.ran[identity] for identity in sorted(frames.ran)], frames.answer)
+    asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     answered, figure = _BY_QUANTITY[asked]
     if derived.finished.empty:
         failed = counted(len(frames.failures), "trial")

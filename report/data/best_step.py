@@ -52,7 +52,7 @@ def computations(frames: Frames) -> pd.DataFrame:
     each timed step; ``index`` is that of the sample or step.
     """
     alone = frames.alone
-    passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.ran.items()})
+    passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
     by_itself = alone[["id"]].assign(
         index=alone.groupby(["id", "rank"]).cumcount(),
         forward=alone["forward"] * passes,
@@ -98,7 +98,8 @@ def _bound(
     that its busiest node ``sent`` in one; NaN without a policy, for steps that do more than train, and at a
     rate that is not known.
     """
-    trial, policy, rate = frames.ran[identity], frames.ran[identity].resolved_policy(), mbit * BITS_PER_MBIT
+    trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
+    policy = trial.resolved_policy()
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
     passes, topology = trial.accumulation, trial.topology()

@@ -35,7 +35,7 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
     """Bytes of a trial's hpZ copy on one rank kept as frames, and in 16 bits, by formula; NaN without one."""
-    trial = frames.ran[identity]
+    trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
         return math.nan, math.nan
@@ -63,7 +63,7 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 def under_limits(derived: Derived) -> pd.DataFrame:
     """Trials with a memory limit: those that ``trained`` within it, and those that exceeded it."""
-    ran, failures = derived.frames.ran, derived.frames.failures
+    ran, failures = derived.frames.trial_of, derived.frames.failures
     kept = ["id", "strategy", "contender", "place", "where", "cell", "parameters", "nodes", "ranks_per_node"]
     refused = failures[failures["kind"] == "memory"][kept].assign(trained=False)
     found = pd.concat([derived.trials[kept].assign(trained=True), refused], ignore_index=True)

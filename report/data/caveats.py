@@ -63,7 +63,7 @@ def footnotes(cells: Iterable[str]) -> str:
 def alone_in_words(derived: Derived) -> str:
     """Caption text, after a space, on trials whose computation was not measured by itself; empty for none."""
     older = int((~derived.trials["alone"].eq(other=True)).sum())
-    more = any(trial.workload == "rlhf" for trial in derived.frames.ran.values())
+    more = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
     why = "whose steps do more than train" if more else "whose records are older"
     said = (
         f" Of {older} of {counted(len(derived.trials), 'trial')}, {why}, computation is what ranks "
@@ -100,11 +100,11 @@ def warnings(derived: Derived) -> list[str]:
         f"{why}; PyTorch's reference did its work in {counted(len(group), 'trial')}, far more slowly."
         for (why,), group in groups(ran[ran["kernels_warning"] != ""], ["kernels_warning"])
     ]
-    contenders = ran.drop_duplicates("contender").set_index("contender")["id"]
-    policies = {str(name): frames.ran[identity].resolved_policy() for name, identity in contenders.items()}
-    if own := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
+    first_ids = ran.drop_duplicates("contender").set_index("contender")["id"]
+    policies = {str(name): frames.trial_of[first].resolved_policy() for name, first in first_ids.items()}
+    if coded := [name for name, policy in policies.items() if policy is not None and policy.own_codecs]:
         found.append(
-            f"{listed(own)} {'encodes' if len(own) == 1 else 'encode'} and decode by a Python function of "
+            f"{listed(coded)} {'encodes' if len(coded) == 1 else 'encode'} and decode by a Python function of "
             "the suite: their seconds are those of Python, not of a kernel."
         )
     if len(frames.pools) > 1:
@@ -179,7 +179,7 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
 def emulated_by_trials(frames: Frames) -> str:
     """The sentence for trials' records; one node has no link."""
     joined = frames.finished[frames.finished["nodes"] > 1]
-    latencies = [frames.ran[identity].cluster.latency for identity in joined["id"]]
+    latencies = [frames.trial_of[identity].cluster.latency for identity in joined["id"]]
     held = joined["rate_mbit"].notna() | joined["link_kind"].ne("namespaces")
     return emulated(joined["link_kind"].where(held, "open"), latencies)
 

@@ -66,13 +66,13 @@ class Frames:
             kept = {record.pool for record in records if record.measured} or {latest.pool}
             records = [record for record in records if record.pool in kept]
             _check_pools(records)
-        self.ran = {record.id: _trial(record) for record in records}
-        self.shared = shared_changes(list(self.ran.values()))  # by all policies, which names leave out
-        rows = {record.id: _trial_row(record, self.ran[record.id], self.shared) for record in records}
-        for identity, cell in _cells(rows, self.ran).items():
+        self.trial_of = {record.id: _trial(record) for record in records}
+        self.shared = shared_changes(list(self.trial_of.values()))  # by all policies, which names leave out
+        rows = {record.id: _trial_row(record, self.trial_of[record.id], self.shared) for record in records}
+        for identity, cell in _cells(rows, self.trial_of).items():
             rows[identity] |= cell
         ended = [record for record in records if record.failure is None]
-        trained = [record for record in ended if self.ran[record.id].workload != "generate"]
+        trained = [record for record in ended if self.trial_of[record.id].workload != "generate"]
         failed = [rows[one.id] | one.failure.model_dump() for one in records if one.failure]
         failures = [row for row in failed if row["kind"] != "interrupted"]
         pools = {(record.id, record.pool) for record in trained}
@@ -115,7 +115,7 @@ class Frames:
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
         """The units of a trial with a policy, without their parameters."""
-        topology, policy = self.ran[identity].topology(), self.ran[identity].resolved_policy()
+        topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
         return [
             UnitGeometry(name, (), padded, topology.world, not name.endswith(FROZEN), group)

@@ -60,7 +60,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     # Of no meaning for several models, and where the loss lies around 0.
     table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
     columns = (table[name] for name in ("id", "step_seconds", "processes"))
-    table["tflops"] = [_tflops(frames.ran[one], *rest) for one, *rest in zip(*columns, strict=True)]
+    table["tflops"] = [_tflops(frames.trial_of[one], *rest) for one, *rest in zip(*columns, strict=True)]
     return table
 
 
@@ -129,7 +129,7 @@ def _losses(frames: Frames) -> pd.DataFrame:
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
     last = frames.validations.sort_values("step").groupby("id").tail(1)
-    often = {identity for identity, trial in frames.ran.items() if trial.validate_every}
+    often = {identity for identity, trial in frames.trial_of.items() if trial.validate_every}
     last = last[last["id"].isin(often) | last["step"].ge(LEAST_STEPS)]
     names = {"loss": "validation_loss", "step": "validation_step"}
     found = first.groupby("id")["loss"].mean().rename("first_loss").reset_index()

@@ -117,7 +117,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(key of a suite, value as a suite has it) of all that trials were given beside who ran, then what was
     found with it; without what no record holds.
     """
-    given = [dict(flatten(frames.ran[str(identity)].canonical())) for identity in table["id"]]
+    given = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for one in given for key in one)
     kept = [key for key in keys if key.split(".")[0] not in (*OF_CONTENDER, "repeat")]
     values = {key: [labels.at({key: one.get(key)}, key) for one in given] for key in kept}
@@ -144,7 +144,7 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     """(name, value) of the main settings, for the headline; none without trials."""
     if not len(table):
         return []
-    ran = [frames.ran[str(identity)] for identity in table["id"]]
+    ran = [frames.trial_of[str(identity)] for identity in table["id"]]
     values = {
         "model": [with_arguments(one.model.name, one.model.arguments) for one in ran],
         "tokens per rank": [f"{one.tokens_per_rank}, in sequences of {one.sequence}" for one in ran],

@@ -141,6 +141,6 @@ def test_a_record_of_a_preset_that_went_is_drawn() -> None:
     new = [record_of(Trial(strategy=name)) for name in ("zero3", "zeropp")]
     old = [changed(one, trial=one.trial | {"model": {"name": "gpt-old"}}) for one in new]
     frames = frames_of(old)
-    assert {trial.model.name for trial in frames.ran.values()} == {"gpt-old"}
+    assert {trial.model.name for trial in frames.trial_of.values()} == {"gpt-old"}
     assert list(frames.finished["contender"]) == ["ZeRO-3", "ZeRO++"]
     assert frames.steps.equals(frames_of(new).steps)

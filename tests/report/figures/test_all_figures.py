@@ -49,7 +49,7 @@ def test_figures_appear_with_their_data_and_only_then(suite: str, tmp_path: Path
     for plot, data in tables:
         assert plot.name != "generation" or "2.17 (30B) and 2.25 (66B)" in plot.caption(data)
         assert records_behind(data)
-        assert set(records_behind(data)) <= set(derived.frames.ran)
+        assert set(records_behind(data)) <= set(derived.frames.trial_of)
         assert plot.caption(data)
         assert plot.question in plot.alt
         if plot.name in tried:
